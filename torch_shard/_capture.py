@@ -1,0 +1,273 @@
+"""A torch callable and example shapes become one functional ATen graph, by PyTorch's own tracer and autograd.
+
+Nothing is executed: the callable runs once on fake CPU tensors, so that PyTorch itself resolves views, mutation, ties,
+autograd modes, hooks, custom functions and autocast. This module knows nothing of JAX. It alone imports PyTorch's
+semi-public tracing API.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_shard._simplify import simplify
+from torch_shard._source import user_frame
+
+aten = torch.ops.aten
+TensorFn = Callable[..., Sequence[torch.Tensor]]
+Keep = Callable[[Any, bool], bool]
+ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Shape and torch dtype of one input tensor, and whether the callable sees `requires_grad` on it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A captured callable.
+
+    Attributes:
+        module: Functional ATen graph of `(*inputs, *closure) -> (*outputs, *new values of written inputs)`.
+        closure: Tensors that the callable reached by itself; their current values are the last inputs.
+        num_outputs: How many outputs the callable has.
+        written: Positions of the inputs that the callable wrote in place; their new values follow the outputs.
+        modules: Every module that ran, with the training flag that it had.
+    """
+
+    module: torch.fx.GraphModule
+    closure: tuple[torch.Tensor, ...]
+    num_outputs: int
+    written: tuple[int, ...]
+    modules: ModuleFlags
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes: a measure of what the capture cost."""
+        return len(self.module.graph.nodes)
+
+    @property
+    def output_dtypes(self) -> list[torch.dtype]:
+        """The torch dtype of each output of the callable."""
+        outputs = self.module.graph.output_node().args[0]
+        return [node.meta["val"].dtype for node in outputs[: self.num_outputs]]
+
+    def is_current(self) -> bool:
+        """Whether every module that ran still has the training flag that it had."""
+        return all((module := ref()) is not None and module.training == flag for ref, flag in self.modules)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` stands for a tensor of a capture under way."""
+    return isinstance(value, FakeTensor)
+
+
+def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False) -> Graph:
+    """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
+
+    Args:
+        fn: Takes one tensor per spec, returns a flat sequence of tensors.
+        specs: The inputs.
+        keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
+        explain: Record source lines on the nodes (slower; for error messages).
+
+    Raises:
+        NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
+    calls = _Calls(mode)
+    with _errors_for_users(), _reference_kernels(), calls.noting_modules(), enable_python_dispatcher(), calls:
+        with_views = make_fx(
+            lambda *args: list(fn(*args)), _allow_non_fake_inputs=True, record_stack_traces=explain
+        )(*fakes)
+    constants = _constants_to_inputs(with_views)
+    with mode:
+        inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
+    functional = _functionalize(with_views, inputs, keep, explain)
+    num_outputs = len(with_views.graph.output_node().args[0])
+    written = _return_writes(functional, num_outputs, len(specs))
+    simplify(functional)
+    return Graph(functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules())
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
+    """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
+
+    def replay(*args: torch.Tensor) -> Any:
+        return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
+
+    table = _decompositions(keep)
+    explained = torch.fx.traceback.preserve_node_meta() if explain else contextlib.nullcontext()
+    with explained, enable_python_dispatcher(), torch.no_grad():
+        functional = torch.func.functionalize(replay, remove="mutations")
+        return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
+
+
+@functools.cache
+def _decompositions(keep: Keep) -> dict:
+    """PyTorch's core rules, and its other rules for what nobody lowers, except for the operators to keep whole."""
+    core = core_aten_decompositions()
+    table = {op: rule for op, rule in core.items() if not keep(op, True)}
+    return table | {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
+
+
+def _constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
+    found: dict[str, torch.Tensor] = {}
+    placeholders: dict[str, torch.fx.Node] = {}
+    last_input = [n for n in graph.graph.nodes if n.op == "placeholder"][-1:]
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), torch.Tensor):
+            continue
+        if node.target not in found:
+            found[node.target] = value
+            anchor = [*last_input, *placeholders.values()][-1:]
+            point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
+            with point:
+                placeholders[node.target] = graph.graph.placeholder(f"closure{len(found)}")
+        node.replace_all_uses_with(placeholders[node.target])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return list(found.values())
+
+
+def _return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+    """Make the new values of inputs that were written in place outputs; return the positions of those inputs."""
+    inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    writes = {}
+    for node in list(graph.graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in inputs:
+            writes[inputs.index(node.args[0])] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.graph.erase_node(node)
+    output = graph.graph.output_node()
+    output.args = ([*output.args[0][:num_outputs], *writes.values()],)
+    if any(position >= num_inputs for position in writes):
+        raise NotImplementedError(
+            "The captured function writes in place to a tensor that is neither an argument, a parameter nor a "
+            "buffer. The compiled program could not keep that write. Register the tensor as a buffer "
+            "(register_buffer), or write to a clone."
+        )
+    return tuple(writes)
+
+
+@contextlib.contextmanager
+def _reference_kernels() -> Iterator[None]:
+    """Math attention and plain RNN cells: kernels whose derivative is a graph of ordinary operators."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    onednn = torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about TF32 on CPU builds
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        torch._C._set_mkldnn_enabled(onednn)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the torch calls of a capture: jax-device tensors that it closes over, and the modules that run.
+
+    Tensors on the jax device stand on the CPU during a capture, as all fakes do, so that a model means the same
+    wherever it lives.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._standins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _on_cpu(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._standin(value) if not is_fake(value) and value.device.type == "jax" else value
+        if isinstance(value, torch.device):
+            return torch.device("cpu") if value.type == "jax" else value
+        return "cpu" if isinstance(value, str) and value.split(":")[0] == "jax" else value
+
+    def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._standins:
+            with _disable_current_modes(), self._mode:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            self._standins[id(tensor)] = (fake, tensor)
+        return self._standins[id(tensor)][0]
+
+    def original(self, constant: torch.Tensor) -> torch.Tensor:
+        """The tensor that a constant of the graph stands for."""
+        return next((tensor for fake, tensor in self._standins.values() if fake is constant), constant)
+
+    @contextlib.contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        """Note every module that is called."""
+        hook = nn.modules.module.register_module_forward_pre_hook(self._note_module)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.setdefault(id(module), (weakref.ref(module), module.training))
+
+    def modules(self) -> ModuleFlags:
+        """The modules that ran, with their training flags."""
+        return tuple(self._modules.values())
+
+
+_VALUE_NEEDED = "trying to get value out of a tracing tensor"
+_NO_DATA = "Cannot access data pointer"
+
+
+@contextlib.contextmanager
+def _errors_for_users() -> Iterator[None]:
+    """PyTorch's complaint that a value is needed becomes ours, with the user's file and line."""
+    try:
+        yield
+    except Exception as error:
+        shape_depends = isinstance(error, DynamicOutputShapeException)
+        value_needed = isinstance(error, DataDependentOutputException) or _VALUE_NEEDED in str(error)
+        if not shape_depends and not value_needed and _NO_DATA not in str(error):
+            raise
+        what = "the shape of a result depends" if shape_depends else "Python needs"
+        raise NotImplementedError(
+            f"{user_frame(error)}\n"
+            f"Here {what} {'on the values of a tensor' if shape_depends else 'the value of a tensor'}, but a compiled "
+            "program is made once for all values. Use torch.where(condition, a, b) instead of `if`, torch.cond for "
+            "whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
+            ".item(), .tolist(), float() and print() outside of the compiled function."
+        ) from error
+
+

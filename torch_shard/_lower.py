@@ -1,0 +1,124 @@
+"""An ATen graph as a function of JAX arrays: each node by its lowering, each result checked against the fake one."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, torch_dtype
+from torch_shard._source import is_user_file
+
+Lowered = Callable[..., list[Any]]
+
+
+def missing_lowerings(graph: GraphModule) -> list[Node]:
+    """The nodes that have no lowering, first of each operator."""
+    found: dict[Any, Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(node.target) is None:
+            found.setdefault(node.target, node)
+    return list(found.values())
+
+
+def lower(graph: GraphModule) -> Lowered:
+    """The function `(key, *arrays) -> list of arrays` that `graph` means.
+
+    Args:
+        graph: Functional, with lowerings for all its operators (see `missing_lowerings`).
+
+    Returns:
+        A function to be traced by JAX. `key` is a random key, or None where the graph draws no random numbers.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    steps = [(node, _step(node)) for node in nodes]
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    outputs = graph.graph.output_node().args[0]
+
+    def run(key: jax.Array | None, *arrays: jax.Array) -> list[Any]:
+        values: dict[Node, Any] = dict(zip(inputs, arrays, strict=True))
+        with _matmul_precision():
+            for node, step in steps:
+                values[node] = step(key, values)
+        return [values[node] for node in outputs]
+
+    return run
+
+
+def draws_random(graph: GraphModule) -> bool:
+    """Whether the graph needs a random key."""
+    return any("random_place" in node.meta for node in graph.graph.nodes)
+
+
+def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
+    if node.target is operator.getitem:
+        source, index = node.args
+        return lambda key, values: values[source][index]
+    lowering = find_lowering(node.target)
+    assert lowering is not None, node.target
+    kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
+    static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
+
+    def step(key: Any, values: dict[Node, Any]) -> Any:
+        args, given = torch.fx.node.map_arg((static_args, kwargs), values.__getitem__)
+        first = (jax.random.fold_in(key, node.meta["random_place"]),) if node.target in RANDOM else ()
+        with jax.named_scope(node.target._opname):
+            return _conform(node, lowering(*first, *args, **given))
+
+    return step
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """The torch dtype of what JAX will hold: torchax's lowerings warn when asked for 64 bits with x64 off."""
+    return torch_dtype(jax_dtype(dtype))
+
+
+def _conform(node: Node, value: Any) -> Any:
+    """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug."""
+    fake = node.meta["val"]
+    if isinstance(fake, torch.Tensor):
+        return _conform_one(node, fake, value)
+    if isinstance(fake, Sequence):
+        pairs = zip(fake, value, strict=True)
+        return [_conform_one(node, f, v) if isinstance(f, torch.Tensor) else v for f, v in pairs]
+    return value
+
+
+def _conform_one(node: Node, fake: torch.Tensor, value: Any) -> Any:
+    if value is None:
+        return None
+    value = jax.numpy.asarray(value)
+    if value.shape != tuple(fake.shape) and not _is_unspecified(node, fake):
+        raise NotImplementedError(
+            f"The lowering of {node.target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "
+            "This is a bug of torch_shard: please report the operator and its arguments."
+        )
+    dtype = jax_dtype(fake.dtype)
+    return value if value.dtype == dtype else value.astype(dtype)
+
+
+def _is_unspecified(node: Node, fake: torch.Tensor) -> bool:
+    """Saved statistics that differ between kernels and are read by nobody."""
+    return fake.numel() == 0 and not any(user.users for user in node.users)
+
+
+@functools.cache
+def _precision_name(torch_name: str) -> str:
+    return {"highest": "highest", "high": "high", "medium": "default"}[torch_name]
+
+
+def _matmul_precision() -> Any:
+    """torch's own setting for float32 products, unless JAX has been told otherwise."""
+    chosen = jax.config.jax_default_matmul_precision or _precision_name(torch.get_float32_matmul_precision())
+    return jax.default_matmul_precision(chosen)
+
+
+def source_of(node: Node) -> str:
+    """The user's line that made a node, where the capture recorded it."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])]
+    return " ".join(lines[files[-1] : files[-1] + 2]) if files else "(in the backward pass)"

@@ -1,0 +1,293 @@
+"""Meshes with named Auto axes, and how tensors lie on them."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+
+def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
+    """Lay devices out as a mesh with named axes, in the order given.
+
+    Uses the first devices, as many as the product of the sizes; the others stay idle.
+
+    Args:
+        devices: The devices to choose from. By default all that JAX sees.
+        **axis_sizes: Number of devices along each axis, by axis name (any name but `devices`).
+            One of them may be -1: as many as the other axes leave.
+
+    Returns:
+        A mesh whose axes are all Auto: XLA chooses the shardings inside a step.
+
+    Raises:
+        TypeError: A size is not an int.
+        ValueError: No axis, a size that is neither positive nor -1, or sizes that do not fit the devices.
+
+    Example:
+        >>> dict(make_mesh(batch=4, model=2).shape)
+        {'batch': 4, 'model': 2}
+    """
+    _check_sizes(axis_sizes)
+    available = list(jax.devices() if devices is None else devices)
+    sizes = _fill_in(axis_sizes, len(available))
+    required = math.prod(sizes)
+    if required > len(available):
+        raise ValueError(
+            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {len(available)} are available. "
+            f"Choose sizes whose product is at most {len(available)}, or simulate devices on the CPU: "
+            f'jax.config.update("jax_num_cpu_devices", {required}) before JAX starts '
+            "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
+        )
+    auto = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
+
+
+def check_mesh(mesh: Any, *, caller: str) -> Mesh:
+    """Return `mesh` as it is, or refuse it in the name of `caller`.
+
+    Args:
+        mesh: What a user gave as a mesh.
+        caller: The public name that the user called; the error begins with it.
+
+    Returns:
+        The same mesh.
+
+    Raises:
+        TypeError: It is not a `jax.sharding.Mesh`.
+        ValueError: Some axis is Explicit or Manual.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+            "Build one with torch_shard.make_mesh(batch=4, model=2)."
+        )
+    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
+    if foreign:
+        raise ValueError(
+            f"{caller}: every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
+            f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
+            f"torch_shard.make_mesh{describe_mesh(mesh)} "
+            f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
+        )
+    return mesh
+
+
+def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[str, str]]:
+    """Say all that keeps a tensor from being split by `spec` on `mesh`, each with its remedy.
+
+    Args:
+        spec: At most one entry per dim.
+        shape: Global shape.
+        mesh: The mesh that `spec` should name axes of.
+
+    Returns:
+        Pairs of a fault (without full stop) and a remedy (a sentence); empty if the spec fits.
+    """
+    shown, axes = describe_spec(spec), [axis for part in spec for axis in _axes(part)]
+    faults = []
+    for axis in dict.fromkeys(axes):
+        if axis not in mesh.shape:
+            faults.append((f"{shown} names an axis that the mesh lacks", _suggest_axis(axis, mesh)))
+        if axes.count(axis) > 1:
+            faults.append((f"{shown} names {axis!r} more than once", "Keep one: an axis splits one dim."))
+    if len(spec) > len(shape):
+        fault = f"{shown} is longer than the rank, {len(spec)} > {len(shape)}"
+        faults.append((fault, f"Use {describe_spec(_shorten(spec, shape, mesh))}."))
+    # Sizes along axes that are missing or doubled would only repeat what is said above.
+    return faults or [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
+
+
+@dataclass(frozen=True)
+class ResolvedEntry:
+    """What a plan decided for one name.
+
+    Attributes:
+        shape: Global shape.
+        dtype: As found, torch's or numpy's; None where only a shape was given.
+        rule: The rule that decided, quoted, or `default`.
+        sharding: The sharding.
+        tied_to: The first name of the same tensor, where this is another one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    rule: str
+    sharding: NamedSharding
+    tied_to: str | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one device's shard."""
+        return self.sharding.shard_shape(self.shape)
+
+    def count_bytes(self, shape: tuple[int, ...]) -> int | None:
+        """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""
+        return None if self.dtype is None else math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ResolvedPlan(Mapping[str, NamedSharding]):
+    """Shardings by name, as `ShardingPlan.resolve` gives them; printed, a table with bytes per device.
+
+    JAX takes plain dicts for trees: give it `dict(resolved)`. Sums of bytes take a tie once, and are
+    None if a dtype is unknown.
+
+    Attributes:
+        mesh: The mesh of every sharding.
+        entries: Shape, dtype, rule and sharding by name.
+    """
+
+    mesh: Mesh
+    entries: Mapping[str, ResolvedEntry]
+
+    def __getitem__(self, name: str) -> NamedSharding:
+        return self.entries[name].sharding
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of the whole."""
+        return self._sum(lambda entry: entry.shape)
+
+    @property
+    def num_bytes_per_device(self) -> int | None:
+        """Bytes that each device holds."""
+        return self._sum(lambda entry: entry.local_shape)
+
+    @property
+    def fraction_replicated(self) -> float | None:
+        """Share of the bytes that every device holds whole."""
+        whole = self._sum(lambda entry: entry.shape if entry.sharding.is_fully_replicated else (0,))
+        return None if whole is None else whole / max(self.num_bytes or 0, 1)
+
+    def _sum(self, get_shape: Callable[[ResolvedEntry], tuple[int, ...]]) -> int | None:
+        counts = [entry.count_bytes(get_shape(entry)) for entry in self.entries.values() if not entry.tied_to]
+        return None if None in counts else sum(filter(None, counts))
+
+    def __repr__(self):
+        return f"ResolvedPlan({len(self)} names on mesh {describe_mesh(self.mesh)})"
+
+    def __str__(self):
+        # So wide that no name is folded.
+        console = Console(width=10_000, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip("\n")
+
+    def __rich__(self) -> Table:
+        share = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
+        total, held = _describe_bytes(self.num_bytes), _describe_bytes(self.num_bytes_per_device)
+        caption = f"total {total}, per device {held}, replicated {share}"
+        table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
+        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device"):
+            table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
+        for name, entry in self.entries.items():
+            dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
+            spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
+            held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
+            cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held)
+            table.add_row(*(Text(str(cell)) for cell in cells))
+        return table
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Write a mesh's axes and sizes for tables and errors, as in `(batch=4, model=2)`."""
+    return f"({_join(mesh.shape)})"
+
+
+def describe_spec(spec: PartitionSpec) -> str:
+    """Write a spec as one types it: `P('model')`, where JAX's own repr is `P('model',)`."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def _join(sizes: Mapping[Any, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _check_sizes(axis_sizes: dict[str, int]) -> None:
+    if not axis_sizes:
+        raise ValueError("make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).")
+    # Not isinstance: a bool is an int to Python, but not a number of devices.
+    foreign = [f"{axis}={size!r}" for axis, size in axis_sizes.items() if type(size) is not int]
+    if foreign:
+        raise TypeError(f"make_mesh: every axis size must be an int, got {', '.join(foreign)}.")
+    wrong = {axis: size for axis, size in axis_sizes.items() if size < 1 and size != -1}
+    if wrong:
+        raise ValueError(f"make_mesh: axis sizes must be positive, or -1 for the rest, got {_join(wrong)}.")
+
+
+def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
+    """Replace a size of -1 by the number of devices that the other axes leave."""
+    rest = [axis for axis, size in axis_sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"make_mesh: one axis size at most may be -1, got {' and '.join(rest)}.")
+    known = math.prod(size for size in axis_sizes.values() if size != -1)
+    if rest and (num_devices < known or num_devices % known):
+        raise ValueError(
+            f"make_mesh: {rest[0]}=-1 takes what the other axes leave, but their product {known} "
+            f"does not divide the {num_devices} devices available. Change them, or give {rest[0]} a size."
+        )
+    return tuple(num_devices // known if size == -1 else size for size in axis_sizes.values())
+
+
+def _axes(part: Any) -> tuple[Any, ...]:
+    """List the axes that one entry of a spec names."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def _suggest_axis(axis: Any, mesh: Mesh) -> str:
+    names = [str(name) for name in mesh.axis_names]
+    close = difflib.get_close_matches(str(axis), names, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Its axes are {', '.join(map(repr, names))}."
+
+
+def _find_uneven(spec: Iterable[Any], shape: tuple[int, ...], mesh: Mesh) -> list[int]:
+    """List the dims that are not a multiple of the size of their axes; an unknown axis has size 1."""
+    num_shards = [math.prod(mesh.shape.get(axis, 1) for axis in _axes(part)) for part in spec]
+    return [dim for dim, (size, num) in enumerate(zip(shape, num_shards, strict=False)) if size % num]
+
+
+def _indivisible(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> tuple[str, str]:
+    sizes = {axis: mesh.shape[axis] for axis in _axes(spec[dim])}
+    num_shards = math.prod(sizes.values())
+    product = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
+    product += f" = {num_shards}" if len(sizes) > 1 else ""
+    fault = f"dim {dim} = {shape[dim]} is not a multiple of {product}"
+    rest = f"pad dim {dim} to {-(-shape[dim] // num_shards) * num_shards}, or replicate it with P()."
+    moved = _move(spec, shape, dim, mesh)
+    return fault, f"Use {describe_spec(moved)}, {rest}" if moved else rest[0].upper() + rest[1:]
+
+
+def _move(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> PartitionSpec | None:
+    """Move the axes of `dim` to the first whole dim where that makes the spec fit."""
+    parts = [*spec, *(None,) * (len(shape) - len(spec))]
+    for other in range(len(shape)):
+        moved = [*parts]
+        moved[dim], moved[other] = parts[other], parts[dim]
+        if parts[other] is None and shape[other] and not _find_uneven(moved, shape, mesh):
+            return PartitionSpec(*moved)
+    return None
+
+
+def _shorten(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Keep what splits a dim, as a bias keeps its weight's `model`, if that fits; else replicate."""
+    short = PartitionSpec(*[part for part in spec if part is not None][: len(shape)])
+    return PartitionSpec() if find_spec_faults(short, shape, mesh) else short
+
+
+def _describe_bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else decimal(num_bytes)

@@ -1,0 +1,21 @@
+"""The table of lowerings: what each ATen operator means in JAX.
+
+A lowering takes JAX arrays where the operator takes tensors and returns JAX arrays. Ours come first, one file per
+family; PyTorch decomposes what it can of the rest; torchax's table fills what remains; an operator that none of them
+covers is refused by name.
+"""
+
+from torch_shard._ops import _conv, _linear, _nn, _random  # noqa: F401  (they fill the table)
+from torch_shard._ops._dtypes import jax_dtype, torch_dtype
+from torch_shard._ops._registry import LOWERINGS, RANDOM, STORAGE_KWARGS, find_lowering, keeps_whole, lowers
+
+__all__ = [
+    "LOWERINGS",
+    "RANDOM",
+    "STORAGE_KWARGS",
+    "find_lowering",
+    "jax_dtype",
+    "keeps_whole",
+    "lowers",
+    "torch_dtype",
+]

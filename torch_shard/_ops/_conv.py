@@ -1,0 +1,157 @@
+"""Convolution and pooling, forward and backward."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+def _per_dim(value, rank):
+    value = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return value * rank if len(value) == 1 else value
+
+
+@lowers(aten.convolution.default)
+def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+    rank = weight.ndim - 2
+    stride, padding, dilation = (_per_dim(v, rank) for v in (stride, padding, dilation))
+    unbatched = x.ndim == rank + 1
+    x = x[None] if unbatched else x
+    if transposed:
+        out = _transposed(x, weight, stride, padding, dilation, _per_dim(output_padding, rank), groups)
+    else:
+        out = _correlate(x, weight, stride, [(p, p) for p in padding], (1,) * rank, dilation, groups)
+    out = out if bias is None else out + bias.reshape(1, -1, *(1,) * rank)
+    return out[0] if unbatched else out
+
+
+def _correlate(x, weight, stride, padding, x_dilation, dilation, groups):
+    return jax.lax.conv_general_dilated(
+        x, weight, stride, padding, lhs_dilation=x_dilation, rhs_dilation=dilation, feature_group_count=groups
+    )
+
+
+def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
+    """Convolution by the input-dilated, flipped kernel; weight is (in, out / groups, *kernel)."""
+    kernel = weight.shape[2:]
+    grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+    swapped = jnp.swapaxes(grouped, 1, 2).reshape(groups * weight.shape[1], weight.shape[0] // groups, *kernel)
+    flipped = jnp.flip(swapped, axis=tuple(range(2, weight.ndim)))
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
+    return _correlate(x, flipped, (1,) * len(kernel), pads, stride, dilation, groups)
+
+
+@lowers(aten.convolution_backward.default)
+def convolution_backward(
+    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+):
+    def forward(x, weight):
+        return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
+
+    grad_x, grad_weight = jax.vjp(forward, x, weight)[1](grad)
+    batch_and_space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
+    grads = (grad_x, grad_weight, jnp.sum(grad, batch_and_space) if output_mask[2] else None)
+    return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
+
+
+def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
+    """Flat input index of every element of every window, -1 for padding: (number of windows, window size)."""
+    per_dim, counts = [], []
+    for size, k, s, p, d in zip(shape, kernel, stride, padding, dilation, strict=True):
+        span = size + 2 * p - d * (k - 1) - 1
+        count = (-(-span // s) if ceil_mode else span // s) + 1
+        if ceil_mode and (count - 1) * s >= size + p:
+            count -= 1
+        index = np.arange(count)[:, None] * s - p + np.arange(k)[None] * d
+        per_dim.append(np.where((index >= 0) & (index < size), index, -1))
+        counts.append(count)
+    rank = len(shape)
+    flat = np.zeros((), np.int64)
+    valid = np.ones((), bool)
+    for axis, index in enumerate(per_dim):
+        spread = index.reshape([index.shape[0] if i == axis else 1 for i in range(rank)]
+                               + [index.shape[1] if i == axis else 1 for i in range(rank)])
+        flat, valid = flat * shape[axis] + spread, valid & (spread >= 0)
+    flat = np.where(valid, flat, -1).reshape(int(np.prod(counts)), -1)
+    return flat, tuple(counts)
+
+
+@lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
+    """Values and flat indices of the first largest element of each window."""
+    rank = 3 if len(kernel) == 3 else 2
+    kernel, padding, dilation = (_per_dim(v, rank) for v in (kernel, padding, dilation))
+    stride = _per_dim(stride, rank) if stride else kernel
+    space = x.shape[-rank:]
+    index, counts = _windows(space, kernel, stride, padding, dilation, ceil_mode)
+    flat = x.reshape(*x.shape[:-rank], -1)
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    windows = jnp.where(index >= 0, flat[..., np.maximum(index, 0)], lowest)
+    best = jnp.argmax(windows, axis=-1)
+    values = jnp.take_along_axis(windows, best[..., None], -1)[..., 0]
+    where = jnp.take_along_axis(jnp.broadcast_to(index, windows.shape), best[..., None], -1)[..., 0]
+    out = (*x.shape[:-rank], *counts)
+    return values.reshape(out), where.reshape(out).astype(jax_dtype(torch.int64))
+
+
+@lowers(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+def max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices):
+    rank = 3 if len(kernel) == 3 else 2
+    rows = int(np.prod(x.shape[:-rank]))
+    flat = jnp.zeros((rows, int(np.prod(x.shape[-rank:]))), grad.dtype)
+    row = jnp.arange(rows)[:, None]
+    return flat.at[row, indices.reshape(rows, -1)].add(grad.reshape(rows, -1)).reshape(x.shape)
+
+
+@lowers(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def avg_pool(x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    rank = 3 if len(kernel) == 3 else 2
+    kernel, padding = (_per_dim(v, rank) for v in (kernel, padding))
+    stride = _per_dim(stride, rank) if stride else kernel
+    space = x.shape[-rank:]
+    index, counts = _windows(space, kernel, stride, padding, (1,) * rank, ceil_mode)
+    flat = x.reshape(*x.shape[:-rank], -1)
+    total = jnp.sum(jnp.where(index >= 0, flat[..., np.maximum(index, 0)], 0), axis=-1)
+    divisor = divisor_override or _window_sizes(space, kernel, stride, padding, counts, count_include_pad)
+    return (total / np.asarray(divisor, x.dtype)).reshape(*x.shape[:-rank], *counts)
+
+
+def _window_sizes(space, kernel, stride, padding, counts, count_include_pad):
+    """How many elements torch divides each window's sum by: padding counts or not, what lies beyond it never."""
+    sizes = []
+    for size, k, s, p, count in zip(space, kernel, stride, padding, counts, strict=True):
+        start = np.arange(count) * s - p
+        end = np.minimum(start + k, size + p)
+        sizes.append(end - start if count_include_pad else np.minimum(end, size) - np.maximum(start, 0))
+    return np.array([np.prod(c) for c in itertools.product(*sizes)])
+
+
+@lowers(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def avg_pool_backward(grad, x, *args):
+    return jax.vjp(lambda x: avg_pool(x, *args), x)[1](grad)[0]
+
+
+@lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool(x, output_size):
+    for offset, out in enumerate(output_size):
+        axis = x.ndim - len(output_size) + offset
+        size = x.shape[axis]
+        weights = np.zeros((out, size), np.float64)
+        for i in range(out):
+            start, end = i * size // out, -(-(i + 1) * size // out)
+            weights[i, start:end] = 1 / (end - start)
+        x = jnp.moveaxis(jnp.tensordot(x, jnp.asarray(weights, x.dtype), (axis, 1)), -1, axis)
+    return x
+
+
+@lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool_backward(grad, x):
+    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](grad)[0]

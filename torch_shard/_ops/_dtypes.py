@@ -1,0 +1,50 @@
+"""torch dtypes and their JAX counterparts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+_TORCH_TO_JAX = {
+    torch.bool: jnp.bool_,
+    torch.uint8: jnp.uint8,
+    torch.int8: jnp.int8,
+    torch.int16: jnp.int16,
+    torch.int32: jnp.int32,
+    torch.int64: jnp.int64,
+    torch.uint16: jnp.uint16,
+    torch.uint32: jnp.uint32,
+    torch.uint64: jnp.uint64,
+    torch.float16: jnp.float16,
+    torch.bfloat16: jnp.bfloat16,
+    torch.float32: jnp.float32,
+    torch.float64: jnp.float64,
+    torch.complex64: jnp.complex64,
+    torch.complex128: jnp.complex128,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+}
+_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _TORCH_TO_JAX.items()}
+_JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
+
+
+def jax_dtype(dtype: torch.dtype) -> np.dtype:
+    """The dtype that JAX gives to data of a torch dtype: 64 bits become 32 unless `jax_enable_x64` is on.
+
+    Raises:
+        TypeError: JAX has no such dtype (quantised and packed ones).
+    """
+    if dtype not in _TORCH_TO_JAX:
+        raise TypeError(f"{dtype} has no JAX counterpart; convert the tensor to one of {list(_TORCH_TO_JAX)}.")
+    return np.dtype(jax.dtypes.canonicalize_dtype(_TORCH_TO_JAX[dtype]))
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
+    """The torch dtype of a JAX dtype.
+
+    Raises:
+        TypeError: torch has no such dtype.
+    """
+    if np.dtype(dtype) not in _JAX_TO_TORCH:
+        raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")
+    return _JAX_TO_TORCH[np.dtype(dtype)]

@@ -1,0 +1,88 @@
+"""Products and views: the batch dims of a product stay apart, as a partitioner wants them."""
+
+import jax.numpy as jnp
+import torch
+
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+@lowers(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def matmul(x, y):
+    return jnp.matmul(x, y)
+
+
+@lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def addmm(bias, x, y, *, beta=1, alpha=1):
+    product = jnp.matmul(x, y)
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product
+    return product + (bias if beta == 1 else beta * bias)
+
+
+@lowers(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+def view(x, shape, *_):
+    return jnp.reshape(x, tuple(shape))
+
+
+@lowers(aten.permute.default)
+def permute(x, dims):
+    return jnp.transpose(x, dims)
+
+
+@lowers(aten.transpose.int)
+def transpose(x, dim0, dim1):
+    return jnp.swapaxes(x, dim0, dim1) if x.ndim else x
+
+
+@lowers(aten.t.default)
+def t(x):
+    return x.T
+
+
+@lowers(aten.expand.default)
+def expand(x, shape, *, implicit=False):
+    added = len(shape) - x.ndim
+    kept = [x.shape[i - added] if size == -1 else size for i, size in enumerate(shape)]
+    return jnp.broadcast_to(x, kept)
+
+
+@lowers(aten.slice.Tensor)
+def slice_tensor(x, dim=0, start=None, end=None, step=1):
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
+
+
+@lowers(aten.select.int)
+def select(x, dim, index):
+    return x[(slice(None),) * (dim % x.ndim) + (index,)]
+
+
+@lowers(aten.unsqueeze.default)
+def unsqueeze(x, dim):
+    return jnp.expand_dims(x, dim)
+
+
+@lowers(aten.cat.default)
+def cat(tensors, dim=0):
+    kept = [x for x in tensors if x.shape != (0,)] or tensors[:1]  # torch skips empty 1-D tensors
+    return jnp.concatenate(kept, axis=dim)
+
+
+@lowers(aten.split_with_sizes.default)
+def split_with_sizes(x, sizes, dim=0):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice_tensor(x, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@lowers(aten.split.Tensor)
+def split(x, size, dim=0):
+    length = x.shape[dim]
+    return [slice_tensor(x, dim, start, start + size) for start in range(0, max(length, 1), max(size, 1))]
+
+
+@lowers(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+def same(x, **_):
+    return x

@@ -1,0 +1,165 @@
+"""Normalisation, attention's softmax, losses and embeddings, with the statistics and masks that PyTorch returns."""
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+@lowers(aten._softmax.default)
+def softmax(x, dim, half_to_float):
+    x = x.astype(jnp.float32) if half_to_float else x
+    return _softmax(x, dim) if x.ndim else jnp.ones_like(x)
+
+
+def _softmax(x, dim):
+    compute = jnp.promote_types(x.dtype, jnp.float32)  # torch computes half precision softmax in float32
+    exps = jnp.exp(x.astype(compute) - jnp.max(x, axis=dim, keepdims=True).astype(compute))
+    return (exps / jnp.sum(exps, axis=dim, keepdims=True)).astype(x.dtype)
+
+
+@lowers(aten._safe_softmax.default)
+def safe_softmax(x, dim, dtype=None):
+    """Softmax that gives zeros for a row of nothing but -inf."""
+    x = x.astype(jax_dtype(dtype)) if dtype is not None else x
+    highest = jnp.max(x, axis=dim, keepdims=True)
+    exps = jnp.exp(x - jnp.where(jnp.isneginf(highest), 0, highest))
+    total = jnp.sum(exps, axis=dim, keepdims=True)
+    return exps / jnp.where(total == 0, 1, total)
+
+
+@lowers(aten._softmax_backward_data.default)
+def softmax_backward(grad, output, dim, input_dtype):
+    weighted = grad * output
+    result = weighted - output * jnp.sum(weighted, axis=dim, keepdims=True)
+    return result.astype(jax_dtype(input_dtype))
+
+
+@lowers(aten._log_softmax.default)
+def log_softmax(x, dim, half_to_float):
+    x = x.astype(jnp.float32) if half_to_float else x
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    return jax.nn.log_softmax(x.astype(compute), axis=dim).astype(x.dtype) if x.ndim else jnp.zeros_like(x)
+
+
+@lowers(aten._log_softmax_backward_data.default)
+def log_softmax_backward(grad, output, dim, input_dtype):
+    result = grad - jnp.exp(output) * jnp.sum(grad, axis=dim, keepdims=True)
+    return result.astype(jax_dtype(input_dtype))
+
+
+@lowers(aten.native_layer_norm.default)
+def native_layer_norm(x, normalized_shape, weight, bias, eps):
+    axes = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(compute, axes, keepdims=True)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(compute - mean), axes, keepdims=True) + eps)
+    out = (compute - mean) * rstd
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.astype(x.dtype), mean, rstd
+
+
+@lowers(aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bias, output_mask):
+    inner = tuple(range(x.ndim - len(normalized_shape), x.ndim))
+    outer = tuple(range(x.ndim - len(normalized_shape)))
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    normed = (x.astype(compute) - mean) * rstd
+    scaled = grad.astype(compute) if weight is None else grad.astype(compute) * weight
+    average = jnp.mean(scaled, inner, keepdims=True)
+    projection = jnp.mean(scaled * normed, inner, keepdims=True)
+    grad_x = (scaled - average - normed * projection) * rstd if output_mask[0] else None
+    grad_weight = jnp.sum(grad * normed, outer) if output_mask[1] and weight is not None else None
+    grad_bias = jnp.sum(grad, outer) if output_mask[2] and bias is not None else None
+    return _cast(grad_x, x), _cast(grad_weight, weight), _cast(grad_bias, bias)
+
+
+def _cast(value, like):
+    return None if value is None else value.astype(like.dtype)
+
+
+@lowers(aten._native_batch_norm_legit_functional.default)
+def batch_norm_functional(x, weight, bias, running_mean, running_var, training, momentum, eps):
+    """Returns `(out, saved mean, saved rstd, new running mean, new running var)`."""
+    axes = (0, *range(2, x.ndim))
+    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if not training:
+        out = _normalize(compute, running_mean, jax.lax.rsqrt(running_var + eps), weight, bias)
+        empty = jnp.zeros((0,), compute.dtype)
+        return out.astype(x.dtype), empty, empty, running_mean, running_var
+    mean = jnp.mean(compute, axes)
+    var = jnp.mean(jnp.square(compute - _channels(mean, x.ndim)), axes)
+    rstd = jax.lax.rsqrt(var + eps)
+    out = _normalize(compute, mean, rstd, weight, bias).astype(x.dtype)
+    if running_mean is not None:
+        count = x.size // x.shape[1]
+        unbiased = var * (count / (count - 1))  # torch keeps the unbiased estimate, and refuses a count of 1
+        running_mean = ((1 - momentum) * running_mean + momentum * mean).astype(running_mean.dtype)
+        running_var = ((1 - momentum) * running_var + momentum * unbiased).astype(running_var.dtype)
+    return out, mean, rstd, running_mean, running_var
+
+
+@lowers(aten._native_batch_norm_legit.no_stats)
+def batch_norm_no_stats(x, weight, bias, training, momentum, eps):
+    return batch_norm_functional(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+
+@lowers(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum, eps):
+    return batch_norm_functional(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
+
+
+@lowers(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    grad, x, weight, running_mean, running_var, save_mean, save_rstd, training, eps, output_mask
+):
+    axes = (0, *range(2, x.ndim))
+    compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean, rstd = (save_mean, save_rstd) if training else (running_mean, jax.lax.rsqrt(running_var + eps))
+    normed = (compute - _channels(mean, x.ndim)) * _channels(rstd, x.ndim)
+    scale = _channels(rstd if weight is None else rstd * weight, x.ndim)
+    grad_bias = jnp.sum(grad, axes)
+    grad_weight = jnp.sum(grad * normed, axes)
+    centred = grad
+    if training:
+        count = x.size // x.shape[1]
+        centred = grad - (_channels(grad_bias, x.ndim) + normed * _channels(grad_weight, x.ndim)) / count
+    mask_w, mask_b = output_mask[1] and weight is not None, output_mask[2]
+    grad_x = (centred * scale).astype(x.dtype)
+    return grad_x, grad_weight if mask_w else None, grad_bias if mask_b else None
+
+
+def _channels(stat, rank):
+    return stat.reshape(1, -1, *(1,) * (rank - 2))
+
+
+def _normalize(x, mean, rstd, weight, bias):
+    out = (x - _channels(mean, x.ndim)) * _channels(rstd, x.ndim)
+    out = out if weight is None else out * _channels(weight, x.ndim)
+    return out if bias is None else out + _channels(bias, x.ndim)
+
+
+@lowers(aten.embedding.default)
+def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    return jnp.take(weight, indices, axis=0)
+
+
+@lowers(aten.embedding_dense_backward.default)
+def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq):
+    flat, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
+    if scale_grad_by_freq:
+        counts = jnp.zeros((num_weights,), grad.dtype).at[flat].add(1)
+        rows = rows / counts[flat][:, None]
+    if padding_idx >= 0:
+        rows = jnp.where((flat == padding_idx)[:, None], 0, rows)
+    return jnp.zeros((num_weights, grad.shape[-1]), grad.dtype).at[flat].add(rows)
+
+
+@lowers(aten.gelu.default)
+def gelu(x, *, approximate="none"):
+    return jax.nn.gelu(x, approximate=approximate == "tanh")

@@ -1,0 +1,140 @@
+"""Random operators: each takes an explicit key, and draws from the distribution that PyTorch documents.
+
+The streams are JAX's, so the numbers are not those of torch's own generators; the same key gives the same numbers on
+every mesh.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+def _float_dtype(dtype: torch.dtype | None) -> np.dtype:
+    return jax_dtype(dtype or torch.get_default_dtype())
+
+
+@lowers(aten.rand.default, random=True)
+def rand(key, size, *, dtype=None):
+    return jax.random.uniform(key, tuple(size), _float_dtype(dtype))
+
+
+@lowers(aten.randn.default, random=True)
+def randn(key, size, *, dtype=None):
+    return jax.random.normal(key, tuple(size), _float_dtype(dtype))
+
+
+@lowers(aten.rand_like.default, random=True)
+def rand_like(key, x, *, dtype=None):
+    return jax.random.uniform(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
+
+
+@lowers(aten.randn_like.default, random=True)
+def randn_like(key, x, *, dtype=None):
+    return jax.random.normal(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
+
+
+@lowers(aten.randint.low, random=True)
+def randint_low(key, low, high, size, *, dtype=None):
+    return jax.random.randint(key, tuple(size), low, high).astype(jax_dtype(dtype or torch.int64))
+
+
+@lowers(aten.randint.default, random=True)
+def randint(key, high, size, *, dtype=None):
+    return randint_low(key, 0, high, size, dtype=dtype)
+
+
+@lowers(aten.randint_like.low_dtype, random=True)
+def randint_like_low(key, x, low, high, *, dtype=None):
+    return jax.random.randint(key, x.shape, low, high).astype(jax_dtype(dtype) if dtype else x.dtype)
+
+
+@lowers(aten.randint_like.default, random=True)
+def randint_like(key, x, high, *, dtype=None):
+    return randint_like_low(key, x, 0, high, dtype=dtype)
+
+
+@lowers(aten.randperm.default, random=True)
+def randperm(key, n, *, dtype=None):
+    return jax.random.permutation(key, n).astype(jax_dtype(dtype or torch.int64))
+
+
+@lowers(aten.bernoulli.p, random=True)
+def bernoulli_p(key, x, p=0.5):
+    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
+
+
+@lowers(aten.bernoulli.default, random=True)
+def bernoulli(key, probabilities):
+    return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
+
+
+@lowers(aten.bernoulli.Tensor, random=True)
+def bernoulli_tensor(key, x, probabilities):
+    return jax.random.bernoulli(key, probabilities, x.shape).astype(x.dtype)
+
+
+@lowers(aten.native_dropout.default, random=True)
+def native_dropout(key, x, p, train):
+    if train is False or p == 0:
+        return x, jnp.ones(x.shape, bool)
+    mask = jax.random.bernoulli(key, 1 - p, x.shape)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return x * mask.astype(x.dtype) * np.asarray(scale, x.dtype), mask
+
+
+@lowers(aten.uniform.default, random=True)
+def uniform(key, x, low=0.0, high=1.0):
+    return jax.random.uniform(key, x.shape, x.dtype, low, high)
+
+
+@lowers(aten.normal_functional.default, random=True)
+def normal_functional(key, x, mean=0.0, std=1.0):
+    return mean + std * jax.random.normal(key, x.shape, x.dtype)
+
+
+@lowers(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, random=True)
+def normal(key, mean=0.0, std=1.0):
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    return mean + std * jax.random.normal(key, shape, jnp.result_type(mean, std))
+
+
+@lowers(aten.exponential.default, random=True)
+def exponential(key, x, rate=1.0):
+    return jax.random.exponential(key, x.shape, x.dtype) / rate
+
+
+@lowers(aten.geometric.default, random=True)
+def geometric(key, x, p):
+    return jax.random.geometric(key, p, x.shape).astype(x.dtype)
+
+
+@lowers(aten.cauchy.default, random=True)
+def cauchy(key, x, median=0.0, sigma=1.0):
+    return median + sigma * jax.random.cauchy(key, x.shape, x.dtype)
+
+
+@lowers(aten.log_normal.default, random=True)
+def log_normal(key, x, mean=1.0, std=2.0):
+    return jnp.exp(mean + std * jax.random.normal(key, x.shape, x.dtype))
+
+
+@lowers(aten.poisson.default, random=True)
+def poisson(key, rate):
+    return jax.random.poisson(key, rate).astype(rate.dtype)
+
+
+@lowers(aten.multinomial.default, random=True)
+def multinomial(key, weights, num_samples, replacement=False):
+    logits = jnp.log(weights)
+    if replacement:
+        draws = jax.random.categorical(key, logits, axis=-1, shape=(num_samples, *weights.shape[:-1]))
+        return jnp.moveaxis(draws, 0, -1).astype(jax_dtype(torch.int64))
+    # Without replacement: the largest of logits plus Gumbel noise (Vieira 2014, the Gumbel top-k trick).
+    noisy = logits + jax.random.gumbel(key, weights.shape, weights.dtype)
+    return jax.lax.top_k(noisy, num_samples)[1].astype(jax_dtype(torch.int64))

@@ -1,0 +1,83 @@
+"""Where lowerings are kept: ours by `@lowers`, torchax's for the operators that we have not written."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Lowering = Callable[..., Any]
+
+LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
+RANDOM: set[torch._ops.OpOverload] = set()
+"""Operators whose lowering takes a random key as its first argument."""
+
+# torchax has a lowering, but its value or its state update differs from PyTorch's (measured against eager torch).
+_WRONG_IN_TORCHAX = (
+    "_native_batch_norm_legit",
+    "native_batch_norm",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "max_pool2d_with_indices_backward",
+    "polygamma",
+    "digamma",
+    "take",
+    "linalg_pinv",
+    "median",
+    "nanmedian",
+)
+# Arguments about storage, which JAX arrays do not have.
+STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+
+
+def lowers(*ops: torch._ops.OpOverload, random: bool = False) -> Callable[[Lowering], Lowering]:
+    """Register a function as the lowering of ATen operators.
+
+    Args:
+        ops: The overloads that it lowers.
+        random: Whether it takes a random key before the operator's own arguments.
+    """
+
+    def register(fn: Lowering) -> Lowering:
+        for op in ops:
+            LOWERINGS[op] = fn
+            if random:
+                RANDOM.add(op)
+        return fn
+
+    return register
+
+
+@functools.cache
+def _torchax_table() -> dict[Any, Any]:
+    from torchax.ops import jaten, ops_registry  # noqa: F401  (importing jaten fills the registry)
+
+    return {op: entry for op, entry in ops_registry.all_aten_ops.items() if _usable(op, entry)}
+
+
+def _usable(op: Any, entry: Any) -> bool:
+    packet = getattr(op, "overloadpacket", op)
+    is_ours_to_give = getattr(packet, "__name__", "") in _WRONG_IN_TORCHAX
+    return entry.is_jax_function and not entry.needs_env and not is_ours_to_give
+
+
+def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
+    """Our lowering of `op`, else torchax's, else None."""
+    if op in LOWERINGS:
+        return LOWERINGS[op]
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # torchax draws from a hidden key; ours take one
+    table = _torchax_table()
+    entry = table.get(op) or table.get(op.overloadpacket)
+    return entry.func if entry is not None else None
+
+
+def keeps_whole(op: Any, has_core_rule: bool) -> bool:
+    """Whether a capture should leave `op` as it is: we lower it, or torchax does and PyTorch has no core rule for it.
+
+    PyTorch's decompositions are tested against its own kernels, so they come before torchax's lowerings.
+    """
+    if op in LOWERINGS:
+        return True
+    return isinstance(op, torch._ops.OpOverload) and not has_core_rule and find_lowering(op) is not None

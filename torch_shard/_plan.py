@@ -1,0 +1,258 @@
+"""Which entry is split how: rules from names to specs, checked against shapes before anything moves."""
+
+import difflib
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.nn.parameter import is_lazy
+
+from torch_shard._mesh import (
+    ResolvedEntry,
+    ResolvedPlan,
+    check_mesh,
+    describe_mesh,
+    describe_spec,
+    find_spec_faults,
+)
+
+Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
+_Key: TypeAlias = str | re.Pattern[str] | None  # of a rule; None is the default's
+
+
+@dataclass(frozen=True, repr=False)
+class ShardingPlan:
+    """Rules that give every entry of a model, by its `state_dict` name, a `PartitionSpec`.
+
+    A rule is an exact name, a glob over dotted segments (`*` is any text within one segment, `**` any
+    number of whole segments, also none), or a compiled regex that must match the whole name. Order
+    never matters: an exact name beats a pattern, and two patterns that give one name different specs
+    are an error. A plan is immutable; it meets a model and a mesh only in `resolve`.
+
+    Args:
+        rules: Specs by exact name, glob or compiled regex.
+        default: Spec of the names that no rule matches. Without it such a name is an error:
+            replication is never silent, it is asked for with `default=P()`.
+
+    Raises:
+        TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
+        ValueError: A glob has `**` as part of a segment.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from torch_shard._mesh import make_mesh
+        >>> plan = ShardingPlan({"**.weight": P("model", None)}, default=P())
+        >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, make_mesh(batch=4, model=2))
+        >>> resolved.entries["up.weight"].local_shape
+        (4, 16)
+    """
+
+    rules: Rules
+    default: PartitionSpec | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        if not isinstance(self.rules, Mapping):
+            raise TypeError(f"ShardingPlan: rules must map names to specs, got {type(self.rules).__name__}.")
+        rules: dict[Any, PartitionSpec] = dict(self.rules)
+        object.__setattr__(self, "rules", MappingProxyType(rules))
+        faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
+        faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
+        if lines := [fault for fault in faults if fault]:
+            raise TypeError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
+        loose = [key for key in rules if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
+        if loose:
+            lines = [f'rule "{key}": ** stands for whole segments. Use * within one.' for key in loose]
+            raise ValueError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
+
+    def __hash__(self):
+        return hash((frozenset(self.rules.items()), self.default))
+
+    def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
+        return partial(ShardingPlan, default=self.default), (dict(self.rules),)
+
+    def __repr__(self):
+        rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
+        default = "" if self.default is None else f", default={describe_spec(self.default)}"
+        return f"ShardingPlan({{{rules}}}{default})"
+
+    def resolve(self, source: torch.nn.Module | Mapping[str, Any], mesh: Mesh) -> ResolvedPlan:
+        """Give every entry its sharding on `mesh`, or say of all that cannot have one why not.
+
+        Reads names and shapes only, so meta tensors will do; nothing is placed or traced. The names of
+        a tie (one tensor under several names) share one sharding: a rule for any of them counts for all.
+
+        Args:
+            source: A module (its parameters, then its buffers, non-persistent ones included), or a mapping
+                from names to tensors, arrays, `jax.ShapeDtypeStruct`s or shape tuples. Shapes are global.
+            mesh: A mesh of Auto axes.
+
+        Returns:
+            The shardings by name, in the source's order. Printed, it is a table with bytes per device.
+
+        Raises:
+            TypeError: `mesh` is not a Mesh, or an entry of `source` lacks a name or a shape.
+            ValueError: The mesh has Explicit axes. Or, all in one error: names without a rule; rules that
+                disagree or match nothing; an axis that the mesh lacks, or twice in one spec; a spec longer
+                than the rank; a dim that is not a multiple of the size of its axes.
+        """
+        check_mesh(mesh, caller="ShardingPlan.resolve")
+        values = _read(source)
+        matchers = {key: _make_matcher(key) for key in self.rules}
+        hits = {name: [key for key, matches in matchers.items() if matches(name)] for name in values}
+        entries: dict[str, ResolvedEntry] = {}
+        faults: dict[str, list[str]] = {}
+        for names in _group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
+            name, key, spec, clash = self._choose(names, hits)
+            shape = _get_shape(values[name])
+            found = [clash] if clash else _find_faults(name, key, spec, shape, mesh)
+            if found:
+                faults[f"{name} {shape}"] = found
+                continue
+            dtype = getattr(values[name], "dtype", None)
+            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec))
+            entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
+        unused = set(self.rules).difference(*hits.values())
+        if faults or unused:
+            keys = [key for key in self.rules if key in unused]
+            # A hint looks at every name: for hundreds of wrong rules that would take minutes.
+            hints = [_hint_at_name(key, values if number < 20 else ()) for number, key in enumerate(keys)]
+            raise ValueError(_report(faults, hints, mesh))
+        return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}))
+
+    def _choose(self, names: list[str], hits: dict[str, list]) -> tuple[str, _Key, PartitionSpec, str | None]:
+        """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
+        owners: dict[PartitionSpec, tuple[str, Any]] = {}
+        for name in names:
+            for key in [name] if name in hits[name] else hits[name]:
+                owners.setdefault(_trim(self.rules[key]), (name, key))
+        if not owners:
+            clash = f'no rule matches it. Add one, such as "{names[0]}": P(), or give the plan default=P().'
+            return names[0], None, self.default or PartitionSpec(), clash if self.default is None else None
+        (name, key), *others = owners.values()
+        if not others:
+            return name, key, self.rules[key], None
+        asked = (f"rule {_quote(key)}: {describe_spec(self.rules[key])}" for _, key in owners.values())
+        clash = f"{' and '.join(asked)} give it different specs."
+        if tied := [other for other, _ in others if other != name]:
+            clash = f"it is tied to {tied[0]}, and {clash} Give both names one spec, or only one a rule."
+        else:
+            clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
+        return name, key, self.rules[key], clash
+
+
+def _read(source: Any) -> dict[str, Any]:
+    """Collect what `source` holds, by name, and refuse what has no shape."""
+    if isinstance(source, torch.nn.Module):
+        buffers = dict(source.named_buffers(remove_duplicate=False))
+        values = dict(source.named_parameters(remove_duplicate=False)) | buffers
+    elif isinstance(source, Mapping):
+        values = dict(source)
+    else:
+        raise TypeError(f"ShardingPlan.resolve: expected a module or a mapping, got {type(source).__name__}.")
+    faults = {name: _find_shape_fault(name, value) for name, value in values.items()}
+    if lines := [f"{name}: {fault}" for name, fault in faults.items() if fault]:
+        raise TypeError(_list(f"{_count(lines, 'value')} cannot be read", lines))
+    return values
+
+
+def _find_shape_fault(name: Any, value: Any) -> str | None:
+    if not isinstance(name, str):
+        return f"a name must be a string, got {type(name).__name__}."
+    if is_lazy(value):
+        return "a lazy parameter has no shape yet. Call the module once on example inputs."
+    shape = getattr(value, "shape", value)
+    if not isinstance(shape, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        return f"{type(value).__name__} has no shape. Give a tensor, an array or a shape tuple."
+    return None
+
+
+def _find_type_fault(label: str, key: Any, spec: Any) -> str | None:
+    if not isinstance(key.pattern if isinstance(key, re.Pattern) else key, str):
+        return f"rule {label}: a rule is a name, a glob or a compiled regex, got {type(key).__name__}."
+    if not isinstance(spec, PartitionSpec):
+        return f"rule {label}: expected a PartitionSpec, got {spec!r}. To replicate, say P()."
+    if spec.unreduced or spec.reduced:
+        return f"rule {label}: {spec!r} asks for a reduction. Name axes only by the dims that they split."
+    return None
+
+
+def _hint_at_name(key: str | re.Pattern[str], names: Iterable[str]) -> str:
+    wanted = key if isinstance(key, str) else key.pattern
+    closest = difflib.get_close_matches(wanted, names, n=1, cutoff=0)
+    hint = f' The closest name is "{closest[0]}".' if closest else ""
+    return f"rule {_quote(key)} matches no name.{hint}"
+
+
+def _get_shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", value))
+
+
+def _group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
+    """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, value in values.items():
+        key: Hashable = name  # arrays and shapes are values, so two names of one are no tie
+        if by_identity:
+            key = id(value)
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()._cdata  # data_ptr() is 0 for every meta tensor
+            key = storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def _make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
+    if isinstance(key, re.Pattern):
+        return key.fullmatch
+    if "*" not in key:
+        return key.__eq__
+    # Every segment takes its closing dot along, so that `**` may stand for no segment at all.
+    parts = (
+        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
+        for part in key.split(".")
+    )
+    whole = re.compile("".join(parts))
+    return lambda name: whole.fullmatch(name + ".")
+
+
+def _find_faults(name: str, key: _Key, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+    shown = describe_spec(spec)
+    faults = []
+    for fault, remedy in find_spec_faults(spec, shape, mesh):
+        known = key == name and fault.startswith(shown)
+        rule = "" if known else f" (rule {_quote(key)}: {shown})"
+        faults.append(f"{fault}{rule}. {remedy}")
+    return faults
+
+
+def _trim(spec: PartitionSpec) -> PartitionSpec:
+    """Drop the trailing Nones, which split nothing, so that equal splits compare equal."""
+    num_parts = max((dim + 1 for dim, part in enumerate(spec) if part is not None), default=0)
+    return PartitionSpec(*spec[:num_parts])
+
+
+def _quote(key: Any) -> str:
+    return "default" if key is None else f'"{key}"' if isinstance(key, str) else repr(key)
+
+
+def _report(faults: dict[str, list[str]], hints: list[str], mesh: Mesh) -> str:
+    heads = []
+    if faults:
+        heads.append(f"{_count(faults, 'parameter')} cannot be split as asked on mesh {describe_mesh(mesh)}")
+    if hints:
+        heads.append(f"{_count(hints, 'rule')} {'matches' if len(hints) == 1 else 'match'} nothing")
+    lines = [f"{entry}: {fault}" for entry, found in faults.items() for fault in found]
+    return _list(" and ".join(heads), lines + hints)
+
+
+def _list(header: str, lines: list[str]) -> str:
+    return "\n".join([f"ShardingPlan: {header}.", "", *(f"  {line}" for line in lines)])
+
+
+def _count(items: Sized, noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -1,0 +1,123 @@
+"""Algebra on a functional ATen graph: what the tracer had to write down, and what a compiler should see.
+
+In a functional graph, copies and aliases mean nothing. Batched products arrive with their batch dims merged into one
+(`view`, `bmm`, `view`); merging a dim split over one mesh axis with a dim split over another forces the partitioner to
+gather, so those products get their own dims back.
+"""
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+COPIES = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.contiguous.default,
+)
+SWAPS = (aten.transpose.int, aten.permute.default, aten.t.default)
+
+
+def simplify(graph: GraphModule) -> None:
+    """Rewrite `graph` in place; values stay the same."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and (better := _rewrite(node)) is not None:
+            node.replace_all_uses_with(better)
+            graph.graph.erase_node(node)
+    _number_random_nodes(graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _rewrite(node: Node) -> Node | None:
+    if node.target in COPIES or (node.target is aten.expand.default and _shape(node) == _shape(node.args[0])):
+        return node.args[0] if _dtype(node) == _dtype(node.args[0]) else None
+    if node.target in VIEWS:
+        return _rewrite_view(node)
+    if node.target in SWAPS:
+        return _swap_below_view(node)
+    if node.target is aten.bmm.default:
+        return _unmerge_bmm(node)
+    return None
+
+
+def _rewrite_view(node: Node) -> Node | None:
+    """view(view(x)) is one view; a view to the same shape is nothing."""
+    source = _source(node.args[0])
+    if _shape(node) == _shape(source):
+        return source
+    return _view(node, source, _shape(node)) if source is not node.args[0] else None
+
+
+def _swap_below_view(node: Node) -> Node | None:
+    """Swapping the last two dims of a merged batch: swap first, merge then."""
+    merged = node.args[0]
+    if not _swaps_last_two_of_three(node) or (source := _unmerged(merged)) is None:
+        return None
+    rank = len(_shape(source))
+    shape = (*_shape(source)[:-2], *_shape(node)[-2:])
+    swapped = _call(node, aten.transpose.int, (source, rank - 2, rank - 1), shape)
+    return _view(node, swapped, _shape(node))
+
+
+def _unmerge_bmm(node: Node) -> Node | None:
+    """bmm(view(x), view(y)) with the same merged dims is one product with those dims kept apart."""
+    left, right = (_unmerged(arg) for arg in node.args)
+    if left is None or right is None or _shape(left)[:-2] != _shape(right)[:-2]:
+        return None
+    shape = (*_shape(left)[:-1], _shape(right)[-1])
+    product = _call(node, aten.matmul.default, (left, right), shape)
+    return _view(node, product, _shape(node))
+
+
+def _unmerged(node: Node) -> Node | None:
+    """The tensor of rank 4 or more that `node` is a view of with all but the last two dims merged."""
+    source = _source(node)
+    shape, wide = _shape(node), _shape(source)
+    return source if len(shape) == 3 and len(wide) > 3 and wide[-2:] == shape[-2:] else None
+
+
+def _source(node: Node) -> Node:
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _swaps_last_two_of_three(node: Node) -> bool:
+    if len(_shape(node)) != 3:
+        return False
+    if node.target is aten.permute.default:
+        return [d % 3 for d in node.args[1]] == [0, 2, 1]
+    return node.target is aten.transpose.int and {d % 3 for d in node.args[1:]} == {1, 2}
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _view(at: Node, source: Node, shape: tuple[int, ...]) -> Node:
+    return _call(at, aten.reshape.default, (source, list(shape)), shape)
+
+
+def _call(at: Node, target: torch._ops.OpOverload, args: tuple, shape: tuple[int, ...]) -> Node:
+    """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(target, args)
+    node.meta = {**at.meta, "val": at.meta["val"].new_empty(shape)}
+    return node
+
+
+def _number_random_nodes(graph: GraphModule) -> None:
+    """Give each random node its place in the program, before dead ones go: the place selects its random stream."""
+    place = 0
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["random_place"] = place
+            place += 1

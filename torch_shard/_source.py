@@ -1,0 +1,30 @@
+"""Which line of the user's code an error is about."""
+
+import pathlib
+import traceback
+
+import jax
+import numpy as np
+import torch
+
+_LIBRARIES = tuple(str(pathlib.Path(m.__file__).parent) for m in (torch, jax, np)) + (
+    str(pathlib.Path(__file__).parent),
+    "<",
+)
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file belongs neither to this package nor to the libraries that it stands on."""
+    return not filename.startswith(_LIBRARIES)
+
+
+def user_frame(error: BaseException) -> str:
+    """The innermost line of the user's own code in the traceback of `error`, as `File "...", line N: source`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if is_user_file(f.filename)]
+    return describe(mine[-1] if mine else frames[-1])
+
+
+def describe(frame: traceback.FrameSummary) -> str:
+    """One line for one frame."""
+    return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
