@@ -5,8 +5,8 @@ and autocast, and its lowering runs on the arrays. Views are exact: a view knows
 in the base.
 """
 
+import functools
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -144,14 +144,20 @@ class _ViewStorage(_Storage):
 
 def _dispatch(func: Any, args: Any, kwargs: dict) -> Any:
     """Run one ATen operator on jax-device tensors."""
+    return _runner(func)(*args, **kwargs)
+
+
+@functools.cache
+def _runner(func: Any) -> Callable[..., Any]:
+    """How to run an operator: by its special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
-        return _SPECIAL[func](*args, **kwargs)
+        return _SPECIAL[func]
     aliases = [a.alias_info for a in func._schema.arguments]
     if any(info is not None and info.is_write for info in aliases):
-        return _write(func, args, kwargs)
-    if aliases and aliases[0] is not None and isinstance(args[0], JaxTensor):
-        return _view(func, args, kwargs)
-    return torch_pytree.tree_map_only(jax.Array, _wrap, _run(func, args, kwargs))
+        return lambda *args, **kwargs: _write(func, args, kwargs)
+    if aliases and aliases[0] is not None:
+        return lambda *args, **kwargs: _view(func, args, kwargs)
+    return lambda *args, **kwargs: wrap(_run(func, args, kwargs))
 
 
 def _run(func: Any, args: Any, kwargs: dict) -> Any:
@@ -187,8 +193,15 @@ def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
     return torch_pytree.tree_map_only(JaxTensor, lambda t: t.jax(), result)
 
 
-def _wrap(array: jax.Array) -> JaxTensor:
+def wrap_array(array: jax.Array) -> JaxTensor:
     return JaxTensor(_Storage(array))
+
+
+def wrap(tree: Any) -> Any:
+    """Arrays of an operator's result as tensors."""
+    if isinstance(tree, jax.Array):
+        return wrap_array(tree)
+    return [wrap(t) for t in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _view(func: Any, args: Any, kwargs: dict) -> Any:
@@ -203,7 +216,7 @@ def _view(func: Any, args: Any, kwargs: dict) -> Any:
         return view
 
     if find_lowering(func) is None:
-        return torch_pytree.tree_map_only(jax.Array, _wrap, _decompose(func, args, kwargs))
+        return wrap(_decompose(func, args, kwargs))
     if func is aten.detach.default or func is aten.alias.default:
         return JaxTensor(base)
     shapes = jax.eval_shape(nth(None), jax.ShapeDtypeStruct(base.shape, base.dtype))
@@ -262,7 +275,7 @@ def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any =
         host = _to_host(x.jax()) if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
     array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
-    return _wrap(array if dtype is None else array.astype(jax_dtype(dtype)))
+    return wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
 
 
 def _item(x: JaxTensor) -> Any:
@@ -343,13 +356,43 @@ def _to_host(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(host)
 
 
-_keys = threading.local()
+def adopt_torch_nodes(tree: Any) -> None:
+    """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
+    for leaf in jax.tree.leaves(tree):
+        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        if node is not None:
+            jax.tree_util.register_pytree_node(
+                type(leaf), node.flatten_fn, lambda context, children, node=node: node.unflatten_fn(children, context)
+            )
+            adopt_torch_nodes(leaf)
 
 
-def next_key() -> jax.Array:
-    """A fresh random key from torch's default generator, so that `torch.manual_seed` repeats a run."""
-    high, low = torch.randint(0, 2**32, (2,), dtype=torch.int64, device="cpu").tolist()
-    return jax.random.wrap_key_data(np.array([high, low], np.uint32))
+class _Generator:
+    """The stream of keys for random numbers on the jax device; `torch.manual_seed` restarts it."""
+
+    def __init__(self) -> None:
+        self.seed(None)
+
+    def seed(self, seed: int | None) -> None:
+        self._seed, self._count = seed, itertools.count()
+
+    def next_seed(self) -> np.ndarray:
+        """Two fresh words of key data, uint32."""
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return np.random.SeedSequence([seed % 2**64, next(self._count)]).generate_state(2)
+
+
+GENERATOR = _Generator()
+
+
+def next_key() -> "jax.Array":
+    """A fresh random key."""
+    return wrap_seed(GENERATOR.next_seed())
+
+
+def wrap_seed(seed: Any) -> "jax.Array":
+    """The random key of two words of key data."""
+    return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
 
 
 class _DeviceModule:
@@ -371,7 +414,7 @@ class _DeviceModule:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """torch.manual_seed seeds the generator that the keys come from; there is no other."""
+        GENERATOR.seed(seed)
 
     def get_rng_state(self, device: Any = None) -> list:
         return []
@@ -395,7 +438,7 @@ def _register_device() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _FALLBACK.fallback(lambda func, *args, **kwargs: _dispatch(func, args, kwargs), "PrivateUse1")
     for op in _FACTORIES:
-        _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
+        _KERNELS.impl(op, lambda *args, op=op, **kwargs: wrap(_run(op, args, kwargs)), "PrivateUse1")
     _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
 
 

@@ -8,12 +8,14 @@ semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
@@ -32,7 +34,7 @@ from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
 
 aten = torch.ops.aten
-TensorFn = Callable[..., Sequence[torch.Tensor]]
+TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
@@ -56,6 +58,7 @@ class Graph:
         num_outputs: How many outputs the callable has.
         written: Positions of the inputs that the callable wrote in place; their new values follow the outputs.
         modules: Every module that ran, with the training flag that it had.
+        aux: What the callable returned besides tensors.
     """
 
     module: torch.fx.GraphModule
@@ -63,6 +66,7 @@ class Graph:
     num_outputs: int
     written: tuple[int, ...]
     modules: ModuleFlags
+    aux: Any
 
     @property
     def num_nodes(self) -> int:
@@ -89,7 +93,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
     Args:
-        fn: Takes one tensor per spec, returns a flat sequence of tensors.
+        fn: Takes one tensor per spec, returns a flat sequence of tensors, and anything else that is not a tensor.
         specs: The inputs.
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
         explain: Record source lines on the nodes (slower; for error messages).
@@ -98,13 +102,26 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    calls = _Calls(mode)
+    with _disable_current_modes(), torch.enable_grad(), calls.innermost():
+        return _capture(fn, specs, keep, explain, mode, calls)
+
+
+def _capture(
+    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, calls: "_Calls"
+) -> Graph:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
-    calls = _Calls(mode)
-    with _errors_for_users(), _reference_kernels(), calls.noting_modules(), enable_python_dispatcher(), calls:
-        with_views = make_fx(
-            lambda *args: list(fn(*args)), _allow_non_fake_inputs=True, record_stack_traces=explain
-        )(*fakes)
+    aux: list[Any] = []
+
+    def traced(*args: torch.Tensor) -> list[torch.Tensor]:
+        with calls:
+            outputs, other = fn(*args)
+        aux.append(other)
+        return list(outputs)
+
+    with _errors_for_users(), _reference_kernels(), calls.noting_modules(), enable_python_dispatcher():
+        with_views = make_fx(traced, _allow_non_fake_inputs=True, record_stack_traces=explain)(*fakes)
     constants = _constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
@@ -112,7 +129,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     num_outputs = len(with_views.graph.output_node().args[0])
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)
-    return Graph(functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules())
+    return Graph(functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules(), aux[0])
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,10 +213,10 @@ def _reference_kernels() -> Iterator[None]:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees the torch calls of a capture: jax-device tensors that it closes over, and the modules that run.
+    """Sees the torch calls of a capture: the tensors that it closes over, and the modules that run.
 
-    Tensors on the jax device stand on the CPU during a capture, as all fakes do, so that a model means the same
-    wherever it lives.
+    A fake stands for each closed-over tensor. All fakes are on the CPU, so that a model means the same wherever it
+    lives.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -209,12 +226,14 @@ class _Calls(TorchFunctionMode):
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _INNERMOST.calls is not self:  # a capture inside of a capture
+            return func(*args, **(kwargs or {}))
         args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _on_cpu(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._standin(value) if not is_fake(value) and value.device.type == "jax" else value
+            return value if _is_of_capture(value) else self._standin(value)
         if isinstance(value, torch.device):
             return torch.device("cpu") if value.type == "jax" else value
         return "cpu" if isinstance(value, str) and value.split(":")[0] == "jax" else value
@@ -222,13 +241,22 @@ class _Calls(TorchFunctionMode):
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
             with _disable_current_modes(), self._mode:
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
             self._standins[id(tensor)] = (fake, tensor)
         return self._standins[id(tensor)][0]
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
         """The tensor that a constant of the graph stands for."""
         return next((tensor for fake, tensor in self._standins.values() if fake is constant), constant)
+
+    @contextlib.contextmanager
+    def innermost(self) -> Iterator[None]:
+        """Be the one that acts, also where captures nest."""
+        outer, _INNERMOST.calls = _INNERMOST.calls, self
+        try:
+            yield
+        finally:
+            _INNERMOST.calls = outer
 
     @contextlib.contextmanager
     def noting_modules(self) -> Iterator[None]:
@@ -240,11 +268,24 @@ class _Calls(TorchFunctionMode):
             hook.remove()
 
     def _note_module(self, module: nn.Module, args: Any) -> None:
-        self._modules.setdefault(id(module), (weakref.ref(module), module.training))
+        if _INNERMOST.calls is self:
+            self._modules.setdefault(id(module), (weakref.ref(module), module.training))
 
     def modules(self) -> ModuleFlags:
         """The modules that ran, with their training flags."""
         return tuple(self._modules.values())
+
+
+class _Innermost(threading.local):
+    calls: _Calls | None = None
+
+
+_INNERMOST = _Innermost()
+
+
+def _is_of_capture(tensor: torch.Tensor) -> bool:
+    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
+    return is_fake(tensor) or tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
 
 
 _VALUE_NEEDED = "trying to get value out of a tracing tensor"

@@ -79,7 +79,7 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 
 def _conform(node: Node, value: Any) -> Any:
     """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug."""
-    fake = node.meta["val"]
+    fake = node.meta.get("val")
     if isinstance(fake, torch.Tensor):
         return _conform_one(node, fake, value)
     if isinstance(fake, Sequence):

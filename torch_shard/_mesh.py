@@ -179,7 +179,7 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         return None if None in counts else sum(filter(None, counts))
 
     def __repr__(self):
-        return f"ResolvedPlan({len(self)} names on mesh {describe_mesh(self.mesh)})"
+        return f"ResolvedPlan(num_names={len(self)}, mesh={describe_mesh(self.mesh)})"
 
     def __str__(self):
         # So wide that no name is folded.
@@ -236,7 +236,7 @@ def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
     if len(rest) > 1:
         raise ValueError(f"make_mesh: one axis size at most may be -1, got {' and '.join(rest)}.")
     known = math.prod(size for size in axis_sizes.values() if size != -1)
-    if rest and (num_devices < known or num_devices % known):
+    if rest and num_devices % known:
         raise ValueError(
             f"make_mesh: {rest[0]}=-1 takes what the other axes leave, but their product {known} "
             f"does not divide the {num_devices} devices available. Change them, or give {rest[0]} a size."
@@ -278,7 +278,7 @@ def _move(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> 
     for other in range(len(shape)):
         moved = [*parts]
         moved[dim], moved[other] = parts[other], parts[dim]
-        if parts[other] is None and shape[other] and not _find_uneven(moved, shape, mesh):
+        if parts[other] is None and not _find_uneven(moved, shape, mesh):
             return PartitionSpec(*moved)
     return None
 

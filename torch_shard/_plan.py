@@ -96,9 +96,8 @@ class ShardingPlan:
 
         Raises:
             TypeError: `mesh` is not a Mesh, or an entry of `source` lacks a name or a shape.
-            ValueError: The mesh has Explicit axes. Or, all in one error: names without a rule; rules that
-                disagree or match nothing; an axis that the mesh lacks, or twice in one spec; a spec longer
-                than the rank; a dim that is not a multiple of the size of its axes.
+            ValueError: The mesh is not Auto; or, all in one error, rules that disagree, match nothing or miss a
+                name, and specs that do not fit their shape and the mesh.
         """
         check_mesh(mesh, caller="ShardingPlan.resolve")
         values = _read(source)
@@ -118,9 +117,7 @@ class ShardingPlan:
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         unused = set(self.rules).difference(*hits.values())
         if faults or unused:
-            keys = [key for key in self.rules if key in unused]
-            # A hint looks at every name: for hundreds of wrong rules that would take minutes.
-            hints = [_hint_at_name(key, values if number < 20 else ()) for number, key in enumerate(keys)]
+            hints = _hint_at_names([key for key in self.rules if key in unused], list(values))
             raise ValueError(_report(faults, hints, mesh))
         return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}))
 
@@ -181,11 +178,14 @@ def _find_type_fault(label: str, key: Any, spec: Any) -> str | None:
     return None
 
 
-def _hint_at_name(key: str | re.Pattern[str], names: Iterable[str]) -> str:
-    wanted = key if isinstance(key, str) else key.pattern
-    closest = difflib.get_close_matches(wanted, names, n=1, cutoff=0)
-    hint = f' The closest name is "{closest[0]}".' if closest else ""
-    return f"rule {_quote(key)} matches no name.{hint}"
+def _hint_at_names(keys: list[Any], names: list[str]) -> list[str]:
+    hints = [f"rule {_quote(key)} matches no name." for key in keys]
+    # Each looks at every name: for hundreds of wrong rules that would take half a minute.
+    for number, key in enumerate(keys[:20]):
+        wanted = key if isinstance(key, str) else key.pattern
+        for closest in difflib.get_close_matches(wanted, names, n=1, cutoff=0):
+            hints[number] += f' The closest name is "{closest}".'
+    return hints
 
 
 def _get_shape(value: Any) -> tuple[int, ...]:

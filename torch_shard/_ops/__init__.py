@@ -6,13 +6,14 @@ covers is refused by name.
 """
 
 from torch_shard._ops import _conv, _linear, _nn, _random  # noqa: F401  (they fill the table)
-from torch_shard._ops._dtypes import jax_dtype, torch_dtype
+from torch_shard._ops._dtypes import captured_dtype, jax_dtype, torch_dtype
 from torch_shard._ops._registry import LOWERINGS, RANDOM, STORAGE_KWARGS, find_lowering, keeps_whole, lowers
 
 __all__ = [
     "LOWERINGS",
     "RANDOM",
     "STORAGE_KWARGS",
+    "captured_dtype",
     "find_lowering",
     "jax_dtype",
     "keeps_whole",

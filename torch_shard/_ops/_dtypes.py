@@ -48,3 +48,9 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     if np.dtype(dtype) not in _JAX_TO_TORCH:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")
     return _JAX_TO_TORCH[np.dtype(dtype)]
+
+
+def captured_dtype(dtype: np.dtype) -> torch.dtype:
+    """The torch dtype that an array has in a capture: with x64 off, JAX's 32-bit integers are torch's 64-bit ones."""
+    found = torch_dtype(dtype)
+    return torch.int64 if found is torch.int32 and not jax.config.jax_enable_x64 else found

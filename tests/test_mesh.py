@@ -1,0 +1,271 @@
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._plan import ShardingPlan
+
+PARTS = [None, "batch", "model", "modle", ("batch", "model"), ("model", "batch")]
+specs = st.lists(st.sampled_from(PARTS), max_size=4).map(lambda parts: P(*parts))
+shapes = st.lists(st.integers(0, 17), max_size=3).map(tuple)
+
+
+def jax_accepts(spec, shape, mesh) -> bool:
+    try:
+        jax.device_put(np.zeros(shape), NamedSharding(mesh, spec))
+    except Exception:  # JAX's DuplicateSpecError is private and no ValueError
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+def test_make_mesh_has_the_sizes_and_all_devices_in_order(sizes):
+    mesh = make_mesh(batch=sizes[0], model=sizes[1])
+    assert dict(mesh.shape) == {"batch": sizes[0], "model": sizes[1]}
+    assert mesh.devices.tolist() == np.array(jax.devices()).reshape(sizes).tolist()
+
+
+def test_make_mesh_keeps_any_names_in_the_order_given():
+    assert make_mesh(stage=2, data=2, tensor=2).axis_names == ("stage", "data", "tensor")
+    assert make_mesh(tensor=2, stage=2, data=2).axis_names == ("tensor", "stage", "data")
+
+
+def test_make_mesh_has_auto_axes_where_jax_make_mesh_has_explicit_ones():
+    assert set(make_mesh(batch=4, model=2).axis_types) == {AxisType.Auto}
+    assert set(jax.make_mesh((4, 2), ("batch", "model")).axis_types) == {AxisType.Explicit}
+
+
+def test_make_mesh_uses_the_first_devices_when_it_needs_fewer():
+    assert make_mesh(batch=1, model=1).devices.tolist() == [[jax.devices()[0]]]
+    last = jax.devices()[4:]
+    assert make_mesh(last, batch=2).devices.tolist() == last[:2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [({"batch": -1}, (8,)), ({"batch": -1, "model": 2}, (4, 2)), ({"batch": 8, "model": -1}, (8, 1))],
+    ids=str,
+)
+def test_make_mesh_gives_minus_one_the_rest(sizes, shape):
+    assert make_mesh(**sizes).axis_sizes == shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({}, ValueError, "make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2)."),
+        ({"batch": 4.0}, TypeError, "make_mesh: every axis size must be an int, got batch=4.0."),
+        ({"a": True, "b": "2"}, TypeError, "make_mesh: every axis size must be an int, got a=True, b='2'."),
+        ({"a": 0, "b": -2, "c": 2}, ValueError, "must be positive, or -1 for the rest, got a=0, b=-2."),
+        ({"a": -1, "b": -1}, ValueError, "make_mesh: one axis size at most may be -1, got a and b."),
+        ({"a": -1, "b": 3}, ValueError, "product 3 does not divide the 8 devices available."),
+        (
+            {"a": -1, "b": 16},
+            ValueError,
+            "a=-1 takes what the other axes leave, but their product 16 does not",
+        ),
+        ({"a": 4, "b": 4}, ValueError, "make_mesh: a=4, b=4 needs 16 devices, but 8 are available."),
+        ({"a": 9}, ValueError, 'jax.config.update("jax_num_cpu_devices", 9) before JAX starts'),
+    ],
+    ids=str,
+)
+def test_make_mesh_refuses_sizes_with_a_reason(sizes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make_mesh(**sizes)
+
+
+def test_make_mesh_counts_the_devices_that_it_is_given():
+    with pytest.raises(ValueError, match="batch=4 needs 4 devices, but 2 are available"):
+        make_mesh(jax.devices()[:2], batch=4)
+
+
+def test_check_mesh_returns_an_auto_mesh_itself():
+    for mesh in (make_mesh(batch=4, model=2), Mesh(np.array(jax.devices()), ("batch",))):
+        assert check_mesh(mesh, caller="place") is mesh
+
+
+@pytest.mark.parametrize("thing", [{"batch": 4}, None, AbstractMesh((8,), ("batch",))], ids=str)
+def test_check_mesh_refuses_what_is_no_mesh(thing):
+    name = type(thing).__name__
+    with pytest.raises(
+        TypeError, match=rf"place: mesh must be a jax.sharding.Mesh, got {name}. Build one with"
+    ):
+        check_mesh(thing, caller="place")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        (None, "'batch' is Explicit, 'model' is Explicit"),
+        ((AxisType.Auto, AxisType.Explicit), "'model' is Explicit"),
+        ((AxisType.Manual, AxisType.Auto), "'batch' is Manual"),
+    ],
+    ids=str,
+)
+def test_check_mesh_refuses_other_axes_with_reason_and_fix(kinds, found):
+    mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=kinds)
+    with pytest.raises(ValueError, match=f"place: every mesh axis must be Auto, .*, but {found}. ") as caught:
+        check_mesh(mesh, caller="place")
+    assert "jax.make_mesh gives Explicit axes by default" in str(caught.value)
+    assert "torch_shard.make_mesh(batch=4, model=2) or pass axis_types=(AxisType.Auto,) * 2" in str(
+        caught.value
+    )
+
+
+@given(specs, shapes)
+def test_a_spec_has_faults_exactly_where_jax_refuses_it(spec, shape):
+    mesh = make_mesh(batch=4, model=2)
+    assert (find_spec_faults(spec, shape, mesh) == []) == jax_accepts(spec, shape, mesh)
+
+
+@given(specs, shapes)
+def test_every_remedy_helps(spec, shape):
+    mesh = make_mesh(batch=4, model=2)
+    for fault, remedy in find_spec_faults(spec, shape, mesh):
+        for use in re.findall(r"Use (P\(.*?\))(?:, pad|\.$)", remedy):
+            assert jax_accepts(eval(use), shape, mesh), (fault, remedy)
+        for dim, size in re.findall(r"[pP]ad dim (\d) to (\d+)", remedy):
+            assert int(size) % math.prod(mesh.shape[axis] for axis in np.atleast_1d(spec[int(dim)])) == 0
+            assert shape[int(dim)] < int(size) < shape[int(dim)] + 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "pairs"),
+    [
+        (P("modle"), (8,), [("P('modle') names an axis that the mesh lacks", "Did you mean 'model'?")]),
+        (
+            P(P.UNCONSTRAINED),
+            (8,),
+            [("P(UNCONSTRAINED) names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")],
+        ),
+        (P("x"), (8,), [("P('x') names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")]),
+        (
+            P("model", "model"),
+            (8, 8),
+            [("P('model', 'model') names 'model' more than once", "Keep one: an axis splits one dim.")],
+        ),
+        (P(None, "model"), (8,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P('model').")]),
+        (P(None, "model"), (7,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P().")]),
+        (
+            P("model"),
+            (7, 9, 6),
+            [
+                (
+                    "dim 0 = 7 is not a multiple of model=2",
+                    "Use P(None, None, 'model'), pad dim 0 to 8, or replicate it with P().",
+                )
+            ],
+        ),
+        (
+            P(("batch", "model")),
+            (12, 3),
+            [
+                (
+                    "dim 0 = 12 is not a multiple of batch=4 * model=2 = 8",
+                    "Pad dim 0 to 16, or replicate it with P().",
+                )
+            ],
+        ),
+        (
+            P("batch", "model"),
+            (6, 3),
+            [
+                ("dim 0 = 6 is not a multiple of batch=4", "Pad dim 0 to 8, or replicate it with P()."),
+                ("dim 1 = 3 is not a multiple of model=2", "Pad dim 1 to 4, or replicate it with P()."),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_faults_say_what_was_found_and_what_to_do(spec, shape, pairs):
+    assert find_spec_faults(spec, shape, make_mesh(batch=4, model=2)) == pairs
+
+
+def test_descriptions_read_as_one_types_them():
+    assert describe_mesh(make_mesh(batch=4, model=2)) == "(batch=4, model=2)"
+    assert describe_spec(P("model")) == "P('model')"
+    assert describe_spec(P(None, ("batch", "model"))) == "P(None, ('batch', 'model'))"
+    assert describe_spec(P()) == "P()"
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+def test_local_shapes_and_bytes_are_what_jax_puts_on_each_device(sizes):
+    mesh = make_mesh(batch=sizes[0], model=sizes[1])
+    arrays = {"a": np.ones((64, 8), "float32"), "b": np.ones((32,), "int16"), "c": np.ones((3, 5), "int8")}
+    plan = ShardingPlan({"a": P("model", "batch"), "b": P(("batch", "model"))}, default=P())
+    resolved = plan.resolve(arrays, mesh)
+    placed = jax.device_put(arrays, dict(resolved))
+    for device in mesh.devices.flat:
+        shards = {
+            name: next(s for s in x.addressable_shards if s.device == device) for name, x in placed.items()
+        }
+        assert {name: shard.data.shape for name, shard in shards.items()} == {
+            name: entry.local_shape for name, entry in resolved.entries.items()
+        }
+        assert sum(shard.data.nbytes for shard in shards.values()) == resolved.num_bytes_per_device
+    assert resolved.num_bytes == sum(array.nbytes for array in arrays.values())
+    assert resolved.fraction_replicated == 15 / resolved.num_bytes
+
+
+def test_bytes_count_a_tie_once():
+    weight = torch.zeros(8, 4)
+    entries = {"a": weight, "b": weight, "c": torch.zeros(2)}
+    resolved = ShardingPlan({"a": P("batch"), "c": P()}).resolve(entries, make_mesh(batch=4))
+    assert (resolved.num_bytes, resolved.num_bytes_per_device, resolved.fraction_replicated) == (
+        136,
+        40,
+        8 / 136,
+    )
+    assert ShardingPlan({}).resolve({}, make_mesh(batch=4)).fraction_replicated == 0
+
+
+def read_rows(table: str) -> dict[str, list[str]]:
+    rows = (re.split(r"\s*[│┃]\s*", line)[1:-1] for line in table.splitlines())
+    return {row[0]: row[1:] for row in rows if row}
+
+
+def test_a_resolved_plan_prints_as_a_table_with_nothing_cut():
+    long = "layers." * 40 + "weight"
+    bfloat16 = jax.ShapeDtypeStruct((8, 500), "bfloat16")
+    shapes = {long: bfloat16, "b": torch.zeros(3, 5), "c": np.zeros(2, "int8")}
+    rules = {re.compile("[l][a-z.]*"): P(("batch", "model"), None), "c": P("model")}
+    table = str(ShardingPlan(rules, default=P()).resolve(shapes, make_mesh(batch=4, model=2)))
+    rule = "re.compile('[l][a-z.]*')"  # no rich markup, so the brackets stay
+    assert read_rows(table) == {
+        "name": ["shape", "dtype", "rule", "spec", "local shape", "bytes per device"],
+        long: ["(8, 500)", "bfloat16", rule, "P(('batch', 'model'), None)", "(1, 500)", "1.0 kB"],
+        "b": ["(3, 5)", "float32", "default", "P()", "(3, 5)", "60 bytes"],
+        "c": ["(2,)", "int8", '"c"', "P('model')", "(1,)", "1 byte"],
+    }
+    assert table.splitlines()[0].strip() == "ShardingPlan on mesh (batch=4, model=2)"
+    assert table.splitlines()[-1].strip() == "total 8.1 kB, per device 1.1 kB, replicated 0.7%"
+
+
+def test_the_table_says_where_a_tie_lies_and_admits_unknown_bytes():
+    weight = torch.zeros(8)
+    plan = ShardingPlan({"a": P("batch"), "c": P()})
+    resolved = plan.resolve({"a": weight, "b": weight, "c": (8,)}, make_mesh(batch=4))
+    rows = read_rows(str(resolved))
+    assert rows["b"] == ["(8,)", "float32", '"a"', "P('batch')", "(2,)", "in a"]
+    assert rows["c"] == ["(8,)", "-", '"c"', "P()", "(8,)", "-"]
+    assert (resolved.num_bytes, resolved.num_bytes_per_device, resolved.fraction_replicated) == (None,) * 3
+    assert str(resolved).splitlines()[-1].strip() == "total -, per device -, replicated -"
+
+
+def test_a_resolved_plan_is_a_mapping_that_cannot_change():
+    mesh = make_mesh(batch=4, model=2)
+    resolved = ShardingPlan({"a": P("model")}).resolve({"a": (8,)}, mesh)
+    assert dict(resolved) == {"a": NamedSharding(mesh, P("model"))}
+    assert repr(resolved) == "ResolvedPlan(num_names=1, mesh=(batch=4, model=2))"
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        resolved["a"] = None
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        resolved.entries["a"] = None

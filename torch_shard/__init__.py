@@ -1,0 +1,21 @@
+"""Train torch models on JAX meshes: the names that users import."""
+
+from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
+from torch_shard._mesh import make_mesh
+from torch_shard._plan import ShardingPlan
+from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad, jax_vmap
+
+__version__ = "0.1.0"
+__all__ = [
+    "ShardingPlan",
+    "call_jax",
+    "call_torch",
+    "jax_checkpoint",
+    "jax_grad",
+    "jax_jit",
+    "jax_value_and_grad",
+    "jax_view",
+    "jax_vmap",
+    "make_mesh",
+    "torch_view",
+]

@@ -1,0 +1,284 @@
+"""A torch callable as a JAX function, whose derivative is PyTorch's own at every order.
+
+The callable is captured for the shapes that it meets and lowered; its derivative rule is another torch callable,
+`torch.autograd.grad` of the first, captured and lowered in turn. What it reaches by itself (a closed-over module's
+parameters) is read anew by whoever traces: see `Closure`.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._bridge import adopt_torch_nodes, to_array
+from torch_shard._capture import Graph, ModuleFlags, Spec, capture
+from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, source_of
+from torch_shard._ops import captured_dtype, keeps_whole
+
+FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
+
+
+class Program:
+    """A captured callable with its lowering."""
+
+    def __init__(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
+        self.graph: Graph = capture(fn, specs, keep=keeps_whole)
+        if missing_lowerings(self.graph.module):
+            raise _missing_error(fn, specs, what)
+        self.random = draws_random(self.graph.module)
+        self.run: Lowered = lower(self.graph.module)
+
+
+def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplementedError:
+    """Captured once more, with source lines."""
+    graph = capture(fn, specs, keep=keeps_whole, explain=True)
+    nodes = missing_lowerings(graph.module)
+    lines = [f"  {node.target}: {_where(node)}" for node in nodes]
+    return NotImplementedError(
+        f"{what} uses {len(nodes)} operator{'s' * (len(nodes) > 1)} without a lowering to JAX:\n\n"
+        + "\n".join(lines)
+        + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax."
+    )
+
+
+def _where(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([str(entry[0]) for entry in stack.values()]), "") if stack else ""
+    return f"{'module ' + path + ', ' if path else ''}{source_of(node)}"
+
+
+class Closure(threading.local):
+    """Who reads the tensors that a callable reaches by itself: inside `jax.jit` they must be inputs, not constants."""
+
+    def __init__(self) -> None:
+        self.readers: list[Reader] = []
+
+    def read(self, program: Program) -> list[jax.Array]:
+        """The current values of the tensors that a program closes over."""
+        if self.readers:
+            self.readers[-1].modules.append(program.graph.modules)
+        return self.values(program.graph.closure)
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+        """The current values of these tensors: inputs of the trace under way, if there is one."""
+        return self.readers[-1].values(tensors) if self.readers else [to_array(t) for t in tensors]
+
+
+CLOSURE = Closure()
+
+
+class MoreInputs(Exception):  # noqa: N818  (a request, not an error)
+    """A trace met tensors that have to become inputs of the program."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+class Reader:
+    """Reads closed-over tensors from the inputs of a trace, and notes what the trace depends on."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array]) -> None:
+        self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
+        self.modules: list[ModuleFlags] = []
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+        """The inputs that stand for these tensors.
+
+        Raises:
+            MoreInputs: Some are not inputs yet.
+        """
+        missing = [t for t in tensors if id(t) not in self._values]
+        if missing:
+            raise MoreInputs(missing)
+        return [self._values[id(t)] for t in tensors]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator["Reader"]:
+        """Read for the traces within."""
+        CLOSURE.readers.append(self)
+        try:
+            yield self
+        finally:
+            CLOSURE.readers.pop()
+
+
+def ambient() -> tuple[Any, ...]:
+    """The settings of torch that change what a callable means."""
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return torch.get_default_dtype(), autocast, jax.config.jax_enable_x64
+
+
+class FlatFunction:
+    """A callable of tensors to tensors, with its captured programs."""
+
+    def __init__(self, fn: FlatFn, what: str) -> None:
+        self.fn, self.what = fn, what
+        self._programs: dict[Any, list[Program]] = {}
+        self._needs_grad: set[tuple[bool, ...]] = set()
+
+    def _current(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> tuple[Any, Any, Any]:
+        specs = tuple(
+            Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
+        )
+        programs = self._programs.setdefault((specs, ambient()), [])
+        return specs, programs, next((p for p in programs if p.graph.is_current()), None)
+
+    def aux(self, arrays: Sequence[jax.Array]) -> Any:
+        """What the callable returned besides tensors when it was captured for arrays like these."""
+        choices = ((False,) * len(arrays), *(n for n in self._needs_grad))
+        found = (self._current(arrays, needs_grad)[2] for needs_grad in choices)
+        return next(program for program in found if program is not None).graph.aux
+
+    def program(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> Program:
+        """The program for arrays like these."""
+        specs, programs, found = self._current(arrays, needs_grad)
+        self._needs_grad.add(needs_grad)
+        if found is None:
+            found = Program(self.fn, specs, self.what)
+            self._refuse_writes(found.graph)
+            programs.append(found)
+        return found
+
+    def _refuse_writes(self, graph: Graph) -> None:
+        if graph.written:
+            raise NotImplementedError(
+                f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
+                "arguments), and a compiled function cannot change its caller's arrays. Write to a clone "
+                "(x = x.clone()) and return it."
+            )
+
+    def run(self, key: Any, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> list[jax.Array]:
+        """Outputs of the callable on these arrays."""
+        program = self.program(arrays, needs_grad)
+        if program.random and key is None:
+            raise ValueError(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
+        return program.run(key, *arrays, *CLOSURE.read(program))
+
+    @functools.cached_property
+    def jax(self) -> Callable[..., list[jax.Array]]:
+        """The JAX function `(key, *arrays) -> list of arrays`."""
+        return _with_torch_derivative(self)
+
+    @functools.cache  # noqa: B019  (lives as long as the callable)
+    def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
+        """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
+        fn = self.fn
+
+        def gradients(*inputs: torch.Tensor) -> Any:
+            primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
+            again = any(t.requires_grad for t in inputs)
+            primals = [
+                p.detach().requires_grad_() if want and not p.requires_grad else p
+                for p, want in zip(primals, wanted, strict=True)
+            ]
+            outputs = [o for o, is_given in zip(fn(*primals)[0], given, strict=True) if is_given]
+            leaves = [p for p, want in zip(primals, wanted, strict=True) if want]
+            pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+            if not pairs:
+                return [torch.zeros_like(leaf) for leaf in leaves], None
+            outs, cots = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(
+                outs, leaves, cots, create_graph=again, allow_unused=True, materialize_grads=True
+            )
+            return grads, None
+
+        return FlatFunction(gradients, f"the derivative of {self.what}")
+
+
+def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Array]]:
+    @jax.custom_vjp
+    def call(key: Any, *arrays: jax.Array) -> list[jax.Array]:
+        return function.run(key, arrays, (False,) * len(arrays))
+
+    def forward(key: Any, *primals: Any) -> Any:
+        arrays = [p.value for p in primals]
+        perturbed = tuple(p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals)
+        key = None if key is None else key.value
+        return function.run(key, arrays, perturbed), (key, arrays, _Static(perturbed))
+
+    def backward(saved: Any, cotangents: list[Any]) -> Any:
+        key, arrays, wanted = saved
+        given = tuple(_is_given(c) for c in cotangents)
+        chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
+        if not chosen or not any(wanted.value):
+            return (None,) * (1 + len(arrays))
+        grads = iter(function.vjp(wanted.value, given).jax(key, *arrays, *chosen))
+        return None, *(next(grads) if want else None for want in wanted.value)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A Python value that rides in a pytree."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.value == other.value
+
+
+def _is_given(cotangent: Any) -> bool:
+    return not isinstance(cotangent, jax.custom_derivatives.SymbolicZero) and cotangent.dtype != jax.dtypes.float0
+
+
+class TorchFunction:
+    """A torch callable of pytrees as the JAX function `(key, *args, **kwargs) -> pytree`."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.what = _name_of(fn)
+        self._flat: dict[Any, FlatFunction] = {}
+
+    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
+        static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
+        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        function = self._flat_function(tree, is_array, static)
+        outputs = iter(function.jax(key, *arrays))
+        out_tree, out_leaves = function.aux(arrays)
+        return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
+
+    def _flat_function(self, tree: Any, is_array: Any, static: Any) -> FlatFunction:
+        signature = (tree, is_array, static)
+        try:
+            return self._flat.setdefault(signature, FlatFunction(self._flatten(*signature), self.what))
+        except TypeError as error:
+            kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
+            raise TypeError(
+                f"{self.what} was called with an argument of type {', '.join(kinds)}, which is neither a tensor nor "
+                "hashable. Pass tensors, numbers, strings, or containers of them."
+            ) from error
+
+    def _flatten(self, tree: Any, is_array: Any, static: Any) -> FlatFn:
+        def flat(*tensors: torch.Tensor) -> Any:
+            given, others = iter(tensors), iter(static)
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
+            out = self.fn(*args, **kwargs)
+            adopt_torch_nodes(out)
+            leaves, out_tree = jax.tree.flatten(out)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return tensors, (out_tree, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+        return flat
+
+
+_TENSOR = object()
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    if isinstance(fn, torch.nn.Module):
+        return type(fn).__name__
+    return f"{getattr(fn, '__qualname__', type(fn).__name__)}()"
+

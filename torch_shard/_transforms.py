@@ -1,0 +1,179 @@
+"""The adapters: a JAX transform of a torch callable, as a torch callable. View, transform, view back.
+
+Each takes the keyword arguments of the JAX transform that it adapts. Adapted functions nest in any order that JAX
+allows, take torch tensors of the CPU or the jax device, numpy arrays and Python numbers, and return jax-device tensors.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._bridge import adopt_torch_nodes
+from torch_shard._calls import call_pure, pure_of
+from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
+
+Pure = Callable[..., Any]
+
+
+def _adapt(fn: Callable[..., Any], pure: Pure) -> Callable[..., Any]:
+    """`pure`, a JAX function of `(key, *args, **kwargs)`, as a torch function named after `fn`."""
+
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        adopt_torch_nodes((args, kwargs))
+        return call_pure(pure, args, kwargs, random=True)
+
+    if not isinstance(fn, torch.nn.Module):
+        functools.update_wrapper(adapted, fn)
+    adapted._torch_shard_pure = pure  # pyright: ignore[reportFunctionMemberAccess]
+    return adapted
+
+
+def jax_value_and_grad(
+    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a torch callable.
+
+    Args:
+        fn: Returns a scalar tensor, or with `has_aux` a pair of it and anything else.
+        argnums: Which positional arguments to differentiate by; pytrees of tensors.
+        has_aux: Whether `fn` returns more than the scalar.
+        **kwargs: Further arguments of `jax.value_and_grad`.
+
+    Returns:
+        A function that returns `(value, gradients)`; gradients are PyTorch's own and have the structure of the
+        arguments. Where an argument holds integers, their gradient is zero.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> value, grad = ts.jax_value_and_grad(lambda x: (x * x).sum())(torch.tensor([1.0, 2.0]))
+        >>> grad.tolist()
+        [2.0, 4.0]
+    """
+    options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
+    return _adapt(fn, jax.value_and_grad(pure_of(fn), **options))
+
+
+def jax_grad(
+    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
+) -> Callable[..., Any]:
+    """`jax.grad` of a torch callable; see `jax_value_and_grad`."""
+    options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
+    return _adapt(fn, jax.grad(pure_of(fn), **options))
+
+
+def jax_vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any) -> Callable[..., Any]:
+    """`jax.vmap` of a torch callable.
+
+    Random operators draw the same numbers for every element of the batch, since the key is not mapped.
+    """
+    pure = pure_of(fn)
+
+    def mapped(key: Any, *args: Any) -> Any:
+        axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
+        return jax.vmap(pure, in_axes=(None, *axes), out_axes=out_axes, **kwargs)(key, *args)
+
+    return _adapt(fn, mapped)
+
+
+def jax_checkpoint(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values."""
+    if "static_argnums" in kwargs:
+        kwargs["static_argnums"] = _shift(kwargs["static_argnums"])
+    return _adapt(fn, jax.checkpoint(pure_of(fn), **kwargs))
+
+
+def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+    """`jax.jit` of a torch callable: one compiled program per signature.
+
+    Tensors that `fn` reaches by itself, such as the parameters of a closed-over module, are inputs of the program:
+    their current values are read at each call. Switching a module between `train()` and `eval()` runs the other
+    program. Random operators draw anew at each call; `torch.manual_seed` repeats them.
+
+    Args:
+        fn: A torch callable of pytrees of tensors, a module for example.
+        **kwargs: Arguments of `jax.jit`: `static_argnums`, `donate_argnums`, `in_shardings`, `out_shardings`, ...
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.jax_jit(torch.nn.functional.relu)(torch.tensor([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+    """
+    jitted = _Jitted(pure_of(fn), kwargs)
+    return _adapt(fn, jitted)
+
+
+class _Jitted:
+    """One `jax.jit` per set of closed-over tensors, training flags and settings of torch."""
+
+    num_given = 2  # the closed-over tensors and the key stand before the arguments
+
+    def __init__(self, pure: Pure, options: dict[str, Any]) -> None:
+        self.pure, self.options = pure, options
+        self.variants: list[_Variant] = []
+
+    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = ambient()
+        variant = next((v for v in self.variants if v.settings == settings and v.is_current()), None)
+        if variant is None:
+            variant = _Variant(self, settings, ())
+            self.variants.append(variant)
+        while True:
+            try:
+                return variant(key, args, kwargs)
+            except MoreInputs as request:
+                if CLOSURE.readers and not variant.traced:
+                    raise
+                wider = _Variant(self, settings, (*variant.closure, *request.tensors))
+                self.variants[self.variants.index(variant)] = variant = wider
+
+    def compile_for(self, run: Pure, num_args: int) -> Callable[..., Any]:
+        """`jax.jit(run)` with the user's options, which count arguments without ours."""
+        options = dict(self.options)
+        for name in ("static_argnums", "donate_argnums"):
+            if options.get(name) is not None:
+                options[name] = _shift(options[name], self.num_given)
+        if options.get("in_shardings") is not None:
+            given = options["in_shardings"]
+            given = given if isinstance(given, tuple) else (given,) * num_args
+            options["in_shardings"] = (None, None, *given)
+        return jax.jit(run, **options)
+
+
+class _Variant:
+    """The compiled form for one set of closed-over tensors."""
+
+    def __init__(self, owner: _Jitted, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
+        self.owner, self.settings, self.closure = owner, settings, closure
+        self.flags: list[Any] = []
+        self.jitted: Callable[..., Any] | None = None
+        self.traced = False
+
+    def is_current(self) -> bool:
+        """Whether the modules that ran in the trace still have the training flags that they had."""
+        return all((m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags)
+
+    def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.jitted is None:
+            self.jitted = self.owner.compile_for(self._run, len(args))
+        self.traced = False
+        values = CLOSURE.values(self.closure)
+        return self.jitted(values, key, *args, **kwargs)
+
+    def _run(self, values: list[jax.Array], key: Any, *args: Any, **kwargs: Any) -> Any:
+        self.traced = True
+        reader = Reader(self.closure, values)
+        with reader.active():
+            result = self.owner.pure(key, *args, **kwargs)
+        self.flags.extend(flags for flags in reader.modules if flags not in self.flags)
+        return result
+
+
+def _shift(positions: int | Sequence[int], by: int = 1) -> Any:
+    """Argument positions of the user's function as positions of ours, which has `by` more in front."""
+    if isinstance(positions, int):
+        return positions + by if positions >= 0 else positions
+    return tuple(_shift(p, by) for p in positions)
+
