@@ -2,20 +2,29 @@
 
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._mesh import make_mesh
+from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
+from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
 from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad, jax_vmap
 
 __version__ = "0.1.0"
 __all__ = [
+    "EvalStep",
     "ShardingPlan",
+    "TrainState",
+    "TrainStep",
     "call_jax",
     "call_torch",
+    "gather",
     "jax_checkpoint",
     "jax_grad",
     "jax_jit",
     "jax_value_and_grad",
     "jax_view",
     "jax_vmap",
+    "make_eval_step",
     "make_mesh",
+    "make_train_step",
+    "place",
     "torch_view",
 ]

@@ -80,7 +80,9 @@ class JaxTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """A copy of the global value on the host."""
         if self.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on a tensor that requires grad. Use tensor.detach().numpy().")
+            raise RuntimeError(
+                "Can't call numpy() on a tensor that requires grad. Use tensor.detach().numpy()."
+            )
         return np.array(self.jax())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -90,7 +92,7 @@ class JaxTensor(torch.Tensor):
         return self.detach().numpy().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        shown = repr(_to_host(self.jax()))
+        shown = repr(to_host(self.jax()))
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{shown[:-1]}, device='{self.device}'{grad})"
 
@@ -104,7 +106,7 @@ class JaxTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary CPU tensor, so that a file loads anywhere, with `weights_only=True` too."""
-        return _to_host(self.jax()).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return to_host(self.jax()).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 class _Storage:
@@ -167,7 +169,9 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
         return _decompose(func, args, kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _operand, (args, kwargs))
-    args, kwargs = torch_pytree.tree_map_only(torch.dtype, lambda d: torch_dtype(jax_dtype(d)), (args, kwargs))
+    args, kwargs = torch_pytree.tree_map_only(
+        torch.dtype, lambda d: torch_dtype(jax_dtype(d)), (args, kwargs)
+    )
     key = (next_key(),) if func in RANDOM else ()
     return lowering(*key, *args, **kwargs)
 
@@ -253,10 +257,14 @@ def _functional(func: Any) -> Any:
 
 
 def _empty(size: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> JaxTensor:
-    return JaxTensor(_Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype()))))
+    return JaxTensor(
+        _Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype())))
+    )
 
 
-def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+def _empty_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Any:
     if device is not None and torch.device(device).type != "jax":
         return torch.empty(x.shape, dtype=dtype or x.dtype, device=device)
     return _empty(x.shape, dtype=dtype or x.dtype)
@@ -264,15 +272,17 @@ def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: An
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
-        return target.copy_(_to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
+        return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
     target._storage.write(source.jax() if isinstance(source, JaxTensor) else to_array(source))
     return target
 
 
-def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+def _to_copy(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> torch.Tensor:
     on_jax = torch.device(device).type == "jax" if device is not None else isinstance(x, JaxTensor)
     if not on_jax:
-        host = _to_host(x.jax()) if isinstance(x, JaxTensor) else x
+        host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
     array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
     return wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
@@ -306,11 +316,16 @@ def to_array(value: Any) -> jax.Array:
         return value.jax()
     if isinstance(value, jax.Array):
         return value
+    return jnp.array(host_array(value))
+
+
+def host_array(value: Any) -> np.ndarray:
+    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
     if isinstance(value, torch.Tensor):
         value = _tensor_to_numpy(value)
     elif isinstance(value, (bool, int, float, complex)):
         value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
-    return jnp.array(narrow(np.asarray(value)))
+    return narrow(np.asarray(value))
 
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
@@ -318,7 +333,9 @@ _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
 
 def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
+        raise TypeError(
+            f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize()."
+        )
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dtype = np.dtype(jax_dtype(tensor.dtype))
     if dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8")):  # numpy lacks them: move the bits
@@ -347,7 +364,7 @@ def narrow(array: np.ndarray) -> np.ndarray:
     return array.astype(target)
 
 
-def _to_host(array: jax.Array) -> torch.Tensor:
+def to_host(array: jax.Array) -> torch.Tensor:
     """An ordinary CPU tensor with a copy of the global value."""
     host = np.array(array)
     if host.dtype.kind == "V" or host.dtype.name.startswith(("bfloat", "float8")):
@@ -362,7 +379,9 @@ def adopt_torch_nodes(tree: Any) -> None:
         node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
         if node is not None:
             jax.tree_util.register_pytree_node(
-                type(leaf), node.flatten_fn, lambda context, children, node=node: node.unflatten_fn(children, context)
+                type(leaf),
+                node.flatten_fn,
+                lambda context, children, node=node: node.unflatten_fn(children, context),
             )
             adopt_torch_nodes(leaf)
 
@@ -439,7 +458,9 @@ def _register_device() -> None:
     _FALLBACK.fallback(lambda func, *args, **kwargs: _dispatch(func, args, kwargs), "PrivateUse1")
     for op in _FACTORIES:
         _KERNELS.impl(op, lambda *args, op=op, **kwargs: wrap(_run(op, args, kwargs)), "PrivateUse1")
-    _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
+    _KERNELS.impl(
+        aten.copy_.default, _copy_, "PrivateUse1"
+    )  # torch.tensor(..., device="jax") gets no further
 
 
 # PyTorch builds these by resizing an empty tensor, which an array cannot do.

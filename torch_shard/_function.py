@@ -71,7 +71,7 @@ class Closure(threading.local):
 CLOSURE = Closure()
 
 
-class MoreInputs(Exception):  # noqa: N818  (a request, not an error)
+class MoreInputs(Exception):
     """A trace met tensors that have to become inputs of the program."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -123,7 +123,8 @@ class FlatFunction:
 
     def _current(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> tuple[Any, Any, Any]:
         specs = tuple(
-            Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
+            Spec(tuple(a.shape), captured_dtype(a.dtype), grad)
+            for a, grad in zip(arrays, needs_grad, strict=True)
         )
         programs = self._programs.setdefault((specs, ambient()), [])
         return specs, programs, next((p for p in programs if p.graph.is_current()), None)
@@ -197,7 +198,9 @@ def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Arr
 
     def forward(key: Any, *primals: Any) -> Any:
         arrays = [p.value for p in primals]
-        perturbed = tuple(p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals)
+        perturbed = tuple(
+            p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals
+        )
         key = None if key is None else key.value
         return function.run(key, arrays, perturbed), (key, arrays, _Static(perturbed))
 
@@ -229,7 +232,10 @@ class _Static:
 
 
 def _is_given(cotangent: Any) -> bool:
-    return not isinstance(cotangent, jax.custom_derivatives.SymbolicZero) and cotangent.dtype != jax.dtypes.float0
+    return (
+        not isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+        and cotangent.dtype != jax.dtypes.float0
+    )
 
 
 class TorchFunction:
@@ -264,12 +270,17 @@ class TorchFunction:
     def _flatten(self, tree: Any, is_array: Any, static: Any) -> FlatFn:
         def flat(*tensors: torch.Tensor) -> Any:
             given, others = iter(tensors), iter(static)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
+            args, kwargs = jax.tree.unflatten(
+                tree, [next(given) if array else next(others) for array in is_array]
+            )
             out = self.fn(*args, **kwargs)
             adopt_torch_nodes(out)
             leaves, out_tree = jax.tree.flatten(out)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return tensors, (out_tree, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+            return tensors, (
+                out_tree,
+                [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+            )
 
         return flat
 
@@ -281,4 +292,3 @@ def _name_of(fn: Callable[..., Any]) -> str:
     if isinstance(fn, torch.nn.Module):
         return type(fn).__name__
     return f"{getattr(fn, '__qualname__', type(fn).__name__)}()"
-

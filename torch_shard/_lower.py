@@ -20,7 +20,11 @@ def missing_lowerings(graph: GraphModule) -> list[Node]:
     """The nodes that have no lowering, first of each operator."""
     found: dict[Any, Node] = {}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(node.target) is None:
+        if (
+            node.op == "call_function"
+            and node.target is not operator.getitem
+            and find_lowering(node.target) is None
+        ):
             found.setdefault(node.target, node)
     return list(found.values())
 
@@ -112,7 +116,7 @@ def _precision_name(torch_name: str) -> str:
 
 
 def _matmul_precision() -> Any:
-    """torch's own setting for float32 products, unless JAX has been told otherwise."""
+    """Torch's own setting for float32 products, unless JAX has been told otherwise."""
     chosen = jax.config.jax_default_matmul_precision or _precision_name(torch.get_float32_matmul_precision())
     return jax.default_matmul_precision(chosen)
 
@@ -120,5 +124,7 @@ def _matmul_precision() -> Any:
 def source_of(node: Node) -> str:
     """The user's line that made a node, where the capture recorded it."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])]
+    files = [
+        i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])
+    ]
     return " ".join(lines[files[-1] : files[-1] + 2]) if files else "(in the backward pass)"

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sized
+from collections.abc import Callable, Hashable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -96,8 +96,8 @@ class ShardingPlan:
 
         Raises:
             TypeError: `mesh` is not a Mesh, or an entry of `source` lacks a name or a shape.
-            ValueError: The mesh is not Auto; or, all in one error, rules that disagree, match nothing or miss a
-                name, and specs that do not fit their shape and the mesh.
+            ValueError: The mesh is not Auto; or, all in one error, rules that disagree, match nothing or
+                miss a name, and specs that do not fit their shape and the mesh.
         """
         check_mesh(mesh, caller="ShardingPlan.resolve")
         values = _read(source)

@@ -64,7 +64,9 @@ def jax_grad(
     return _adapt(fn, jax.grad(pure_of(fn), **options))
 
 
-def jax_vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any) -> Callable[..., Any]:
+def jax_vmap(
+    fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any
+) -> Callable[..., Any]:
     """`jax.vmap` of a torch callable.
 
     Random operators draw the same numbers for every element of the batch, since the key is not mapped.
@@ -153,7 +155,9 @@ class _Variant:
 
     def is_current(self) -> bool:
         """Whether the modules that ran in the trace still have the training flags that they had."""
-        return all((m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags)
+        return all(
+            (m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags
+        )
 
     def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.jitted is None:
@@ -176,4 +180,3 @@ def _shift(positions: int | Sequence[int], by: int = 1) -> Any:
     if isinstance(positions, int):
         return positions + by if positions >= 0 else positions
     return tuple(_shift(p, by) for p in positions)
-

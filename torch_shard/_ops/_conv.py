@@ -42,7 +42,9 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
     """Convolution by the input-dilated, flipped kernel; weight is (in, out / groups, *kernel)."""
     kernel = weight.shape[2:]
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    swapped = jnp.swapaxes(grouped, 1, 2).reshape(groups * weight.shape[1], weight.shape[0] // groups, *kernel)
+    swapped = jnp.swapaxes(grouped, 1, 2).reshape(
+        groups * weight.shape[1], weight.shape[0] // groups, *kernel
+    )
     flipped = jnp.flip(swapped, axis=tuple(range(2, weight.ndim)))
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
@@ -77,8 +79,10 @@ def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
     flat = np.zeros((), np.int64)
     valid = np.ones((), bool)
     for axis, index in enumerate(per_dim):
-        spread = index.reshape([index.shape[0] if i == axis else 1 for i in range(rank)]
-                               + [index.shape[1] if i == axis else 1 for i in range(rank)])
+        spread = index.reshape(
+            [index.shape[0] if i == axis else 1 for i in range(rank)]
+            + [index.shape[1] if i == axis else 1 for i in range(rank)]
+        )
         flat, valid = flat * shape[axis] + spread, valid & (spread >= 0)
     flat = np.where(valid, flat, -1).reshape(int(np.prod(counts)), -1)
     return flat, tuple(counts)
@@ -154,4 +158,6 @@ def adaptive_avg_pool(x, output_size):
 
 @lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool_backward(grad, x):
-    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](grad)[0]
+    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](
+        grad
+    )[0]

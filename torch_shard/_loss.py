@@ -1,0 +1,235 @@
+"""A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torch_shard._bridge import adopt_torch_nodes
+from torch_shard._capture import Spec
+from torch_shard._function import Program, ambient
+from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
+from torch_shard._ops import captured_dtype, torch_dtype
+
+RESERVED = ("loss", "grad_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSignature:
+    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The array leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The batch, with these tensors as its array leaves."""
+        given = iter(tensors)
+        return jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
+
+
+def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
+    """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
+    leaves, tree = jax.tree.flatten(batch)
+    if any(type(leaf) in torch.utils._pytree.SUPPORTED_NODES for leaf in leaves):
+        adopt_torch_nodes(batch)
+        leaves, tree = jax.tree.flatten(batch)
+    signature = BatchSignature(tree, tuple(map(_describe, leaves)))
+    return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return Spec(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return Spec(leaf.shape, torch_dtype(leaf.dtype))
+    if isinstance(leaf, jax.Array):
+        return Spec(leaf.shape, captured_dtype(leaf.dtype))
+    if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
+        return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)
+    return leaf
+
+
+def leaf_paths(batch: Any) -> list[str]:
+    """Where each leaf of a batch stands, for messages."""
+    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutputs:
+    """What a loss program gives back, as arrays by name."""
+
+    loss: jax.Array
+    metrics: dict[str, Any]
+    grads: dict[str, jax.Array]
+    buffers: dict[str, jax.Array]
+    written: dict[str, jax.Array]
+    """Parameters that forward wrote in place."""
+
+
+class LossProgram:
+    """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
+
+    def __init__(self, program: Program, names: list[str]) -> None:
+        self.program, self.names = program, names
+        self.closure = program.graph.closure
+
+    @property
+    def without_grad(self) -> tuple[str, ...]:
+        """Trainable parameters that the loss does not reach; torch leaves their `.grad` None."""
+        return self.program.graph.aux.without_grad
+
+    def run(
+        self,
+        key: Any,
+        tensors: dict[str, jax.Array],
+        batch: Sequence[jax.Array],
+        closure: Sequence[jax.Array],
+    ) -> LossOutputs:
+        """To be traced by JAX."""
+        outputs = self.program.run(key, *(tensors[n] for n in self.names), *batch, *closure)
+        shape, graph = self.program.graph.aux, self.program.graph
+        loss, *rest = outputs[: graph.num_outputs]
+        grads, rest = rest[: len(shape.grads)], rest[len(shape.grads) :]
+        buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
+        written = {
+            self.names[position]: value
+            for position, value in zip(graph.written, outputs[graph.num_outputs :], strict=True)
+            if position < len(self.names)
+        }
+        return LossOutputs(
+            loss=loss,
+            metrics=jax.tree.unflatten(shape.metrics, metrics),
+            grads=dict(zip(shape.grads, grads, strict=True)),
+            buffers=dict(zip(shape.buffers, buffers, strict=True)),
+            written=written,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """How to read the flat outputs of the capture."""
+
+    grads: list[str]
+    buffers: list[str]
+    metrics: Any
+    without_grad: tuple[str, ...]
+
+
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" = weakref.WeakKeyDictionary()
+
+
+def loss_program(
+    model: torch.nn.Module, loss_fn: LossFn, signature: BatchSignature, *, train: bool, caller: str
+) -> LossProgram:
+    """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
+
+    Args:
+        model: Captured with the training flags that it has now, or in eval mode.
+        loss_fn: Returns a scalar, or a scalar and a dict of metrics.
+        signature: Of the batch.
+        train: With gradients; otherwise in eval mode and without.
+        caller: The public function, for errors.
+    """
+    held = holdings(model)
+    entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
+    flags = tuple(m.training for m in model.modules()) if train else None
+    key = (_identity(loss_fn), signature, entries, flags, ambient())
+    programs = _CAPTURED.setdefault(model, {})
+    if key not in programs:
+        fn = _joint(model, loss_fn, held, signature, train, caller)
+        specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
+        programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all))
+    return programs[key]
+
+
+def _identity(fn: LossFn) -> Any:
+    try:
+        return weakref.ref(fn)
+    except TypeError:
+        return fn
+
+
+def _joint(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    held: Holdings,
+    signature: BatchSignature,
+    train: bool,
+    caller: str,
+) -> Callable[..., Any]:
+    """Loss, gradients, buffers and metrics as one flat torch function of `(*tensors, *batch)`."""
+    names = list(held.all)
+
+    def forward(tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
+        out, buffers = call_with(model, loss_fn, tensors, signature.rebuild(batch))
+        loss, metrics = _split(out, caller)
+        leaves, tree = jax.tree.flatten(metrics)
+        return loss, [buffers[n] for n in held.buffers], [torch.as_tensor(x).detach() for x in leaves], tree
+
+    def training(*inputs: torch.Tensor) -> Any:
+        tensors = dict(zip(names, inputs, strict=False))
+        leaves = {n: _leaf(tensors[n], n, held.trainable[n]) for n in held.trainable}
+        loss, buffers, metrics, tree = forward(tensors | leaves, inputs[len(names) :])
+        grads, without = _gradients(loss, leaves, caller)
+        outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
+        return outputs, _Shape(list(leaves), list(held.buffers), tree, without)
+
+    def evaluation(*inputs: torch.Tensor) -> Any:
+        with eval_mode(model), torch.no_grad():
+            loss, buffers, metrics, tree = forward(
+                dict(zip(names, inputs, strict=False)), inputs[len(names) :]
+            )
+        return [loss, *buffers, *metrics], _Shape([], list(held.buffers), tree, ())
+
+    return training if train else evaluation
+
+
+def _leaf(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A leaf of autograd in the place of a parameter, with the parameter's hooks."""
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise NotImplementedError(
+            f"{name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
+            "Use Tensor.register_hook, or an optax transformation."
+        )
+    leaf = value.detach().requires_grad_()
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    return leaf
+
+
+def _gradients(
+    loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str
+) -> tuple[Any, tuple[str, ...]]:
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{caller}: the loss does not depend on any trainable parameter. Something between the parameters and the "
+            "loss cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss computed from the batch alone."
+        )
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
+    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)]
+    return grads, without
+
+
+def _split(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+    if not is_scalar or not isinstance(metrics, dict):
+        found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
+        raise TypeError(
+            f"{caller}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; it "
+            f"returned {found}{also}. Reduce the loss with .mean() or .sum()."
+        )
+    if taken := [name for name in RESERVED if name in metrics]:
+        raise ValueError(f"{caller}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
+    return loss, metrics

@@ -1,0 +1,141 @@
+"""Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torch_shard._bridge import JaxTensor, host_array, to_host, wrap_array
+from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._module import holdings, replace_tensors
+from torch_shard._plan import ShardingPlan
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
+    if isinstance(value, JaxTensor):
+        value = value.jax()
+    if isinstance(value, jax.Array):
+        return jax.device_put(value, sharding)
+    host = host_array(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
+
+
+def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
+    """Put each entry of a module or a state_dict onto its shards.
+
+    One entry moves at a time, and its old storage is let go: no second copy of the model exists.
+
+    Args:
+        model_or_tree: A module, which is changed in place and keeps ties, `requires_grad` and non-persistent
+            buffers; or a mapping of names to tensors or arrays, which is left as it is.
+        mesh: The devices, with Auto axes.
+        plan: Which entry is split how; checked as a whole before anything moves.
+
+    Returns:
+        The module; or a dict of jax-device tensors.
+
+    Raises:
+        ValueError: The plan does not fit the entries and the mesh; see `ShardingPlan.resolve`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = ts.make_mesh(batch=1, model=1)
+        >>> model = ts.place(torch.nn.Linear(4, 2), mesh, ts.ShardingPlan({"weight": P("model")}, default=P()))
+        >>> model.weight.jax().sharding.spec
+        P('model',)
+    """
+    shardings = plan.resolve(model_or_tree, mesh)
+    if not isinstance(model_or_tree, torch.nn.Module):
+        return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
+    for name in list(holdings(model_or_tree).all):
+        tensor = _entry(model_or_tree, name)
+        replace_tensors(model_or_tree, tensor, wrap_array(put(tensor.detach(), shardings[name])))
+    return model_or_tree
+
+
+def _entry(module: torch.nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]  # pyright: ignore
+
+
+def gather(model_or_tree: Any) -> Any:
+    """Bring a placed module, or a pytree of tensors and arrays, back to ordinary CPU tensors, an entry at a time.
+
+    Args:
+        model_or_tree: A module, changed in place; or a pytree of jax-device tensors or arrays, such as
+            `state.params`.
+
+    Returns:
+        The module; or the pytree, with CPU tensors that share no memory with the arrays.
+    """
+    if not isinstance(model_or_tree, torch.nn.Module):
+        is_leaf = (jax.Array, torch.Tensor)
+        return jax.tree.map(lambda leaf: _to_cpu(leaf) if isinstance(leaf, is_leaf) else leaf, model_or_tree)
+    for name in list(holdings(model_or_tree).all):
+        tensor = _entry(model_or_tree, name)
+        replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
+    return model_or_tree
+
+
+def _to_cpu(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
+        return value.cpu()
+    return to_host(value.jax() if isinstance(value, JaxTensor) else value)
+
+
+class BatchLayout:
+    """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
+
+    def __init__(self, mesh: Mesh, spec: PartitionSpec | None, caller: str) -> None:
+        self.mesh, self.caller = check_mesh(mesh, caller=caller), caller
+        if spec is None and "batch" not in mesh.axis_names:
+            raise ValueError(
+                f"{caller}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
+                f"Say how to split them: batch_spec=P({mesh.axis_names[0]!r}), or batch_spec=P() to replicate."
+            )
+        self.spec = PartitionSpec("batch") if spec is None else spec
+        self._shardings: dict[int, NamedSharding] = {}
+
+    def sharding(self, ndim: int) -> NamedSharding:
+        """The sharding of a leaf with that many dims: the spec, cut to the rank."""
+        if ndim not in self._shardings:
+            self._shardings[ndim] = NamedSharding(self.mesh, PartitionSpec(*tuple(self.spec)[:ndim]))
+        return self._shardings[ndim]
+
+    def check(self, leaves: list[Any], paths: list[str]) -> None:
+        """Refuse a batch that does not divide.
+
+        Args:
+            leaves: Tensors and arrays.
+            paths: Where each stands in the batch.
+
+        Raises:
+            ValueError: All the leaves that do not divide are listed, with both numbers.
+        """
+        faults = []
+        for leaf, path in zip(leaves, paths, strict=True):
+            shape = tuple(np.shape(leaf))
+            spec = self.sharding(len(shape)).spec
+            found = find_spec_faults(spec, shape, self.mesh)
+            faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
+        if faults:
+            raise ValueError(
+                f"{self.caller}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
+                + "\n".join(faults)
+                + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
+                "(DataLoader(drop_last=True))."
+            )
+
+    def put(self, leaves: list[Any]) -> list[jax.Array]:
+        """Leaves onto the mesh."""
+        return [self._put(leaf) for leaf in leaves]
+
+    def _put(self, leaf: Any) -> jax.Array:
+        array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
+        array = array if isinstance(array, jax.Array) else host_array(array)
+        return jax.device_put(array, self.sharding(array.ndim))

@@ -1,0 +1,382 @@
+"""Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torch_shard._bridge import to_host
+from torch_shard._function import ambient
+from torch_shard._loss import BatchSignature, LossProgram, flatten_batch, leaf_paths, loss_program
+from torch_shard._mesh import ResolvedPlan, check_mesh
+from torch_shard._module import LossFn, holdings, with_values
+from torch_shard._ops import jax_dtype
+from torch_shard._placement import BatchLayout, put
+from torch_shard._plan import ShardingPlan
+
+logger = logging.getLogger(__name__)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a training run carries from step to step: a pytree of sharded arrays.
+
+    Attributes:
+        step: Number of steps taken, int32 scalar.
+        params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
+        frozen: Parameters with `requires_grad=False`, likewise.
+        buffers: Buffers, likewise.
+        opt_state: State of the optax optimiser; moments are sharded like their parameters.
+        key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
+    """
+
+    step: Any
+    params: dict[str, Any]
+    frozen: dict[str, Any]
+    buffers: dict[str, Any]
+    opt_state: Any
+    key: Any
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Everything that the module holds, by name."""
+        return {**self.params, **self.frozen, **self.buffers}
+
+
+def make_train_step(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    batch_spec: PartitionSpec | None = None,
+) -> "TrainStep":
+    """Make the function that trains `model` by one step, as one compiled program.
+
+    Args:
+        model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at
+            each call: after `model.eval()` the step runs in eval mode, as in torch.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        optimizer: An optax gradient transformation.
+        mesh: Devices with Auto axes, from `make_mesh`.
+        plan: Which parameter and buffer is split how, by name.
+        batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
+            leading dim over the mesh axis `batch`.
+
+    Returns:
+        A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: Nothing is trainable, or the plan does not fit the model and the mesh.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+        >>> sorted(metrics)
+        ['grad_norm', 'loss']
+    """
+    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec)
+
+
+def make_eval_step(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    batch_spec: PartitionSpec | None = None,
+) -> "EvalStep":
+    """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
+
+    Args:
+        model: As for `make_train_step`; its own training flags are left as they are.
+        loss_fn: As for `make_train_step`.
+        mesh: Likewise.
+        plan: Likewise.
+        batch_spec: Likewise.
+
+    Returns:
+        An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
+    """
+    return EvalStep(model, loss_fn, mesh, plan, batch_spec)
+
+
+class _Step:
+    """What training and evaluation share: one compiled program per signature of the batch."""
+
+    caller: str
+    train: bool
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        mesh: Mesh,
+        plan: ShardingPlan,
+        spec: PartitionSpec | None,
+    ) -> None:
+        check_mesh(mesh, caller=self.caller)
+        _check_type(self.caller, "model", model, torch.nn.Module)
+        _check_type(self.caller, "plan", plan, ShardingPlan)
+        self.model, self.loss_fn, self.mesh = model, loss_fn, mesh
+        self.plan: ResolvedPlan = plan.resolve(model, mesh)
+        self.layout = BatchLayout(mesh, spec, self.caller)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self._held = holdings(model)
+        self._modules = list(model.modules())
+        self._requires_grad = self._read_requires_grad()
+        self._compiled: dict[Any, _Compiled] = {}
+
+    @property
+    def num_compiles(self) -> int:
+        """How many programs were compiled so far."""
+        return len(self._compiled)
+
+    def _read_requires_grad(self) -> tuple[bool, ...]:
+        return tuple(t.requires_grad for t in (*self._held.trainable.values(), *self._held.frozen.values()))
+
+    def _prepare(self, batch: Any) -> tuple["_Compiled", list[jax.Array]]:
+        """The compiled program for this batch, and the batch on the mesh."""
+        leaves, signature = flatten_batch(batch)
+        flags = tuple(m.training for m in self._modules) if self.train else ()
+        key = (signature, flags, ambient())
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            placed = self._place(batch, leaves, signature)
+            compiled = self._compile(signature, placed)
+            if self._compiled:
+                logger.info("%s compiles again: %s", self.caller, _difference(key, list(self._compiled)[-1]))
+            self._compiled[key] = compiled
+            return compiled, placed
+        return compiled, self.layout.put(leaves)
+
+    def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
+        paths = [
+            p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")
+        ]
+        self.layout.check(leaves, paths)
+        return self.layout.put(leaves)
+
+    def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "_Compiled":
+        if self._read_requires_grad() != self._requires_grad:
+            raise ValueError(
+                f"{self.caller}: requires_grad of a parameter has changed since the step was made, so its state no "
+                "longer fits the model. Make a new step, and carry the values over with step.export(state)."
+            )
+        program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
+        return _Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
+
+    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
+        compiled, arrays = self._prepare(batch)
+        return compiled.jitted.lower(state, arrays, compiled.closure())  # pyright: ignore
+
+
+class _Compiled:
+    """A jitted program and the tensors that its loss closes over."""
+
+    def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
+        self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
+        self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
+
+    def closure(self) -> list[jax.Array]:
+        """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
+        for i, tensor in enumerate(self._tensors):
+            if self._placed[i][0] != tensor._version:
+                self._placed[i] = (tensor._version, put(tensor.detach(), self._sharding))
+        return [array for _, array in self._placed]
+
+    def __call__(self, state: TrainState, arrays: list[jax.Array]) -> Any:
+        return self.jitted(state, arrays, self.closure() if self._tensors else [])
+
+
+class TrainStep(_Step):
+    """One training step as one compiled program; made by `make_train_step`."""
+
+    caller, train = "make_train_step", True
+
+    def __init__(self, model: Any, loss_fn: Any, optimizer: Any, mesh: Any, plan: Any, spec: Any) -> None:
+        super().__init__(model, loss_fn, mesh, plan, spec)
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise TypeError(
+                f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
+                f"{type(optimizer).__name__}. (torch.optim optimisers work in place and cannot be compiled.)"
+            )
+        if not self._held.trainable:
+            raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.shardings = self._state_shardings()
+
+    def _state_shardings(self) -> TrainState:
+        """One sharding per leaf of the state; leaves of the optimiser that mirror a parameter take the parameter's."""
+        held = self._held
+        shapes = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.trainable.items()}
+        params = {name: self.plan[name] for name in held.trainable}
+        opt_shapes = jax.eval_shape(self.optimizer.init, shapes)
+        opt_state = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda leaf, like, sharding: sharding if leaf.shape == like.shape else self.replicated,
+            opt_shapes,
+            shapes,
+            params,
+            transform_non_params=lambda _: self.replicated,
+        )
+        return TrainState(
+            step=self.replicated,
+            params=params,
+            frozen={name: self.plan[name] for name in held.frozen},
+            buffers={name: self.plan[name] for name in held.buffers},
+            opt_state=opt_state,
+            key=self.replicated,
+        )
+
+    def init(self, *, seed: int = 0) -> TrainState:
+        """The state at step 0: the module's present values on their shards, fresh moments, a random key.
+
+        Args:
+            seed: For the random numbers of the run (dropout and its kin); not for initial values.
+
+        Returns:
+            A `TrainState`; it shares no memory with the module.
+        """
+
+        def placed(tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:
+            return {n: _own(put(t.detach(), self.plan[n]), t) for n, t in tensors.items()}
+
+        params = placed(self._held.trainable)
+        return TrainState(
+            step=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            params=params,
+            frozen=placed(self._held.frozen),
+            buffers=placed(self._held.buffers),
+            opt_state=jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params),
+            key=jax.device_put(jax.random.key(seed), self.replicated),
+        )
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Train by one step.
+
+        Args:
+            state: Donated: its arrays are reused for the new state and must not be used again.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+
+        Returns:
+            The new state, and the metrics: `loss` (before the update), `grad_norm` (global L2 norm) and those of
+            `loss_fn`, as scalars or arrays on all devices.
+
+        Raises:
+            ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
+        """
+        compiled, arrays = self._prepare(batch)
+        if state.step.is_deleted():
+            raise ValueError(
+                "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
+                "the call returned: state, metrics = step(state, batch)."
+            )
+        return compiled(state, arrays)
+
+    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+        if program.without_grad:
+            logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
+
+        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
+            key = jax.random.fold_in(state.key, state.step)
+            out = program.run(key, state.tensors, batch, closure)
+            held = {**state.params, **out.written}
+            params = {name: held[name] for name in state.params}
+            grads = jax.lax.with_sharding_constraint(out.grads, self.shardings.params)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=out.loss)
+            updated = optax.apply_updates(params, updates)
+            kept = {
+                name: params[name] for name in program.without_grad
+            }  # torch skips a parameter without a gradient
+            metrics = {"loss": out.loss, "grad_norm": optax.global_norm(grads), **out.metrics}
+            return (
+                TrainState(
+                    step=state.step + 1,
+                    params={**updated, **kept},
+                    frozen={name: out.written.get(name, value) for name, value in state.frozen.items()},
+                    buffers={name: out.buffers[name] for name in state.buffers},
+                    opt_state=opt_state,
+                    key=state.key,
+                ),
+                metrics,
+            )
+
+        return jax.jit(
+            train_step,
+            in_shardings=(self.shardings, batch_shardings, self.replicated),
+            out_shardings=(self.shardings, self.replicated),
+            donate_argnums=0,
+        )
+
+    def export(self, state: TrainState) -> torch.nn.Module:
+        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
+        return with_values(self.model, {name: to_host(array) for name, array in state.tensors.items()})
+
+
+class EvalStep(_Step):
+    """Evaluation as one compiled program; made by `make_eval_step`."""
+
+    caller, train = "make_eval_step", False
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        """Evaluate the loss on a batch.
+
+        Args:
+            state: A training state; it is only read.
+            batch: As for the training step.
+
+        Returns:
+            `loss` and the metrics of `loss_fn`.
+        """
+        compiled, arrays = self._prepare(batch)
+        return compiled(state, arrays)
+
+    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, Any]:
+            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            return {"loss": out.loss, **out.metrics}
+
+        return jax.jit(evaluate, out_shardings=self.replicated)
+
+
+def _check_type(caller: str, argument: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{caller}: {argument} must be a {kind.__name__}, got {type(value).__name__}.")
+
+
+def _own(array: jax.Array, source: torch.Tensor) -> jax.Array:
+    """An array that the step may donate: a jax-device module keeps its own."""
+    return array if source.device.type == "cpu" else jnp.copy(array)
+
+
+def _difference(key: tuple, earlier: tuple) -> str:
+    """What differs between the signatures of two programs."""
+    (signature, flags, settings), (old, old_flags, old_settings) = key, earlier
+    if flags != old_flags:
+        return "modules were switched between train() and eval()"
+    if settings != old_settings:
+        return "torch's default dtype, autocast or JAX's x64 setting changed"
+    if signature.tree != old.tree:
+        return f"the structure of the batch changed from {old.tree} to {signature.tree}"
+    pairs = zip(old.leaves, signature.leaves, strict=True)
+    changed = [f"{was} is now {now}" for was, now in pairs if was != now]
+    return "in the batch, " + "; ".join(changed)
