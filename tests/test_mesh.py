@@ -95,9 +95,7 @@ def test_check_mesh_returns_an_auto_mesh_itself():
 @pytest.mark.parametrize("thing", [{"batch": 4}, None, AbstractMesh((8,), ("batch",))], ids=str)
 def test_check_mesh_refuses_what_is_no_mesh(thing):
     name = type(thing).__name__
-    with pytest.raises(
-        TypeError, match=rf"place: mesh must be a jax.sharding.Mesh, got {name}. Build one with"
-    ):
+    with pytest.raises(TypeError, match=rf"place: mesh must be a jax.sharding.Mesh, got {name}. Build one with"):
         check_mesh(thing, caller="place")
 
 
@@ -115,9 +113,7 @@ def test_check_mesh_refuses_other_axes_with_reason_and_fix(kinds, found):
     with pytest.raises(ValueError, match=f"place: every mesh axis must be Auto, .*, but {found}. ") as caught:
         check_mesh(mesh, caller="place")
     assert "jax.make_mesh gives Explicit axes by default" in str(caught.value)
-    assert "torch_shard.make_mesh(batch=4, model=2) or pass axis_types=(AxisType.Auto,) * 2" in str(
-        caught.value
-    )
+    assert "torch_shard.make_mesh(batch=4, model=2) or pass axis_types=(AxisType.Auto,) * 2" in str(caught.value)
 
 
 @given(specs, shapes)
@@ -204,9 +200,7 @@ def test_local_shapes_and_bytes_are_what_jax_puts_on_each_device(sizes):
     resolved = plan.resolve(arrays, mesh)
     placed = jax.device_put(arrays, dict(resolved))
     for device in mesh.devices.flat:
-        shards = {
-            name: next(s for s in x.addressable_shards if s.device == device) for name, x in placed.items()
-        }
+        shards = {name: next(s for s in x.addressable_shards if s.device == device) for name, x in placed.items()}
         assert {name: shard.data.shape for name, shard in shards.items()} == {
             name: entry.local_shape for name, entry in resolved.entries.items()
         }

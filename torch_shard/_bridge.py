@@ -80,9 +80,7 @@ class JaxTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """A copy of the global value on the host."""
         if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on a tensor that requires grad. Use tensor.detach().numpy()."
-            )
+            raise RuntimeError("Can't call numpy() on a tensor that requires grad. Use tensor.detach().numpy().")
         return np.array(self.jax())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -169,9 +167,7 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
         return _decompose(func, args, kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _operand, (args, kwargs))
-    args, kwargs = torch_pytree.tree_map_only(
-        torch.dtype, lambda d: torch_dtype(jax_dtype(d)), (args, kwargs)
-    )
+    args, kwargs = torch_pytree.tree_map_only(torch.dtype, lambda d: torch_dtype(jax_dtype(d)), (args, kwargs))
     key = (next_key(),) if func in RANDOM else ()
     return lowering(*key, *args, **kwargs)
 
@@ -257,14 +253,10 @@ def _functional(func: Any) -> Any:
 
 
 def _empty(size: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> JaxTensor:
-    return JaxTensor(
-        _Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype())))
-    )
+    return JaxTensor(_Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype()))))
 
 
-def _empty_like(
-    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
-) -> Any:
+def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
     if device is not None and torch.device(device).type != "jax":
         return torch.empty(x.shape, dtype=dtype or x.dtype, device=device)
     return _empty(x.shape, dtype=dtype or x.dtype)
@@ -277,9 +269,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return target
 
 
-def _to_copy(
-    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
-) -> torch.Tensor:
+def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
     on_jax = torch.device(device).type == "jax" if device is not None else isinstance(x, JaxTensor)
     if not on_jax:
         host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
@@ -333,9 +323,7 @@ _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
 
 def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(
-            f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize()."
-        )
+        raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     dtype = np.dtype(jax_dtype(tensor.dtype))
     if dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8")):  # numpy lacks them: move the bits
@@ -458,9 +446,7 @@ def _register_device() -> None:
     _FALLBACK.fallback(lambda func, *args, **kwargs: _dispatch(func, args, kwargs), "PrivateUse1")
     for op in _FACTORIES:
         _KERNELS.impl(op, lambda *args, op=op, **kwargs: wrap(_run(op, args, kwargs)), "PrivateUse1")
-    _KERNELS.impl(
-        aten.copy_.default, _copy_, "PrivateUse1"
-    )  # torch.tensor(..., device="jax") gets no further
+    _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
 
 
 # PyTorch builds these by resizing an empty tensor, which an array cannot do.

@@ -68,9 +68,7 @@ class _Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         tensors = ctx.saved_tensors
-        wanted = tuple(
-            needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        )
+        wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
         given = tuple(c is not None and _is_inexact(c) for c in cotangents)
         chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
         grads = iter(_Opaque.apply(_vjp_of(ctx.fn, wanted, given), ctx.run, *tensors, *chosen))
@@ -108,9 +106,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return torch.ops.torch_shard.call(handle, list(tensors))
 
 
-def call_pure(
-    pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool
-) -> Any:
+def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
     """Call a JAX function `(key, *args, **kwargs)` from torch code, eager or captured.
 
     Tensors become arrays and results tensors; torch's autograd sees through it. `random` says whether the function
@@ -230,9 +226,7 @@ def _with_sharding(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Arr
 
 def _jax(tensor: torch.Tensor) -> jax.Array:
     """The array of a jax-device tensor."""
-    where = (
-        "in a captured function: use apply_jax" if is_fake(tensor) else "on the CPU: move it with .to('jax')"
-    )
+    where = "in a captured function: use apply_jax" if is_fake(tensor) else "on the CPU: move it with .to('jax')"
     raise TypeError(f"jax() gives the array of a jax-device tensor; this tensor is {where}.")
 
 

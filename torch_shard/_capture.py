@@ -111,9 +111,7 @@ def _capture(
     fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, calls: "_Calls"
 ) -> Graph:
     with mode:
-        fakes = [
-            torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs
-        ]
+        fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
@@ -131,18 +129,14 @@ def _capture(
     num_outputs = len(with_views.graph.output_node().args[0])
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)
-    return Graph(
-        functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules(), aux[0]
-    )
+    return Graph(functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules(), aux[0])
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _functionalize(
-    graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool
-) -> torch.fx.GraphModule:
+def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
 
     def replay(*args: torch.Tensor) -> Any:
@@ -160,9 +154,7 @@ def _decompositions(keep: Keep) -> dict:
     """PyTorch's core rules, and its other rules for what nobody lowers, except for the operators to keep whole."""
     core = core_aten_decompositions()
     table = {op: rule for op, rule in core.items() if not keep(op, True)}
-    return table | {
-        op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)
-    }
+    return table | {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
 
 
 def _constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
@@ -249,9 +241,7 @@ class _Calls(TorchFunctionMode):
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
             with _disable_current_modes(), self._mode:
-                fake = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
-                )
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
             self._standins[id(tensor)] = (fake, tensor)
         return self._standins[id(tensor)][0]
 

@@ -123,8 +123,7 @@ class FlatFunction:
 
     def _current(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> tuple[Any, Any, Any]:
         specs = tuple(
-            Spec(tuple(a.shape), captured_dtype(a.dtype), grad)
-            for a, grad in zip(arrays, needs_grad, strict=True)
+            Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
         )
         programs = self._programs.setdefault((specs, ambient()), [])
         return specs, programs, next((p for p in programs if p.graph.is_current()), None)
@@ -198,9 +197,7 @@ def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Arr
 
     def forward(key: Any, *primals: Any) -> Any:
         arrays = [p.value for p in primals]
-        perturbed = tuple(
-            p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals
-        )
+        perturbed = tuple(p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals)
         key = None if key is None else key.value
         return function.run(key, arrays, perturbed), (key, arrays, _Static(perturbed))
 
@@ -232,10 +229,7 @@ class _Static:
 
 
 def _is_given(cotangent: Any) -> bool:
-    return (
-        not isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-        and cotangent.dtype != jax.dtypes.float0
-    )
+    return not isinstance(cotangent, jax.custom_derivatives.SymbolicZero) and cotangent.dtype != jax.dtypes.float0
 
 
 class TorchFunction:
@@ -270,9 +264,7 @@ class TorchFunction:
     def _flatten(self, tree: Any, is_array: Any, static: Any) -> FlatFn:
         def flat(*tensors: torch.Tensor) -> Any:
             given, others = iter(tensors), iter(static)
-            args, kwargs = jax.tree.unflatten(
-                tree, [next(given) if array else next(others) for array in is_array]
-            )
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
             out = self.fn(*args, **kwargs)
             adopt_torch_nodes(out)
             leaves, out_tree = jax.tree.flatten(out)

@@ -185,9 +185,7 @@ def _joint(
 
     def evaluation(*inputs: torch.Tensor) -> Any:
         with eval_mode(model), torch.no_grad():
-            loss, buffers, metrics, tree = forward(
-                dict(zip(names, inputs, strict=False)), inputs[len(names) :]
-            )
+            loss, buffers, metrics, tree = forward(dict(zip(names, inputs, strict=False)), inputs[len(names) :])
         return [loss, *buffers, *metrics], _Shape([], list(held.buffers), tree, ())
 
     return training if train else evaluation
@@ -206,9 +204,7 @@ def _leaf(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tens
     return leaf
 
 
-def _gradients(
-    loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str
-) -> tuple[Any, tuple[str, ...]]:
+def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str) -> tuple[Any, tuple[str, ...]]:
     if not loss.requires_grad:
         raise ValueError(
             f"{caller}: the loss does not depend on any trainable parameter. Something between the parameters and the "

@@ -20,11 +20,7 @@ def missing_lowerings(graph: GraphModule) -> list[Node]:
     """The nodes that have no lowering, first of each operator."""
     found: dict[Any, Node] = {}
     for node in graph.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.target is not operator.getitem
-            and find_lowering(node.target) is None
-        ):
+        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(node.target) is None:
             found.setdefault(node.target, node)
     return list(found.values())
 
@@ -124,7 +120,5 @@ def _matmul_precision() -> Any:
 def source_of(node: Node) -> str:
     """The user's line that made a node, where the capture recorded it."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [
-        i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])
-    ]
+    files = [i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])]
     return " ".join(lines[files[-1] : files[-1] + 2]) if files else "(in the backward pass)"

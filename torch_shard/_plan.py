@@ -213,8 +213,7 @@ def _make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
         return key.__eq__
     # Every segment takes its closing dot along, so that `**` may stand for no segment at all.
     parts = (
-        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
-        for part in key.split(".")
+        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\." for part in key.split(".")
     )
     whole = re.compile("".join(parts))
     return lambda name: whole.fullmatch(name + ".")

@@ -165,9 +165,7 @@ class _Step:
         return compiled, self.layout.put(leaves)
 
     def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
-        paths = [
-            p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")
-        ]
+        paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
         self.layout.check(leaves, paths)
         return self.layout.put(leaves)
 
@@ -304,9 +302,7 @@ class TrainStep(_Step):
             grads = jax.lax.with_sharding_constraint(out.grads, self.shardings.params)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=out.loss)
             updated = optax.apply_updates(params, updates)
-            kept = {
-                name: params[name] for name in program.without_grad
-            }  # torch skips a parameter without a gradient
+            kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             metrics = {"loss": out.loss, "grad_norm": optax.global_norm(grads), **out.metrics}
             return (
                 TrainState(

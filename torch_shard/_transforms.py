@@ -64,9 +64,7 @@ def jax_grad(
     return _adapt(fn, jax.grad(pure_of(fn), **options))
 
 
-def jax_vmap(
-    fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any
-) -> Callable[..., Any]:
+def jax_vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any) -> Callable[..., Any]:
     """`jax.vmap` of a torch callable.
 
     Random operators draw the same numbers for every element of the batch, since the key is not mapped.
@@ -155,9 +153,7 @@ class _Variant:
 
     def is_current(self) -> bool:
         """Whether the modules that ran in the trace still have the training flags that they had."""
-        return all(
-            (m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags
-        )
+        return all((m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags)
 
     def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.jitted is None:

@@ -42,9 +42,7 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
     """Convolution by the input-dilated, flipped kernel; weight is (in, out / groups, *kernel)."""
     kernel = weight.shape[2:]
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-    swapped = jnp.swapaxes(grouped, 1, 2).reshape(
-        groups * weight.shape[1], weight.shape[0] // groups, *kernel
-    )
+    swapped = jnp.swapaxes(grouped, 1, 2).reshape(groups * weight.shape[1], weight.shape[0] // groups, *kernel)
     flipped = jnp.flip(swapped, axis=tuple(range(2, weight.ndim)))
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     pads = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
@@ -158,6 +156,4 @@ def adaptive_avg_pool(x, output_size):
 
 @lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool_backward(grad, x):
-    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](
-        grad
-    )[0]
+    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](grad)[0]

@@ -35,9 +35,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
         TypeError: JAX has no such dtype (quantised and packed ones).
     """
     if dtype not in _TORCH_TO_JAX:
-        raise TypeError(
-            f"{dtype} has no JAX counterpart; convert the tensor to one of {list(_TORCH_TO_JAX)}."
-        )
+        raise TypeError(f"{dtype} has no JAX counterpart; convert the tensor to one of {list(_TORCH_TO_JAX)}.")
     return np.dtype(jax.dtypes.canonicalize_dtype(_TORCH_TO_JAX[dtype]))
 
 

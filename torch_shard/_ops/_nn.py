@@ -115,9 +115,7 @@ def batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum,
 
 
 @lowers(aten.native_batch_norm_backward.default)
-def batch_norm_backward(
-    grad, x, weight, running_mean, running_var, save_mean, save_rstd, training, eps, output_mask
-):
+def batch_norm_backward(grad, x, weight, running_mean, running_var, save_mean, save_rstd, training, eps, output_mask):
     axes = (0, *range(2, x.ndim))
     compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean, rstd = (save_mean, save_rstd) if training else (running_mean, jax.lax.rsqrt(running_var + eps))
