@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import torch
 
-_LIBRARIES = tuple(str(pathlib.Path(m.__file__).parent) for m in (torch, jax, np)) + (
-    str(pathlib.Path(__file__).parent),
-    "<",
-)
+_HERE = pathlib.Path(__file__).parent
+_LIBRARIES = ("<", str(_HERE), *(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jax, np)))
 
 
 def is_user_file(filename: str) -> bool:

@@ -303,7 +303,7 @@ class TrainStep(_Step):
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=out.loss)
             updated = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
-            metrics = {"loss": out.loss, "grad_norm": optax.global_norm(grads), **out.metrics}
+            metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(grads), **out.metrics}
             return (
                 TrainState(
                     step=state.step + 1,
