@@ -235,7 +235,9 @@ class Writes(nn.Module):
 
 
 CASES = [
-    Case("mlp", mlp, regression(12, out=4), {"0.weight": P("model"), "0.bias": P("model"), "2.weight": P(None, "model")}),
+    Case(
+        "mlp", mlp, regression(12, out=4), {"0.weight": P("model"), "0.bias": P("model"), "2.weight": P(None, "model")}
+    ),
     Case("gpt", GPT, next_token, GPT_RULES, loss_fn=cross_entropy, rtol=1e-4),
     Case("resnet_train", resnet, regression(3, 16, 16, out=8), RESNET_RULES, rtol=2e-4),  # batch norm divides by std
     Case("resnet_eval", resnet, regression(3, 16, 16, out=8), RESNET_RULES, train=False, rtol=1e-4),

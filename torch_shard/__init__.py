@@ -2,6 +2,7 @@
 
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._mesh import make_mesh
+from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
 from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
@@ -15,8 +16,11 @@ __all__ = [
     "TrainStep",
     "call_jax",
     "call_torch",
+    "disable_globally",
+    "enable_globally",
     "gather",
     "jax_checkpoint",
+    "jax_device",
     "jax_grad",
     "jax_jit",
     "jax_value_and_grad",

@@ -6,7 +6,6 @@ in the base.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils import backend_registration
 
+from torch_shard._convert import host_array, to_host
+from torch_shard._keys import GENERATOR, next_key
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, torch_dtype
 
 aten = torch.ops.aten
@@ -165,22 +166,28 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
     lowering = find_lowering(func)
     if lowering is None:
         return _decompose(func, args, kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in STORAGE_KWARGS}
-    args, kwargs = torch_pytree.tree_map_only(torch.Tensor, _operand, (args, kwargs))
-    args, kwargs = torch_pytree.tree_map_only(torch.dtype, lambda d: torch_dtype(jax_dtype(d)), (args, kwargs))
+    args = [_operand(arg) for arg in args]
+    kwargs = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     key = (next_key(),) if func in RANDOM else ()
     return lowering(*key, *args, **kwargs)
 
 
-def _operand(tensor: torch.Tensor) -> jax.Array:
-    if isinstance(tensor, JaxTensor):
-        return tensor.jax()
-    if tensor.ndim == 0:  # torch lets CPU scalars meet tensors of any device
-        return to_array(tensor)
-    raise RuntimeError(
-        f"A CPU tensor of shape {tuple(tensor.shape)} meets a tensor on the jax device. "
-        "Move it first: tensor.to('jax')."
-    )
+def _operand(value: Any) -> Any:
+    """An argument of an operator as its lowering takes it."""
+    if isinstance(value, JaxTensor):
+        return value.jax()
+    if isinstance(value, (list, tuple)):
+        return [_operand(v) for v in value]
+    if isinstance(value, torch.dtype):
+        return torch_dtype(jax_dtype(value))
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:  # torch lets CPU scalars meet tensors of any device
+            return to_array(value)
+        raise RuntimeError(
+            f"A CPU tensor of shape {tuple(value.shape)} meets a tensor on the jax device. "
+            "Move it first: tensor.to('jax')."
+        )
+    return value
 
 
 def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
@@ -307,99 +314,6 @@ def to_array(value: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         return value
     return jnp.array(host_array(value))
-
-
-def host_array(value: Any) -> np.ndarray:
-    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
-    if isinstance(value, torch.Tensor):
-        value = _tensor_to_numpy(value)
-    elif isinstance(value, (bool, int, float, complex)):
-        value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
-    return narrow(np.asarray(value))
-
-
-_SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
-
-
-def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    dtype = np.dtype(jax_dtype(tensor.dtype))
-    if dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8")):  # numpy lacks them: move the bits
-        bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
-        return tensor.view(bits).numpy().view(dtype)
-    return tensor.numpy()
-
-
-def narrow(array: np.ndarray) -> np.ndarray:
-    """`array` in the dtype that JAX will hold, refused where that would change a value."""
-    target = jax.dtypes.canonicalize_dtype(array.dtype)
-    if target == array.dtype:
-        return array
-    if array.dtype.kind in "fc":
-        raise TypeError(
-            f"A {array.dtype} array of shape {array.shape} needs 64 bits, and JAX has them switched off. Convert it "
-            "(tensor.float(), array.astype('float32')), or jax.config.update('jax_enable_x64', True) at the start."
-        )
-    limits = np.iinfo(target)
-    if array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise OverflowError(
-            f"An {array.dtype} array of shape {array.shape} has values from {array.min()} to {array.max()}, which do "
-            f"not fit {target}, and JAX has 64 bits switched off. jax.config.update('jax_enable_x64', True) at the "
-            "start of the program keeps them."
-        )
-    return array.astype(target)
-
-
-def to_host(array: jax.Array) -> torch.Tensor:
-    """An ordinary CPU tensor with a copy of the global value."""
-    host = np.array(array)
-    if host.dtype.kind == "V" or host.dtype.name.startswith(("bfloat", "float8")):
-        bits = np.uint8 if host.dtype.itemsize == 1 else np.int16
-        return torch.from_numpy(host.view(bits)).view(torch_dtype(host.dtype))
-    return torch.from_numpy(host)
-
-
-def adopt_torch_nodes(tree: Any) -> None:
-    """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
-    for leaf in jax.tree.leaves(tree):
-        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
-        if node is not None:
-            jax.tree_util.register_pytree_node(
-                type(leaf),
-                node.flatten_fn,
-                lambda context, children, node=node: node.unflatten_fn(children, context),
-            )
-            adopt_torch_nodes(leaf)
-
-
-class _Generator:
-    """The stream of keys for random numbers on the jax device; `torch.manual_seed` restarts it."""
-
-    def __init__(self) -> None:
-        self.seed(None)
-
-    def seed(self, seed: int | None) -> None:
-        self._seed, self._count = seed, itertools.count()
-
-    def next_seed(self) -> np.ndarray:
-        """Two fresh words of key data, uint32."""
-        seed = torch.initial_seed() if self._seed is None else self._seed
-        return np.random.SeedSequence([seed % 2**64, next(self._count)]).generate_state(2)
-
-
-GENERATOR = _Generator()
-
-
-def next_key() -> "jax.Array":
-    """A fresh random key."""
-    return wrap_seed(GENERATOR.next_seed())
-
-
-def wrap_seed(seed: Any) -> "jax.Array":
-    """The random key of two words of key data."""
-    return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
 
 
 class _DeviceModule:

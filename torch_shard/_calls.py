@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._bridge import JaxTensor, adopt_torch_nodes, next_key, to_array, wrap_array, wrap_seed
+from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._capture import is_fake
+from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import TorchFunction
+from torch_shard._keys import next_key, wrap_seed
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]

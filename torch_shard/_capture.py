@@ -8,13 +8,10 @@ semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
@@ -26,17 +23,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
+from torch_shard._watch import ModuleFlags, Watch
 
 aten = torch.ops.aten
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
-ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,32 +91,34 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         fn: Takes one tensor per spec, returns a flat sequence of tensors, and anything else that is not a tensor.
         specs: The inputs.
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
-        explain: Record source lines on the nodes (slower; for error messages).
+        explain: Record module paths and source lines on the nodes (slower; for error messages).
 
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls = _Calls(mode)
-    with _disable_current_modes(), torch.enable_grad(), calls.innermost():
-        return _capture(fn, specs, keep, explain, mode, calls)
+    watch = Watch(_is_of_capture, functools.partial(_make_standin, mode), _annotated if explain else None)
+    with _disable_current_modes(), torch.enable_grad(), watch.innermost():
+        return _capture(fn, specs, keep, explain, mode, watch)
 
 
 def _capture(
-    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, calls: "_Calls"
+    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, watch: Watch
 ) -> Graph:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        with calls:
+        with watch.watching():
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
 
-    with _errors_for_users(), _reference_kernels(), calls.noting_modules(), enable_python_dispatcher():
-        with_views = make_fx(traced, _allow_non_fake_inputs=True, record_stack_traces=explain)(*fakes)
+    with _errors_for_users(), _reference_kernels(), _explained(explain), enable_python_dispatcher():
+        with_views = make_fx(traced, _allow_non_fake_inputs=True)(*fakes)
+    if explain:
+        _explain_backward(with_views)
     constants = _constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
@@ -129,11 +126,15 @@ def _capture(
     num_outputs = len(with_views.graph.output_node().args[0])
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)
-    return Graph(functional, tuple(map(calls.original, constants)), num_outputs, written, calls.modules(), aux[0])
+    return Graph(functional, tuple(map(watch.original, constants)), num_outputs, written, watch.modules(), aux[0])
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _explained(explain: bool) -> contextlib.AbstractContextManager:
+    return torch.fx.traceback.preserve_node_meta() if explain else contextlib.nullcontext()
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
@@ -143,8 +144,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explai
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
-    explained = torch.fx.traceback.preserve_node_meta() if explain else contextlib.nullcontext()
-    with explained, enable_python_dispatcher(), torch.no_grad():
+    with _explained(explain), enable_python_dispatcher(), torch.no_grad():
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
 
@@ -212,80 +212,27 @@ def _reference_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(onednn)
 
 
-class _Calls(TorchFunctionMode):
-    """Sees the torch calls of a capture: the tensors that it closes over, and the modules that run.
-
-    A fake stands for each closed-over tensor. All fakes are on the CPU, so that a model means the same wherever it
-    lives.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-        self._standins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
-
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _INNERMOST.calls is not self:  # a capture inside of a capture
-            return func(*args, **(kwargs or {}))
-        args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def _on_cpu(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value if _is_of_capture(value) else self._standin(value)
-        if isinstance(value, torch.device):
-            return torch.device("cpu") if value.type == "jax" else value
-        return "cpu" if isinstance(value, str) and value.split(":")[0] == "jax" else value
-
-    def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._standins:
-            with _disable_current_modes(), self._mode:
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
-            self._standins[id(tensor)] = (fake, tensor)
-        return self._standins[id(tensor)][0]
-
-    def original(self, constant: torch.Tensor) -> torch.Tensor:
-        """The tensor that a constant of the graph stands for."""
-        return next((tensor for fake, tensor in self._standins.values() if fake is constant), constant)
-
-    @contextlib.contextmanager
-    def innermost(self) -> Iterator[None]:
-        """Be the one that acts, also where captures nest."""
-        outer, _INNERMOST.calls = _INNERMOST.calls, self
-        try:
-            yield
-        finally:
-            _INNERMOST.calls = outer
-
-    @contextlib.contextmanager
-    def noting_modules(self) -> Iterator[None]:
-        """Note every module that is called."""
-        hook = nn.modules.module.register_module_forward_pre_hook(self._note_module)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _note_module(self, module: nn.Module, args: Any) -> None:
-        if _INNERMOST.calls is self:
-            self._modules.setdefault(id(module), (weakref.ref(module), module.training))
-
-    def modules(self) -> ModuleFlags:
-        """The modules that ran, with their training flags."""
-        return tuple(self._modules.values())
-
-
-class _Innermost(threading.local):
-    calls: _Calls | None = None
-
-
-_INNERMOST = _Innermost()
-
-
 def _is_of_capture(tensor: torch.Tensor) -> bool:
     """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
     return is_fake(tensor) or tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
+
+
+def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes(), mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _annotated(where: str) -> contextlib.AbstractContextManager:
+    return torch.fx.traceback.annotate({"where": where})
+
+
+def _explain_backward(graph: torch.fx.GraphModule) -> None:
+    """A node of the backward pass stands where the forward node with its sequence number does."""
+    places = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.graph.nodes) if n.meta.get("custom")}
+    for node in graph.graph.nodes:
+        if not node.meta.get("custom") and node.meta.get("seq_nr") in places:
+            where = places[node.meta["seq_nr"]]["where"]
+            node.meta["custom"] = {"where": f"{where} (in its backward)"}
 
 
 _VALUE_NEEDED = "trying to get value out of a tracing tensor"

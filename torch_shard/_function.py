@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._bridge import adopt_torch_nodes, to_array
+from torch_shard._bridge import to_array
 from torch_shard._capture import Graph, ModuleFlags, Spec, capture
-from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, source_of
+from torch_shard._convert import adopt_torch_nodes
+from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, keeps_whole
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
@@ -37,18 +38,12 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
     """Captured once more, with source lines."""
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     nodes = missing_lowerings(graph.module)
-    lines = [f"  {node.target}: {_where(node)}" for node in nodes]
+    lines = [f"  {node.target}: {place_of(node)}" for node in nodes]
     return NotImplementedError(
         f"{what} uses {len(nodes)} operator{'s' * (len(nodes) > 1)} without a lowering to JAX:\n\n"
         + "\n".join(lines)
         + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax."
     )
-
-
-def _where(node: torch.fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed([str(entry[0]) for entry in stack.values()]), "") if stack else ""
-    return f"{'module ' + path + ', ' if path else ''}{source_of(node)}"
 
 
 class Closure(threading.local):

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._bridge import adopt_torch_nodes
 from torch_shard._capture import Spec
+from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import Program, ambient
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._ops import captured_dtype, torch_dtype

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, torch_dtype
-from torch_shard._source import is_user_file
 
 Lowered = Callable[..., list[Any]]
 
@@ -117,8 +116,6 @@ def _matmul_precision() -> Any:
     return jax.default_matmul_precision(chosen)
 
 
-def source_of(node: Node) -> str:
-    """The user's line that made a node, where the capture recorded it."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [i for i, line in enumerate(lines) if line.startswith('File "') and is_user_file(line.split('"')[1])]
-    return " ".join(lines[files[-1] : files[-1] + 2]) if files else "(in the backward pass)"
+def place_of(node: Node) -> str:
+    """Module path and source line of a node, where the capture recorded them."""
+    return node.meta.get("custom", {}).get("where", "(place unknown)")

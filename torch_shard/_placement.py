@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torch_shard._bridge import JaxTensor, host_array, to_host, wrap_array
+from torch_shard._bridge import JaxTensor, wrap_array
+from torch_shard._convert import host_array, to_host
 from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._module import holdings, replace_tensors
 from torch_shard._plan import ShardingPlan

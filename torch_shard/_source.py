@@ -26,3 +26,12 @@ def user_frame(error: BaseException) -> str:
 def describe(frame: traceback.FrameSummary) -> str:
     """One line for one frame."""
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+
+
+def current_user_line() -> str:
+    """The innermost line of the user's own code on the stack."""
+    frames = (f for f, _ in traceback.walk_stack(None) if is_user_file(f.f_code.co_filename))
+    frame = next(frames, None)
+    if frame is None:
+        return "(no line of user code)"
+    return describe(traceback.extract_stack(frame, limit=1)[0])

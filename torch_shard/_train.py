@@ -11,7 +11,7 @@ import optax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torch_shard._bridge import to_host
+from torch_shard._convert import to_host
 from torch_shard._function import ambient
 from torch_shard._loss import BatchSignature, LossProgram, flatten_batch, leaf_paths, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._bridge import adopt_torch_nodes
 from torch_shard._calls import call_pure, pure_of
+from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
 
 Pure = Callable[..., Any]

@@ -1,0 +1,77 @@
+"""Values across the border: torch tensors, numpy arrays and Python numbers as JAX holds them, and back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._ops import jax_dtype, torch_dtype
+
+_SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
+_BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
+
+
+def host_array(value: Any) -> np.ndarray:
+    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
+    if isinstance(value, torch.Tensor):
+        value = _tensor_to_numpy(value)
+    elif isinstance(value, (bool, int, float, complex)):
+        value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
+    return narrow(np.asarray(value))
+
+
+def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dtype = np.dtype(jax_dtype(tensor.dtype))
+    if _is_foreign(dtype):
+        return tensor.view(_BITS[dtype.itemsize][0]).numpy().view(dtype)
+    return tensor.numpy()
+
+
+def _is_foreign(dtype: np.dtype) -> bool:
+    return dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8"))
+
+
+def narrow(array: np.ndarray) -> np.ndarray:
+    """`array` in the dtype that JAX will hold, refused where that would change a value."""
+    target = jax.dtypes.canonicalize_dtype(array.dtype)
+    if target == array.dtype:
+        return array
+    if array.dtype.kind in "fc":
+        raise TypeError(
+            f"A {array.dtype} array of shape {array.shape} needs 64 bits, and JAX has them switched off. Convert it "
+            "(tensor.float(), array.astype('float32')), or jax.config.update('jax_enable_x64', True) at the start."
+        )
+    limits = np.iinfo(target)
+    if array.size and (array.min() < limits.min or array.max() > limits.max):
+        raise OverflowError(
+            f"An {array.dtype} array of shape {array.shape} has values from {array.min()} to {array.max()}, which do "
+            f"not fit {target}, and JAX has 64 bits switched off. jax.config.update('jax_enable_x64', True) at the "
+            "start of the program keeps them."
+        )
+    return array.astype(target)
+
+
+def to_host(array: jax.Array) -> torch.Tensor:
+    """An ordinary CPU tensor with a copy of the global value."""
+    host = np.array(array)
+    if _is_foreign(host.dtype):
+        return torch.from_numpy(host.view(_BITS[host.dtype.itemsize][1])).view(torch_dtype(host.dtype))
+    return torch.from_numpy(host)
+
+
+def adopt_torch_nodes(tree: Any) -> None:
+    """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
+    for leaf in jax.tree.leaves(tree):
+        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        if node is not None:
+            jax.tree_util.register_pytree_node(
+                type(leaf),
+                node.flatten_fn,
+                lambda context, children, node=node: node.unflatten_fn(children, context),
+            )
+            adopt_torch_nodes(leaf)

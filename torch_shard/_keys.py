@@ -1,0 +1,37 @@
+"""Random keys for eager work on the jax device; compiled steps carry theirs in their state."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+
+class _Generator:
+    """The stream of keys for random numbers on the jax device; `torch.manual_seed` restarts it."""
+
+    def __init__(self) -> None:
+        self.seed(None)
+
+    def seed(self, seed: int | None) -> None:
+        self._seed, self._count = seed, itertools.count()
+
+    def next_seed(self) -> np.ndarray:
+        """Two fresh words of key data, uint32."""
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return np.random.SeedSequence([seed % 2**64, next(self._count)]).generate_state(2)
+
+
+GENERATOR = _Generator()
+
+
+def next_key() -> "jax.Array":
+    """A fresh random key."""
+    return wrap_seed(GENERATOR.next_seed())
+
+
+def wrap_seed(seed: Any) -> "jax.Array":
+    """The random key of two words of key data."""
+    return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")

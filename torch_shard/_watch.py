@@ -1,0 +1,114 @@
+"""What a callable does while it is captured: the tensors that it closes over, the modules that run, and where."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._source import current_user_line
+
+ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
+
+
+class Watch(TorchFunctionMode):
+    """Sees every torch call of a capture.
+
+    A fake stands for each closed-over tensor. All fakes are on the CPU, so that a model means the same wherever it
+    lives.
+
+    Args:
+        is_of_capture: Whether a tensor belongs to the capture, rather than being closed over.
+        make_standin: A fake of the capture for a closed-over tensor.
+        explain: Called with the place of each torch call; gives a scope for its nodes. None to go without.
+    """
+
+    def __init__(
+        self,
+        is_of_capture: Callable[[torch.Tensor], bool],
+        make_standin: Callable[[torch.Tensor], torch.Tensor],
+        explain: Callable[[str], contextlib.AbstractContextManager] | None,
+    ) -> None:
+        super().__init__()
+        self._is_of_capture, self._make_standin, self._explain = is_of_capture, make_standin, explain
+        self._standins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
+        self._running: list[nn.Module] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _INNERMOST.watch is not self:  # a capture inside of a capture
+            return func(*args, **(kwargs or {}))
+        args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
+        if self._explain is None:
+            return func(*args, **kwargs)
+        with self._explain(self._where()):
+            return func(*args, **kwargs)
+
+    def _on_cpu(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if self._is_of_capture(value) else self._standin(value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu") if value.type == "jax" else value
+        return "cpu" if isinstance(value, str) and value.split(":")[0] == "jax" else value
+
+    def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._standins:
+            self._standins[id(tensor)] = (self._make_standin(tensor), tensor)
+        return self._standins[id(tensor)][0]
+
+    def original(self, constant: torch.Tensor) -> torch.Tensor:
+        """The tensor that a constant of the graph stands for."""
+        return next((tensor for fake, tensor in self._standins.values() if fake is constant), constant)
+
+    @contextlib.contextmanager
+    def innermost(self) -> Iterator[None]:
+        """Be the one that acts, also where captures nest."""
+        outer, _INNERMOST.watch = _INNERMOST.watch, self
+        try:
+            yield
+        finally:
+            _INNERMOST.watch = outer
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the torch calls and the module calls made within."""
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if _INNERMOST.watch is self:
+            self._modules.setdefault(id(module), (weakref.ref(module), module.training))
+            self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _INNERMOST.watch is self:
+            self._running.pop()
+
+    def modules(self) -> ModuleFlags:
+        """The modules that ran, with their training flags."""
+        return tuple(self._modules.values())
+
+    def _where(self) -> str:
+        """The module path, if a module runs, and the user's line."""
+        names = [type(self._running[0]).__name__] if self._running else []
+        for parent, child in zip(self._running, self._running[1:], strict=False):
+            names += [name for name, m in parent.named_modules() if m is child][:1]
+        return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
+
+
+class _Innermost(threading.local):
+    watch: Watch | None = None
+
+
+_INNERMOST = _Innermost()
