@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
@@ -17,6 +18,7 @@ from torch_shard._capture import is_fake
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import TorchFunction
 from torch_shard._keys import next_key, wrap_seed
+from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
@@ -128,7 +130,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         seed = next(given, None)
         result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
         out_leaves, out_tree = jax.tree.flatten(result)
-        found = [isinstance(leaf, jax.Array) for leaf in out_leaves]
+        found = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in out_leaves]
         out[:] = [out_tree, [_ARRAY if f else o for o, f in zip(out_leaves, found, strict=True)]]
         return [_without_float0(leaf) for leaf, f in zip(out_leaves, found, strict=True) if f]
 
@@ -145,7 +147,7 @@ _ARRAY = object()
 
 def _without_float0(array: Any) -> Any:
     """JAX's gradients of integers have dtype float0; torch has none, zeros of an integer say the same."""
-    return jnp.zeros(array.shape, jnp.int32) if array.dtype == jax.dtypes.float0 else array
+    return jnp.zeros(array.shape, jnp.int32) if array.dtype == jax.dtypes.float0 else jnp.asarray(array)
 
 
 def call_jax(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +219,8 @@ def apply_jax_(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwarg
 
 def shard_(tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> torch.Tensor:
     """Lay the tensor out as `sharding` says, in place, and return it; inside `jax_jit` it is a constraint."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        check_mesh(sharding.mesh, caller="shard_")
     return apply_jax_(tensor, _with_sharding, sharding)
 
 

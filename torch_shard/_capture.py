@@ -8,6 +8,7 @@ semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch_shard._source import user_frame
 from torch_shard._watch import ModuleFlags, Watch
 
 aten = torch.ops.aten
+_LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 
@@ -98,7 +100,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watch = Watch(_is_of_capture, functools.partial(_make_standin, mode), _annotated if explain else None)
-    with _disable_current_modes(), torch.enable_grad(), watch.innermost():
+    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
         return _capture(fn, specs, keep, explain, mode, watch)
 
 
@@ -235,8 +237,8 @@ def _explain_backward(graph: torch.fx.GraphModule) -> None:
             node.meta["custom"] = {"where": f"{where} (in its backward)"}
 
 
-_VALUE_NEEDED = "trying to get value out of a tracing tensor"
-_NO_DATA = "Cannot access data pointer"
+# How PyTorch says, in different places, that it has no values to give.
+_VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointer", ".numpy() is not supported")
 
 
 @contextlib.contextmanager
@@ -246,8 +248,8 @@ def _errors_for_users() -> Iterator[None]:
         yield
     except Exception as error:
         shape_depends = isinstance(error, DynamicOutputShapeException)
-        value_needed = isinstance(error, DataDependentOutputException) or _VALUE_NEEDED in str(error)
-        if not shape_depends and not value_needed and _NO_DATA not in str(error):
+        value_needed = isinstance(error, DataDependentOutputException)
+        if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise
         what = "the shape of a result depends" if shape_depends else "Python needs"
         raise NotImplementedError(

@@ -168,6 +168,7 @@ def _joint(
 ) -> Callable[..., Any]:
     """Loss, gradients, buffers and metrics as one flat torch function of `(*tensors, *batch)`."""
     names = list(held.all)
+    hooks = {name: _hooks(name, parameter) for name, parameter in held.trainable.items()}
 
     def forward(tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
         out, buffers = call_with(model, loss_fn, tensors, signature.rebuild(batch))
@@ -177,7 +178,7 @@ def _joint(
 
     def training(*inputs: torch.Tensor) -> Any:
         tensors = dict(zip(names, inputs, strict=False))
-        leaves = {n: _leaf(tensors[n], n, held.trainable[n]) for n in held.trainable}
+        leaves = {name: _leaf(tensors[name], hooks[name]) for name in hooks}
         loss, buffers, metrics, tree = forward(tensors | leaves, inputs[len(names) :])
         grads, without = _gradients(loss, leaves, caller)
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
@@ -191,15 +192,20 @@ def _joint(
     return training if train else evaluation
 
 
-def _leaf(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A leaf of autograd in the place of a parameter, with the parameter's hooks."""
+def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """The gradient hooks of a parameter. (To be read before the capture, in which a fake stands for it.)"""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise NotImplementedError(
             f"{name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
             "Use Tensor.register_hook, or an optax transformation."
         )
+    return list((parameter._backward_hooks or {}).values())
+
+
+def _leaf(value: torch.Tensor, hooks: list[Callable[..., Any]]) -> torch.Tensor:
+    """A leaf of autograd in the place of a parameter, with the parameter's hooks."""
     leaf = value.detach().requires_grad_()
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in hooks:
         leaf.register_hook(hook)
     return leaf
 

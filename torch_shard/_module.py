@@ -24,9 +24,14 @@ class Holdings:
     buffers: dict[str, torch.Tensor]
 
     @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """Trainable and frozen parameters."""
+        return {**self.trainable, **self.frozen}
+
+    @property
     def all(self) -> dict[str, torch.Tensor]:
         """Every tensor, in the order trainable, frozen, buffers."""
-        return {**self.trainable, **self.frozen, **self.buffers}
+        return {**self.params, **self.buffers}
 
 
 def holdings(module: nn.Module) -> Holdings:

@@ -138,16 +138,12 @@ class _Step:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
         self._modules = list(model.modules())
-        self._requires_grad = self._read_requires_grad()
         self._compiled: dict[Any, _Compiled] = {}
 
     @property
     def num_compiles(self) -> int:
         """How many programs were compiled so far."""
         return len(self._compiled)
-
-    def _read_requires_grad(self) -> tuple[bool, ...]:
-        return tuple(t.requires_grad for t in (*self._held.trainable.values(), *self._held.frozen.values()))
 
     def _prepare(self, batch: Any) -> tuple["_Compiled", list[jax.Array]]:
         """The compiled program for this batch, and the batch on the mesh."""
@@ -170,10 +166,11 @@ class _Step:
         return self.layout.put(leaves)
 
     def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "_Compiled":
-        if self._read_requires_grad() != self._requires_grad:
+        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
+        if changed:
             raise ValueError(
-                f"{self.caller}: requires_grad of a parameter has changed since the step was made, so its state no "
-                "longer fits the model. Make a new step, and carry the values over with step.export(state)."
+                f"{self.caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its "
+                "state no longer fits the model. Make a new step, and carry the values over with step.export(state)."
             )
         program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
         return _Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)

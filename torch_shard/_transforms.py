@@ -14,6 +14,7 @@ import torch
 from torch_shard._calls import call_pure, pure_of
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
+from torch_shard._mesh import check_mesh
 
 Pure = Callable[..., Any]
 
@@ -101,8 +102,10 @@ def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         >>> ts.jax_jit(torch.nn.functional.relu)(torch.tensor([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
-    jitted = _Jitted(pure_of(fn), kwargs)
-    return _adapt(fn, jitted)
+    for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            check_mesh(sharding.mesh, caller="jax_jit")
+    return _adapt(fn, _Jitted(pure_of(fn), kwargs))
 
 
 class _Jitted:
