@@ -325,7 +325,7 @@ def test_requires_grad_changed_behind_the_step() -> None:
     case = CASE["mlp"]
     model, (batch,) = case.model(), case.batches(1)
     step = make(case, model=model)
-    state = step.init()
+    state, _ = step(step.init(), batch)
     model[0].weight.requires_grad_(False)
     with refuses(r"requires_grad of 0\.weight has changed since the step was made.*Make a new step"):
         step(state, batch)

@@ -138,6 +138,8 @@ class _Step:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
         self._modules = list(model.modules())
+        self._params = list(self._held.params.values())
+        self._trains = [t.requires_grad for t in self._params]
         self._compiled: dict[Any, _Compiled] = {}
 
     @property
@@ -147,6 +149,7 @@ class _Step:
 
     def _prepare(self, batch: Any) -> tuple["_Compiled", list[jax.Array]]:
         """The compiled program for this batch, and the batch on the mesh."""
+        self._check_requires_grad()
         leaves, signature = flatten_batch(batch)
         flags = tuple(m.training for m in self._modules) if self.train else ()
         key = (signature, flags, ambient())
@@ -160,18 +163,21 @@ class _Step:
             return compiled, placed
         return compiled, self.layout.put(leaves)
 
+    def _check_requires_grad(self) -> None:
+        if [t.requires_grad for t in self._params] == self._trains:
+            return
+        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
+        raise ValueError(
+            f"{self.caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its state "
+            "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
+        )
+
     def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
         paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
         self.layout.check(leaves, paths)
         return self.layout.put(leaves)
 
     def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "_Compiled":
-        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
-        if changed:
-            raise ValueError(
-                f"{self.caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its "
-                "state no longer fits the model. Make a new step, and carry the values over with step.export(state)."
-            )
         program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
         return _Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
 
