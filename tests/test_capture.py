@@ -36,7 +36,7 @@ class Chooses(nn.Module):
 @pytest.mark.parametrize(
     ("fn", "what"),
     [
-        (Chooses(), r'in forward: if x\.sum\(\) > 0:'),
+        (Chooses(), r"in forward: if x\.sum\(\) > 0:"),
         (lambda x: x * x.sum().item(), r"item\(\)"),
         (lambda x: x.tolist()[0] + x, r"tolist\(\)"),
         (lambda x: x + float(x[0]), r"float\("),

@@ -25,9 +25,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def make(case: Any, sizes: tuple[int, int] = (4, 2), optimizer: Any = None, model: nn.Module | None = None) -> Any:
     optimizer = optimizer or optax.adam(1e-2)
-    return ts.make_train_step(
-        model or case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan
-    )
+    return ts.make_train_step(model or case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan)
 
 
 @pytest.fixture
@@ -137,7 +135,9 @@ def test_dropout_differs_by_step_repeats_by_seed_and_is_the_same_on_every_mesh()
 def test_switching_to_eval_runs_the_other_program() -> None:
     torch.manual_seed(0)
     model = Dropping()
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = ts.make_train_step(
+        model, lambda m, x: m(x).square().mean(), optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE
+    )
     state, x = step.init(), torch.randn(BATCH, 16)
     wanted = model.layer(x).square().mean().item()
     state, training = step(state, x)
@@ -274,7 +274,9 @@ def test_a_batch_that_does_not_divide() -> None:
     case = CASE["mlp"]
     step = make(case)
     x, y = case.batches(1)[0]
-    with refuses(r"(?s)mesh \(batch=4, model=2\).*batch\[0\] \(6, 12\): dim 0 = 6 is not a multiple of batch=4.*drop_last"):
+    with refuses(
+        r"(?s)mesh \(batch=4, model=2\).*batch\[0\] \(6, 12\): dim 0 = 6 is not a multiple of batch=4.*drop_last"
+    ):
         step(step.init(), (x[:6], y))
 
 
@@ -282,7 +284,9 @@ def test_a_mesh_without_the_batch_axis() -> None:
     mesh = ts.make_mesh(data=8)
     with refuses(r"mesh \(data=8\) has none.*batch_spec=P\('data'\)"):
         ts.make_train_step(nn.Linear(2, 2), squared_error, optax.sgd(0.1), mesh=mesh, plan=WHOLE)
-    step = ts.make_train_step(nn.Linear(8, 4), squared_error, optax.sgd(0.1), mesh=mesh, plan=WHOLE, batch_spec=P("data"))
+    step = ts.make_train_step(
+        nn.Linear(8, 4), squared_error, optax.sgd(0.1), mesh=mesh, plan=WHOLE, batch_spec=P("data")
+    )
     step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
 
 
@@ -312,7 +316,11 @@ def test_wrong_kinds_of_arguments() -> None:
         (lambda m, x: (m(x).mean(), [1]), TypeError, "metrics of type list"),
         (lambda m, x: (m(x).mean(), {"loss": x}), ValueError, "the step itself reports loss"),
         (lambda m, x: m(x).detach().mean(), ValueError, "does not depend on any trainable parameter"),
-        (lambda m, x: m(x).mean() + torch.special.airy_ai(x).mean(), NotImplementedError, r"aten.special_airy_ai.*test_train"),
+        (
+            lambda m, x: m(x).mean() + torch.special.airy_ai(x).mean(),
+            NotImplementedError,
+            r"aten.special_airy_ai.*test_train",
+        ),
     ],
 )
 def test_losses_that_cannot_be_trained(loss_fn: Any, error: type[Exception], match: str) -> None:

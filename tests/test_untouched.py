@@ -95,9 +95,12 @@ def test_the_import_starts_no_backend() -> None:
 
 
 def test_dataloader_workers_feed_a_step() -> None:
-    run(TRAIN + """
+    run(
+        TRAIN
+        + """
     loader = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2, num_workers=2)
     for batch in loader:
         state, _ = step(state, batch)
     assert int(state.step) == 4
-    """)
+    """
+    )

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 
+from torch_shard import _device  # noqa: F401  (registers the device)
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._capture import is_fake
 from torch_shard._convert import adopt_torch_nodes
@@ -225,7 +227,7 @@ def shard_(tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> torch.Tenso
 
 
 def _with_sharding(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return jax.lax.with_sharding_constraint(array, sharding)
     return jax.device_put(array, sharding)
 

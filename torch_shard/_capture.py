@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shard._graph import outputs_of
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
 from torch_shard._watch import ModuleFlags, Watch
@@ -73,8 +75,7 @@ class Graph:
     @property
     def output_dtypes(self) -> list[torch.dtype]:
         """The torch dtype of each output of the callable."""
-        outputs = self.module.graph.output_node().args[0]
-        return [node.meta["val"].dtype for node in outputs[: self.num_outputs]]
+        return [node.meta["val"].dtype for node in outputs_of(self.module.graph)[: self.num_outputs]]
 
     def is_current(self) -> bool:
         """Whether every module that ran still has the training flag that it had."""
@@ -125,7 +126,7 @@ def _capture(
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
     functional = _functionalize(with_views, inputs, keep, explain)
-    num_outputs = len(with_views.graph.output_node().args[0])
+    num_outputs = len(outputs_of(with_views.graph))
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)
     return Graph(functional, tuple(map(watch.original, constants)), num_outputs, written, watch.modules(), aux[0])
@@ -136,7 +137,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _explained(explain: bool) -> contextlib.AbstractContextManager:
-    return torch.fx.traceback.preserve_node_meta() if explain else contextlib.nullcontext()
+    return fx_traceback.preserve_node_meta() if explain else contextlib.nullcontext()
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
@@ -188,8 +189,8 @@ def _return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: in
             writes[inputs.index(node.args[0])] = node.args[1]
             node.replace_all_uses_with(node.args[1])
             graph.graph.erase_node(node)
-    output = graph.graph.output_node()
-    output.args = ([*output.args[0][:num_outputs], *writes.values()],)
+    outputs = outputs_of(graph.graph)[:num_outputs]
+    graph.graph.output_node().args = ([*outputs, *writes.values()],)
     if any(position >= num_inputs for position in writes):
         raise NotImplementedError(
             "The captured function writes in place to a tensor that is neither an argument, a parameter nor a "
@@ -225,7 +226,7 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _annotated(where: str) -> contextlib.AbstractContextManager:
-    return torch.fx.traceback.annotate({"where": where})
+    return fx_traceback.annotate({"where": where})
 
 
 def _explain_backward(graph: torch.fx.GraphModule) -> None:

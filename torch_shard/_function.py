@@ -18,7 +18,7 @@ from torch_shard._bridge import to_array
 from torch_shard._capture import Graph, ModuleFlags, Spec, capture
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
-from torch_shard._ops import captured_dtype, keeps_whole
+from torch_shard._ops import captured_dtype, has_x64, keeps_whole
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
@@ -105,7 +105,7 @@ class Reader:
 def ambient() -> tuple[Any, ...]:
     """The settings of torch that change what a callable means."""
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-    return torch.get_default_dtype(), autocast, jax.config.jax_enable_x64
+    return torch.get_default_dtype(), autocast, has_x64()
 
 
 class FlatFunction:
@@ -263,8 +263,8 @@ class TorchFunction:
             out = self.fn(*args, **kwargs)
             adopt_torch_nodes(out)
             leaves, out_tree = jax.tree.flatten(out)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return tensors, (
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return outputs, (
                 out_tree,
                 [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
             )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import Spec
 from torch_shard._convert import adopt_torch_nodes
@@ -39,7 +40,7 @@ class BatchSignature:
 def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
     leaves, tree = jax.tree.flatten(batch)
-    if any(type(leaf) in torch.utils._pytree.SUPPORTED_NODES for leaf in leaves):
+    if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
         adopt_torch_nodes(batch)
         leaves, tree = jax.tree.flatten(batch)
     signature = BatchSignature(tree, tuple(map(_describe, leaves)))
@@ -193,7 +194,7 @@ def _joint(
 
 
 def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
-    """The gradient hooks of a parameter. (To be read before the capture, in which a fake stands for it.)"""
+    """The gradient hooks of a parameter, to be read before the capture, in which a fake stands for it."""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise NotImplementedError(
             f"{name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
@@ -223,7 +224,8 @@ def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str)
 
 
 def _split(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    loss, metrics = pair
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     if not is_scalar or not isinstance(metrics, dict):
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__

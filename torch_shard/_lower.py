@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._graph import args_of, fill_in, outputs_of
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, torch_dtype
 
 Lowered = Callable[..., list[Any]]
@@ -36,7 +37,7 @@ def lower(graph: GraphModule) -> Lowered:
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     steps = [(node, _step(node)) for node in nodes]
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    outputs = graph.graph.output_node().args[0]
+    outputs = outputs_of(graph.graph)
 
     def run(key: jax.Array | None, *arrays: jax.Array) -> list[Any]:
         values: dict[Node, Any] = dict(zip(inputs, arrays, strict=True))
@@ -55,17 +56,18 @@ def draws_random(graph: GraphModule) -> bool:
 
 def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
     if node.target is operator.getitem:
-        source, index = node.args
+        source, index = args_of(node)
         return lambda key, values: values[source][index]
-    lowering = find_lowering(node.target)
-    assert lowering is not None, node.target
+    target: Any = node.target
+    lowering = find_lowering(target)
+    assert lowering is not None, target
     kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
     def step(key: Any, values: dict[Node, Any]) -> Any:
-        args, given = torch.fx.node.map_arg((static_args, kwargs), values.__getitem__)
-        first = (jax.random.fold_in(key, node.meta["random_place"]),) if node.target in RANDOM else ()
-        with jax.named_scope(node.target._opname):
+        args, given = fill_in((static_args, kwargs), values.__getitem__)
+        first = (jax.random.fold_in(key, node.meta["random_place"]),) if target in RANDOM else ()
+        with jax.named_scope(target._opname):
             return _conform(node, lowering(*first, *args, **given))
 
     return step
@@ -112,7 +114,7 @@ def _precision_name(torch_name: str) -> str:
 
 def _matmul_precision() -> Any:
     """Torch's own setting for float32 products, unless JAX has been told otherwise."""
-    chosen = jax.config.jax_default_matmul_precision or _precision_name(torch.get_float32_matmul_precision())
+    chosen = jax.config.values["jax_default_matmul_precision"] or _precision_name(torch.get_float32_matmul_precision())
     return jax.default_matmul_precision(chosen)
 
 

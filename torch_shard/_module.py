@@ -142,4 +142,4 @@ def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor
     for m in module.modules():
         for held in (m._parameters, m._buffers):
             for key in [key for key, found in held.items() if found is tensor]:
-                held[key] = value
+                held[key] = value  # pyright: ignore[reportArgumentType]

@@ -8,6 +8,8 @@ gather, so those products get their own dims back.
 import torch
 from torch.fx import GraphModule, Node
 
+from torch_shard._graph import args_of
+
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 COPIES = (
@@ -33,8 +35,8 @@ def simplify(graph: GraphModule) -> None:
 
 
 def _rewrite(node: Node) -> Node | None:
-    if node.target in COPIES or (node.target is aten.expand.default and _shape(node) == _shape(node.args[0])):
-        return node.args[0] if _dtype(node) == _dtype(node.args[0]) else None
+    if node.target in COPIES or (node.target is aten.expand.default and _shape(node) == _shape(args_of(node)[0])):
+        return args_of(node)[0] if _dtype(node) == _dtype(args_of(node)[0]) else None
     if node.target in VIEWS:
         return _rewrite_view(node)
     if node.target in SWAPS:
@@ -46,15 +48,15 @@ def _rewrite(node: Node) -> Node | None:
 
 def _rewrite_view(node: Node) -> Node | None:
     """view(view(x)) is one view; a view to the same shape is nothing."""
-    source = _source(node.args[0])
+    source = _source(args_of(node)[0])
     if _shape(node) == _shape(source):
         return source
-    return _view(node, source, _shape(node)) if source is not node.args[0] else None
+    return _view(node, source, _shape(node)) if source is not args_of(node)[0] else None
 
 
 def _swap_below_view(node: Node) -> Node | None:
     """Swapping the last two dims of a merged batch: swap first, merge then."""
-    merged = node.args[0]
+    merged = args_of(node)[0]
     if not _swaps_last_two_of_three(node) or (source := _unmerged(merged)) is None:
         return None
     rank = len(_shape(source))
@@ -65,7 +67,7 @@ def _swap_below_view(node: Node) -> Node | None:
 
 def _unmerge_bmm(node: Node) -> Node | None:
     """bmm(view(x), view(y)) with the same merged dims is one product with those dims kept apart."""
-    left, right = (_unmerged(arg) for arg in node.args)
+    left, right = (_unmerged(arg) for arg in args_of(node))
     if left is None or right is None or _shape(left)[:-2] != _shape(right)[:-2]:
         return None
     shape = (*_shape(left)[:-1], _shape(right)[-1])
@@ -82,7 +84,7 @@ def _unmerged(node: Node) -> Node | None:
 
 def _source(node: Node) -> Node:
     while node.op == "call_function" and node.target in VIEWS:
-        node = node.args[0]
+        node = args_of(node)[0]
     return node
 
 
@@ -90,8 +92,8 @@ def _swaps_last_two_of_three(node: Node) -> bool:
     if len(_shape(node)) != 3:
         return False
     if node.target is aten.permute.default:
-        return [d % 3 for d in node.args[1]] == [0, 2, 1]
-    return node.target is aten.transpose.int and {d % 3 for d in node.args[1:]} == {1, 2}
+        return [d % 3 for d in args_of(node)[1]] == [0, 2, 1]
+    return node.target is aten.transpose.int and {d % 3 for d in args_of(node)[1:]} == {1, 2}
 
 
 def _shape(node: Node) -> tuple[int, ...]:

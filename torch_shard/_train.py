@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._convert import to_host
-from torch_shard._function import ambient
-from torch_shard._loss import BatchSignature, LossProgram, flatten_batch, leaf_paths, loss_program
-from torch_shard._mesh import ResolvedPlan, check_mesh
-from torch_shard._module import LossFn, holdings, with_values
+from torch_shard._loss import LossProgram
+from torch_shard._module import LossFn, with_values
 from torch_shard._ops import jax_dtype
-from torch_shard._placement import BatchLayout, put
+from torch_shard._placement import put
 from torch_shard._plan import ShardingPlan
+from torch_shard._step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -115,100 +114,7 @@ def make_eval_step(
     return EvalStep(model, loss_fn, mesh, plan, batch_spec)
 
 
-class _Step:
-    """What training and evaluation share: one compiled program per signature of the batch."""
-
-    caller: str
-    train: bool
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: LossFn,
-        mesh: Mesh,
-        plan: ShardingPlan,
-        spec: PartitionSpec | None,
-    ) -> None:
-        check_mesh(mesh, caller=self.caller)
-        _check_type(self.caller, "model", model, torch.nn.Module)
-        _check_type(self.caller, "plan", plan, ShardingPlan)
-        self.model, self.loss_fn, self.mesh = model, loss_fn, mesh
-        self.plan: ResolvedPlan = plan.resolve(model, mesh)
-        self.layout = BatchLayout(mesh, spec, self.caller)
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        self._held = holdings(model)
-        self._modules = list(model.modules())
-        self._params = list(self._held.params.values())
-        self._trains = [t.requires_grad for t in self._params]
-        self._compiled: dict[Any, _Compiled] = {}
-
-    @property
-    def num_compiles(self) -> int:
-        """How many programs were compiled so far."""
-        return len(self._compiled)
-
-    def _prepare(self, batch: Any) -> tuple["_Compiled", list[jax.Array]]:
-        """The compiled program for this batch, and the batch on the mesh."""
-        self._check_requires_grad()
-        leaves, signature = flatten_batch(batch)
-        flags = tuple(m.training for m in self._modules) if self.train else ()
-        key = (signature, flags, ambient())
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            placed = self._place(batch, leaves, signature)
-            compiled = self._compile(signature, placed)
-            if self._compiled:
-                logger.info("%s compiles again: %s", self.caller, _difference(key, list(self._compiled)[-1]))
-            self._compiled[key] = compiled
-            return compiled, placed
-        return compiled, self.layout.put(leaves)
-
-    def _check_requires_grad(self) -> None:
-        if [t.requires_grad for t in self._params] == self._trains:
-            return
-        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
-        raise ValueError(
-            f"{self.caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its state "
-            "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
-        )
-
-    def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
-        paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
-        self.layout.check(leaves, paths)
-        return self.layout.put(leaves)
-
-    def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "_Compiled":
-        program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
-        return _Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
-
-    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
-        raise NotImplementedError
-
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
-        """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
-        compiled, arrays = self._prepare(batch)
-        return compiled.jitted.lower(state, arrays, compiled.closure())  # pyright: ignore
-
-
-class _Compiled:
-    """A jitted program and the tensors that its loss closes over."""
-
-    def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
-        self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
-        self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
-
-    def closure(self) -> list[jax.Array]:
-        """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
-        for i, tensor in enumerate(self._tensors):
-            if self._placed[i][0] != tensor._version:
-                self._placed[i] = (tensor._version, put(tensor.detach(), self._sharding))
-        return [array for _, array in self._placed]
-
-    def __call__(self, state: TrainState, arrays: list[jax.Array]) -> Any:
-        return self.jitted(state, arrays, self.closure() if self._tensors else [])
-
-
-class TrainStep(_Step):
+class TrainStep(Step):
     """One training step as one compiled program; made by `make_train_step`."""
 
     caller, train = "make_train_step", True
@@ -304,7 +210,7 @@ class TrainStep(_Step):
             params = {name: held[name] for name in state.params}
             grads = jax.lax.with_sharding_constraint(out.grads, self.shardings.params)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=out.loss)
-            updated = optax.apply_updates(params, updates)
+            updated: Any = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(grads), **out.metrics}
             return (
@@ -331,7 +237,7 @@ class TrainStep(_Step):
         return with_values(self.model, {name: to_host(array) for name, array in state.tensors.items()})
 
 
-class EvalStep(_Step):
+class EvalStep(Step):
     """Evaluation as one compiled program; made by `make_eval_step`."""
 
     caller, train = "make_eval_step", False
@@ -357,25 +263,6 @@ class EvalStep(_Step):
         return jax.jit(evaluate, out_shardings=self.replicated)
 
 
-def _check_type(caller: str, argument: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{caller}: {argument} must be a {kind.__name__}, got {type(value).__name__}.")
-
-
 def _own(array: jax.Array, source: torch.Tensor) -> jax.Array:
     """An array that the step may donate: a jax-device module keeps its own."""
     return array if source.device.type == "cpu" else jnp.copy(array)
-
-
-def _difference(key: tuple, earlier: tuple) -> str:
-    """What differs between the signatures of two programs."""
-    (signature, flags, settings), (old, old_flags, old_settings) = key, earlier
-    if flags != old_flags:
-        return "modules were switched between train() and eval()"
-    if settings != old_settings:
-        return "torch's default dtype, autocast or JAX's x64 setting changed"
-    if signature.tree != old.tree:
-        return f"the structure of the batch changed from {old.tree} to {signature.tree}"
-    pairs = zip(old.leaves, signature.leaves, strict=True)
-    changed = [f"{was} is now {now}" for was, now in pairs if was != now]
-    return "in the batch, " + "; ".join(changed)

@@ -53,4 +53,9 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
 def captured_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype that an array has in a capture: with x64 off, JAX's 32-bit integers are torch's 64-bit ones."""
     found = torch_dtype(dtype)
-    return torch.int64 if found is torch.int32 and not jax.config.jax_enable_x64 else found
+    return torch.int64 if found is torch.int32 and not has_x64() else found
+
+
+def has_x64() -> bool:
+    """Whether JAX keeps 64-bit values."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64

@@ -49,6 +49,14 @@ def lowers(*ops: torch._ops.OpOverload, random: bool = False) -> Callable[[Lower
     return register
 
 
+def import_torchax() -> None:
+    """Import torchax, and put back what its import changes for everyone: it switches off attention's fast path."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    import torchax  # noqa: F401
+
+    torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
 @functools.cache
 def _torchax_table() -> dict[Any, Any]:
     from torchax.ops import jaten, ops_registry  # noqa: F401  (importing jaten fills the registry)

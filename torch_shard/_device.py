@@ -1,0 +1,233 @@
+"""The device type `jax`: which operators PyTorch may call on its tensors, and how each runs on arrays.
+
+Importing this module registers the device.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch._C import _acc as acc  # pyright: ignore[reportAttributeAccessIssue]
+from torch._decomp import decomposition_table
+from torch.utils import _pytree as torch_pytree
+from torch.utils import backend_registration
+
+from torch_shard._bridge import JaxTensor, to_array, wrap_array
+from torch_shard._convert import to_host
+from torch_shard._keys import GENERATOR, next_key
+from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, jax_dtype, torch_dtype
+from torch_shard._storage import Storage, ViewStorage
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def _runner(func: Any) -> Callable[..., Any]:
+    """How to run an operator: by its special case, as one that writes, as a view, or by its lowering alone."""
+    if func in _SPECIAL:
+        return _SPECIAL[func]
+    aliases = [a.alias_info for a in func._schema.arguments]
+    if any(info is not None and info.is_write for info in aliases):
+        return lambda *args, **kwargs: _write(func, args, kwargs)
+    if aliases and aliases[0] is not None:
+        return lambda *args, **kwargs: _view(func, args, kwargs)
+    return lambda *args, **kwargs: _wrap(_run(func, args, kwargs))
+
+
+def _run(func: Any, args: Any, kwargs: dict) -> Any:
+    """The operator on arrays; PyTorch's decomposition where there is no lowering."""
+    lowering = find_lowering(func)
+    if lowering is None:
+        return _decompose(func, args, kwargs)
+    args = [_operand(arg) for arg in args]
+    kwargs = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
+    key = (next_key(),) if func in RANDOM else ()
+    return lowering(*key, *args, **kwargs)
+
+
+def _operand(value: Any) -> Any:
+    """An argument of an operator as its lowering takes it."""
+    if isinstance(value, JaxTensor):
+        return value.jax()
+    if isinstance(value, (list, tuple)):
+        return [_operand(v) for v in value]
+    if isinstance(value, torch.dtype):
+        return torch_dtype(jax_dtype(value))
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:  # torch lets CPU scalars meet tensors of any device
+            return to_array(value)
+        raise RuntimeError(
+            f"A CPU tensor of shape {tuple(value.shape)} meets a tensor on the jax device. "
+            "Move it first: tensor.to('jax')."
+        )
+    return value
+
+
+def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
+    rule = decomposition_table.get(func)
+    result = rule(*args, **kwargs) if rule is not None else func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        raise NotImplementedError(
+            f"{func} has no lowering to JAX. Rewrite it with other operators, or run it on the CPU: .cpu()."
+        )
+    return torch_pytree.tree_map_only(JaxTensor, lambda t: t.jax(), result)
+
+
+def _wrap(tree: Any) -> Any:
+    """Arrays of an operator's result as tensors."""
+    if isinstance(tree, jax.Array):
+        return wrap_array(tree)
+    return [_wrap(t) for t in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _view(func: Any, args: Any, kwargs: dict) -> Any:
+    """A view operator: the result shares the storage of its base."""
+    base = args[0]._storage
+
+    def nth(index: int | None) -> Callable[[Any], Any]:
+        def view(value: Any) -> Any:
+            result = find_lowering(func)(value, *args[1:], **kwargs)  # pyright: ignore[reportOptionalCall]
+            return result if index is None else result[index]
+
+        return view
+
+    if find_lowering(func) is None:
+        return _wrap(_decompose(func, args, kwargs))
+    if func is aten.detach.default or func is aten.alias.default:
+        return JaxTensor(base)
+    shapes = jax.eval_shape(nth(None), jax.ShapeDtypeStruct(base.shape, base.dtype))
+    if isinstance(shapes, (list, tuple)):
+        return [JaxTensor(ViewStorage(base, nth(i))) for i in range(len(shapes))]
+    return JaxTensor(ViewStorage(base, nth(None)))
+
+
+def _write(func: Any, args: Any, kwargs: dict) -> Any:
+    """An operator that writes in place or to `out=`: run its functional form, then write."""
+    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    result = _run(_functional(func), args, {k: v for k, v in kwargs.items() if k not in written})
+    results = result if isinstance(result, (list, tuple)) else [result]
+    for name, value in zip(written, results, strict=True):
+        values[name]._storage.write(value)
+    return values[written[0]] if len(written) == 1 else tuple(values[w] for w in written)
+
+
+_FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
+
+
+def _functional(func: Any) -> Any:
+    """The overload that returns what `func` writes."""
+    if func in _FUNCTIONAL:
+        return _FUNCTIONAL[func]
+    packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"))
+    inputs = [a.name for a in func._schema.arguments if not a.is_out]
+    for overload in (func._overloadname, *packet.overloads()):
+        found = getattr(packet, overload) if overload in packet.overloads() else None
+        if found and not found._schema.is_mutable and [a.name for a in found._schema.arguments] == inputs:
+            return found
+    raise NotImplementedError(f"{func} has no form that does not write; use one that returns its result.")
+
+
+def _empty(size: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> JaxTensor:
+    return JaxTensor(Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype()))))
+
+
+def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+    if device is not None and torch.device(device).type != "jax":
+        return torch.empty(x.shape, dtype=dtype or x.dtype, device=device)
+    return _empty(x.shape, dtype=dtype or x.dtype)
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, JaxTensor):
+        return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
+    target._storage.write(source.jax() if isinstance(source, JaxTensor) else to_array(source))
+    return target
+
+
+def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    on_jax = torch.device(device).type == "jax" if device is not None else isinstance(x, JaxTensor)
+    if not on_jax:
+        host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
+        return host.to(device=device, dtype=dtype or host.dtype)
+    array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
+    return wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
+
+
+def _item(x: JaxTensor) -> Any:
+    return x.jax().item()
+
+
+_SPECIAL: dict[Any, Callable] = {
+    aten.empty.memory_format: _empty,
+    aten.empty_strided.default: _empty,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten._local_scalar_dense.default: _item,
+    aten.set_data.default: lambda x, value: setattr(x, "data", value),
+}
+
+
+class _DeviceModule:
+    """What torch asks of a device type. It says that no device is there: that keeps CPU torch as it is."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        GENERATOR.seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> list:
+        return []
+
+    def set_rng_state(self, state: Any, device: Any = None) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def _register_device() -> None:
+    """Give torch the device type `jax`. torchax registers one on import: ours takes its place."""
+    JaxTensor.run_operator = staticmethod(_runner)
+    import_torchax()
+    del torch.jax  # pyright: ignore[reportAttributeAccessIssue]
+    torch._register_device_module("jax", _DeviceModule())
+    acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
+    acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
+    _FALLBACK.fallback(lambda func, *args, **kwargs: _runner(func)(*args, **kwargs), "PrivateUse1")
+    for op in _FACTORIES:
+        _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
+    _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
+
+
+# PyTorch builds these by resizing an empty tensor, which an array cannot do.
+_FACTORIES = (
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.linspace.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.randperm.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+)
+_FALLBACK = torch.library.Library("_", "IMPL")
+_KERNELS = torch.library.Library("aten", "IMPL")
+_register_device()
