@@ -172,6 +172,33 @@ def test_a_module_moves_there_and_back_whole() -> None:
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
+def test_a_module_moves_whole_while_an_autograd_graph_holds_it() -> None:
+    model = Holder()
+    out = model.b(model.a(torch.ones(1, 2)))
+    wanted = out.detach()
+    model.to("jax")
+    assert_whole(model)
+    assert {p.device.type for p in model.parameters()} == {"jax"}
+    again = model.b(model.a(torch.ones(1, 2, device="jax")))
+    assert_same(again.detach(), wanted)
+    model.bfloat16()
+    assert_whole(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert out.grad_fn is not None
+    model.a(torch.ones(1, 2, device="jax", dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match=r"off the jax device while an autograd graph holds it.*del loss"):
+        model.to("cpu")
+    del again
+    assert_whole(model.to("cpu"))
+
+
+def test_parameters_moved_one_by_one_are_apart() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    first, second = (parameter.to("jax").detach() for _ in range(2))
+    first.zero_()
+    assert_same(second, torch.ones(2))
+
+
 def test_gradients_move_with_their_parameters() -> None:
     model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()

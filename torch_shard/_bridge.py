@@ -4,6 +4,8 @@ The device needs no mode: PyTorch's dispatcher brings every operator on such a t
 autograd and autocast. Views are exact: a view knows its base, and a write through it lands in the base.
 """
 
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -37,7 +39,9 @@ class JaxTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._has_compatible_shallow_copy_type:  # pyright: ignore[reportPrivateImportUsage]
-            return True  # lets Module.to("cpu") keep each Parameter's identity, and so its ties; see `data`
+            return _may_take_data(*args)  # if so, Module.to writes `data`, and so keeps each Parameter
+        if func is torch.Tensor.detach and args[0]._moved_from is not None and _is_called_by_parameter():
+            return args[0]._counterpart()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -45,10 +49,31 @@ class JaxTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return cls.run_operator(func)(*args, **(kwargs or {}))
 
-    def __tensor_flatten__(self) -> Any:  # marks the class for torch.utils.swap_tensors in Module.to
-        raise NotImplementedError("A jax-device tensor has no inner torch tensors.")
+    # Module.to("jax") swaps a Parameter with its new tensor in place (torch.utils.swap_tensors) if the new one has
+    # these two attributes. That keeps identity and ties, but fails while an autograd graph holds the Parameter; then
+    # Module.to makes a new Parameter for each name, and the names of a tie must get the same one.
+    _moved_from: torch.Tensor | None = None
+
+    @property
+    def __tensor_flatten__(self) -> Callable[[], Any]:
+        source = self._moved_from if self._moved_from is not None else self
+        if not _can_swap(source):
+            raise AttributeError("__tensor_flatten__")
+        return self._flatten
 
     __tensor_unflatten__ = __tensor_flatten__
+
+    def _flatten(self) -> Any:
+        raise NotImplementedError("A jax-device tensor has no inner torch tensors.")
+
+    def _counterpart(self) -> "JaxTensor":
+        """The one tensor for all names of the parameter that this one was moved from."""
+        source = self._moved_from
+        version, tensor = vars(source).get("_jax_counterpart", (None, None))
+        if version != source._version:  # pyright: ignore[reportOptionalMemberAccess]
+            tensor = JaxTensor(self._storage)
+            vars(source)["_jax_counterpart"] = (source._version, tensor)  # pyright: ignore[reportOptionalMemberAccess]
+        return tensor  # pyright: ignore[reportReturnType]
 
     def jax(self) -> "jax.Array":
         """The array itself, no copy."""
@@ -67,6 +92,8 @@ class JaxTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, JaxTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.data.__set__(self, value.detach())  # pyright: ignore[reportAttributeAccessIssue]
             self._storage = value._storage
             return
         grad, self.grad = self.grad, None  # torch.utils.swap_tensors would swap the gradients too
@@ -104,6 +131,28 @@ class JaxTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary CPU tensor, so that a file loads anywhere, with `weights_only=True` too."""
         return to_host(self.jax()).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def _can_swap(tensor: torch.Tensor) -> bool:
+    """Whether torch.utils.swap_tensors accepts a tensor: no autograd graph and no weak reference holds it."""
+    return tensor._use_count() <= 1 and not weakref.getweakrefs(tensor)
+
+
+def _may_take_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `tensor.data = value` can be written, for Module.to."""
+    if not isinstance(tensor, JaxTensor):
+        return False
+    if not isinstance(value, JaxTensor) and not _can_swap(tensor):
+        raise RuntimeError(
+            "Module.to cannot take this parameter off the jax device while an autograd graph holds it: a loss or an "
+            "output of the model is still alive. Let go of it (del loss), or keep loss.detach() instead."
+        )
+    return True
+
+
+def _is_called_by_parameter() -> bool:
+    """Whether the caller's caller is the constructor of `nn.Parameter`."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 
 def wrap_array(array: jax.Array) -> JaxTensor:

@@ -144,6 +144,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if not isinstance(target, JaxTensor):
         return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
     target._storage.write(source.jax() if isinstance(source, JaxTensor) else to_array(source))
+    target._moved_from = source if isinstance(source, torch.nn.Parameter) else None
     return target
 
 
@@ -153,7 +154,9 @@ def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any =
         host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
         return host.to(device=device, dtype=dtype or host.dtype)
     array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
-    return wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
+    result = wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
+    result._moved_from = x if isinstance(x, torch.nn.Parameter) else None
+    return result
 
 
 def _item(x: JaxTensor) -> Any:

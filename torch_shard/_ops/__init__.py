@@ -7,7 +7,15 @@ covers is refused by name.
 
 from torch_shard._ops import _conv, _linear, _nn, _random  # noqa: F401  (they fill the table)
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
-from torch_shard._ops._registry import LOWERINGS, RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, keeps_whole, lowers
+from torch_shard._ops._registry import (
+    LOWERINGS,
+    RANDOM,
+    STORAGE_KWARGS,
+    find_lowering,
+    import_torchax,
+    keeps_whole,
+    lowers,
+)
 
 __all__ = [
     "LOWERINGS",
