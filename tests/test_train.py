@@ -263,6 +263,17 @@ def test_lower_gives_the_program() -> None:
     assert "all-reduce" in compiled.as_text()
 
 
+def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
+    """Megatron's count: two all-reduces over `model` per block forward and two backward, and nothing is gathered."""
+    case = CASE["gpt"]
+    step = make(case)
+    program = step.lower(step.init(), case.batches(1)[0]).compile().as_text()
+    found = re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(.*?replica_groups=(\S+),", program)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert sum(groups == "{{0,1},{2,3},{4,5},{6,7}}" for _, groups in found) == 4 * 2  # two blocks
+    assert len(found) <= 4 * 2 + 3  # the loss, all gradients in one, the gradient norm
+
+
 # What is refused, and how.
 
 

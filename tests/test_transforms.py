@@ -117,6 +117,18 @@ def test_value_and_grad_takes_argnums_and_aux() -> None:
     assert_close(gz, x * y)
 
 
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor(1), 3.0], ids=["vector", "integer", "number"])
+def test_only_scalars_are_differentiated(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"must return a scalar floating-point tensor.*it returned .*has_aux=True"):
+        ts.jax_value_and_grad(lambda x: value)(X)
+
+
+def test_a_jitted_gradient_computes_the_forward_pass_once() -> None:
+    grad = ts.jax_view(ts.jax_value_and_grad(lambda w, x: F.softmax(x @ w, -1).square().sum()))
+    program = jax.jit(grad).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile().as_text()
+    assert program.count(" exponential(") == 1
+
+
 def test_integers_have_gradient_zero() -> None:
     tree = {"w": X, "count": torch.tensor(3)}
     grads = ts.jax_grad(lambda t: (t["w"] ** 2 * t["count"]).sum())(tree)

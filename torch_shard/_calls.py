@@ -119,6 +119,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     may need its key; in a capture the key is drawn by an operator of its own, so that the derivative draws the same.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = any(map(is_fake, tensors))
@@ -198,7 +199,12 @@ def jax_view(value: Any) -> Any:
 
 def pure_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The JAX function `(key, *args, **kwargs)` of a torch callable or of an adapted function."""
-    return getattr(fn, "_torch_shard_pure", None) or TorchFunction(fn)
+    return fn._torch_shard_pure if is_adapted(fn) else TorchFunction(fn)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def is_adapted(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` is a JAX transform of a torch callable already."""
+    return hasattr(fn, "_torch_shard_pure")
 
 
 def apply_jax(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._calls import call_pure, pure_of
+from torch_shard._calls import call_pure, is_adapted, pure_of
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
 from torch_shard._mesh import check_mesh
@@ -53,16 +53,73 @@ def jax_value_and_grad(
         >>> grad.tolist()
         [2.0, 4.0]
     """
-    options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
-    return _adapt(fn, jax.value_and_grad(pure_of(fn), **options))
+    if is_adapted(fn) or kwargs:
+        options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
+        return _adapt(fn, jax.value_and_grad(pure_of(fn), **options))
+    return _adapt(fn, pure_of(_TorchGradient(fn, argnums, has_aux)))
+
+
+class _TorchGradient:
+    """Value and gradients of a torch callable by torch itself, so that a capture holds the forward pass only once."""
+
+    def __init__(self, fn: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool) -> None:
+        self.fn, self.argnums, self.has_aux = fn, argnums, has_aux
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        positions = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
+        again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in jax.tree.leaves((args, kwargs)))
+        given = list(args)
+        for position in positions:
+            given[position] = jax.tree.map(_as_leaf, args[position])
+        out = self.fn(*given, **kwargs)
+        value, aux = out if self.has_aux else (out, None)
+        _check_scalar(value, self.__qualname__)
+        grads = [_gradients(value, given[position], again) for position in positions]
+        result = grads[0] if isinstance(self.argnums, int) else tuple(grads)
+        return ((value, aux) if self.has_aux else value), result
+
+
+def _as_leaf(leaf: Any) -> Any:
+    """A tensor to differentiate by: a leaf of autograd, unless an outer derivative needs its history."""
+    tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
+    is_inexact = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_() if is_inexact and not tensor.requires_grad else tensor
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+        found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(
+            f"jax_value_and_grad: {name}() must return a scalar floating-point tensor to be differentiated, it "
+            f"returned {found}. Reduce it (.sum(), .mean()), or return (value, aux) with has_aux=True."
+        )
+
+
+def _gradients(value: torch.Tensor, tree: Any, again: bool) -> Any:
+    """The gradients of `value` by the leaves of `tree`; integers have gradient zero."""
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not (value.requires_grad and wanted):
+        return jax.tree.map(torch.zeros_like, tree)
+    found = torch.autograd.grad(
+        value, wanted, create_graph=again, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    grads = iter(found)
+    return jax.tree.unflatten(structure, [next(grads) if x.requires_grad else torch.zeros_like(x) for x in leaves])
 
 
 def jax_grad(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
 ) -> Callable[..., Any]:
     """`jax.grad` of a torch callable; see `jax_value_and_grad`."""
-    options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
-    return _adapt(fn, jax.grad(pure_of(fn), **options))
+    value_and_grad = pure_of(jax_value_and_grad(fn, argnums, has_aux=has_aux, **kwargs))
+
+    def grad(key: Any, *args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_grad(key, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return _adapt(fn, grad)
 
 
 def jax_vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any) -> Callable[..., Any]:
