@@ -13,6 +13,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import Spec
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import Program, ambient
+from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._ops import captured_dtype, torch_dtype
 
@@ -87,6 +88,10 @@ class LossProgram:
     def without_grad(self) -> tuple[str, ...]:
         """Trainable parameters that the loss does not reach; torch leaves their `.grad` None."""
         return self.program.graph.aux.without_grad
+
+    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
+        """XLA options that the program needs to be right on these devices."""
+        return compiler_options(self.program.graph.module, {device.platform for device in mesh.devices.flat})
 
     def run(
         self,

@@ -121,3 +121,15 @@ def _matmul_precision() -> Any:
 def place_of(node: Node) -> str:
     """Module path and source line of a node, where the capture recorded them."""
     return node.meta.get("custom", {}).get("where", "(place unknown)")
+
+
+# XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
+# computation loses its row in LLVM's loop strength reduction; tests/test_upstream.py has the smallest program). Only
+# these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not affected.
+_MAY_PAD = ("aten::constant_pad_nd", "torch_shard::call")
+
+
+def compiler_options(graph: GraphModule, platforms: set[str]) -> dict[str, Any] | None:
+    """XLA options that a program needs to be right on these platforms, for a top-level `jax.jit`."""
+    names = {getattr(node.target, "_name", "").split(".")[0] for node in graph.graph.nodes}
+    return {"xla_cpu_use_fusion_emitters": False} if platforms == {"cpu"} and names & set(_MAY_PAD) else None

@@ -230,6 +230,7 @@ class TrainStep(Step):
             in_shardings=(self.shardings, batch_shardings, self.replicated),
             out_shardings=(self.shardings, self.replicated),
             donate_argnums=0,
+            compiler_options=program.compiler_options(self.mesh),
         )
 
     def export(self, state: TrainState) -> torch.nn.Module:
@@ -260,7 +261,8 @@ class EvalStep(Step):
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
-        return jax.jit(evaluate, out_shardings=self.replicated)
+        options = program.compiler_options(self.mesh)
+        return jax.jit(evaluate, out_shardings=self.replicated, compiler_options=options)
 
 
 def _own(array: jax.Array, source: torch.Tensor) -> jax.Array:
