@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -184,6 +183,3 @@ def gpt_step(
     """The GPT's rival, from torch's values and specs by torch's names."""
     mine, my_specs = convert(values, variant), convert_specs(specs, values, variant)
     return HandwrittenStep(gpt_loss(variant, heads), optimizer, mesh, mine, my_specs)
-
-
-__all__ = ["HandwrittenStep", "Variant", "convert", "convert_specs", "gpt_loss", "gpt_step", "jnp", "mlp_loss"]

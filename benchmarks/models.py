@@ -1,5 +1,7 @@
 """The torch models that are timed, their losses, batches and plans."""
 
+import itertools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -69,7 +71,7 @@ def gpt_specs() -> dict[str, P]:
 
 def mlp() -> nn.Sequential:
     """The tutorial's MLP."""
-    layers = [nn.Linear(a, b) for a, b in zip(MLP_SIZES, MLP_SIZES[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(MLP_SIZES)]
     return nn.Sequential(*(f for layer in layers[:-1] for f in (layer, nn.ReLU())), layers[-1])
 
 

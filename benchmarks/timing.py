@@ -36,24 +36,6 @@ def seconds(fn: Callable[[], object], calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def paired(ours: Callable[[], object], rival: Callable[[], object], pairs: int, *, calls: int = 1) -> Ratio:
-    """Time both sides `pairs` times in turn; who goes first alternates.
-
-    Args:
-        ours: Runs one unit of work and waits for its end.
-        rival: Likewise.
-        pairs: How many pairs.
-        calls: How many units one timing spans.
-    """
-    ours(), rival()
-    times = np.empty((pairs, 2))
-    for i in range(pairs):
-        sides = ((0, ours), (1, rival))
-        for side, fn in sides if i % 2 else sides[::-1]:
-            times[i, side] = seconds(fn, calls)
-    return summary(times)
-
-
 def summary(times: np.ndarray) -> Ratio:
     """The `Ratio` of paired times, shape `(pairs, 2)`, in seconds."""
     low, median, high = np.quantile(times[:, 0] / times[:, 1], [0.25, 0.5, 0.75])

@@ -118,14 +118,15 @@ def _capture(
         aux.append(other)
         return list(outputs)
 
-    with _errors_for_users(), _reference_kernels(), _explained(explain), enable_python_dispatcher():
+    with _errors_for_users(), _reference_kernels(), _explained(explain), enable_python_dispatcher(), mode:
         with_views = make_fx(traced, _allow_non_fake_inputs=True)(*fakes)
     if explain:
         _explain_backward(with_views)
     constants = _constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
-    functional = _functionalize(with_views, inputs, keep, explain)
+    with mode:
+        functional = _functionalize(with_views, inputs, keep, explain)
     num_outputs = len(outputs_of(with_views.graph))
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)

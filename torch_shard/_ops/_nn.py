@@ -34,6 +34,7 @@ def safe_softmax(x, dim, dtype=None):
 
 @lowers(aten._softmax_backward_data.default)
 def softmax_backward(grad, output, dim, input_dtype):
+    dim = dim if output.ndim else None
     weighted = grad * output
     result = weighted - output * jnp.sum(weighted, axis=dim, keepdims=True)
     return result.astype(jax_dtype(input_dtype))
@@ -48,6 +49,7 @@ def log_softmax(x, dim, half_to_float):
 
 @lowers(aten._log_softmax_backward_data.default)
 def log_softmax_backward(grad, output, dim, input_dtype):
+    dim = dim if output.ndim else None
     result = grad - jnp.exp(output) * jnp.sum(grad, axis=dim, keepdims=True)
     return result.astype(jax_dtype(input_dtype))
 
