@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,12 @@ def convolutions() -> Iterator[Case]:
 
 
 def pools() -> Iterator[Case]:
-    for kernel, stride, padding, ceil in [(2, None, 0, False), (3, 2, 1, False), (3, 2, 1, True), ((2, 3), (1, 2), 0, True)]:
+    for kernel, stride, padding, ceil in [
+        (2, None, 0, False),
+        (3, 2, 1, False),
+        (3, 2, 1, True),
+        ((2, 3), (1, 2), 0, True),
+    ]:
         options = {"kernel_size": kernel, "stride": stride, "padding": padding, "ceil_mode": ceil}
         yield f"max_pool2d {options}", lambda x, o=options: F.max_pool2d(x, **o), [(2, 3, 7, 8)]
         for include in (True, False):
@@ -82,7 +86,9 @@ def attention() -> Iterator[Case]:
 
 def losses() -> Iterator[Case]:
     weight = torch.tensor([0.5, 1.0, 2.0, 0.1])
-    for reduction, ignore, smoothing, w in itertools.product(["mean", "sum", "none"], [-100, 1], [0.0, 0.1], [None, weight]):
+    for reduction, ignore, smoothing, w in itertools.product(
+        ["mean", "sum", "none"], [-100, 1], [0.0, 0.1], [None, weight]
+    ):
         options = {"reduction": reduction, "ignore_index": ignore, "label_smoothing": smoothing, "weight": w}
         name = f"cross_entropy {reduction} {ignore} {smoothing} {'weighted' if w is not None else ''}"
         target = torch.tensor([[0, 1, 2], [3, 3, 1]])

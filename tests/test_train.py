@@ -254,6 +254,37 @@ def test_a_model_on_the_jax_device_keeps_its_values() -> None:
     assert torch.isfinite(model[0].weight.detach().cpu()).all()  # the step did not donate the model's own arrays
 
 
+def test_a_teacher_beside_the_model_is_followed() -> None:
+    """Its parameters are read at each step, and so is its mode."""
+    torch.manual_seed(0)
+    teacher, model = Dropping(), nn.Linear(16, 16)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return F.mse_loss(model(x), target)
+
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state, x = step.init(), torch.randn(BATCH, 16)
+    state, training = step(state, x)
+    teacher.eval()
+    state, evaluating = step(state, x)
+    np.testing.assert_allclose(evaluating["loss"], loss_fn(model, x).item(), rtol=1e-5)
+    assert float(training["loss"]) != float(evaluating["loss"])
+    with torch.no_grad():
+        teacher.layer.weight.zero_()
+    state, moved = step(state, x)
+    np.testing.assert_allclose(moved["loss"], loss_fn(model, x).item(), rtol=1e-5)
+
+
+def test_parameters_added_after_the_step_was_made() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    model.append(nn.Linear(4, 4))
+    with refuses("parameters or buffers were added to the model or removed.*Make a new step"):
+        step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+
+
 def test_lower_gives_the_program() -> None:
     case = CASE["mlp"]
     step = make(case)

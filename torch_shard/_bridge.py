@@ -135,7 +135,8 @@ class JaxTensor(torch.Tensor):
 
 def _can_swap(tensor: torch.Tensor) -> bool:
     """Whether torch.utils.swap_tensors accepts a tensor: no autograd graph and no weak reference holds it."""
-    return tensor._use_count() <= 1 and not weakref.getweakrefs(tensor)
+    count = tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+    return count <= 1 and not weakref.getweakrefs(tensor)
 
 
 def _may_take_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:

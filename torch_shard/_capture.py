@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_shard._graph import outputs_of
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
-from torch_shard._watch import ModuleFlags, Watch
+from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
@@ -72,14 +72,9 @@ class Graph:
         """Number of nodes: a measure of what the capture cost."""
         return len(self.module.graph.nodes)
 
-    @property
-    def output_dtypes(self) -> list[torch.dtype]:
-        """The torch dtype of each output of the callable."""
-        return [node.meta["val"].dtype for node in outputs_of(self.module.graph)[: self.num_outputs]]
-
     def is_current(self) -> bool:
         """Whether every module that ran still has the training flag that it had."""
-        return all((module := ref()) is not None and module.training == flag for ref, flag in self.modules)
+        return flags_hold(self.modules)
 
 
 def is_fake(value: Any) -> bool:
@@ -125,7 +120,6 @@ def _capture(
     constants = _constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
-    with mode:
         functional = _functionalize(with_views, inputs, keep, explain)
     num_outputs = len(outputs_of(with_views.graph))
     written = _return_writes(functional, num_outputs, len(specs))

@@ -16,6 +16,7 @@ from torch_shard._function import Program, ambient
 from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._ops import captured_dtype, torch_dtype
+from torch_shard._watch import ModuleFlags, flags_hold
 
 RESERVED = ("loss", "grad_norm")
 
@@ -80,9 +81,12 @@ class LossOutputs:
 class LossProgram:
     """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
 
-    def __init__(self, program: Program, names: list[str]) -> None:
+    def __init__(self, program: Program, names: list[str], model: torch.nn.Module) -> None:
         self.program, self.names = program, names
         self.closure = program.graph.closure
+        own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
+        self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
+        """Modules that ran without being part of the model (a teacher), with their training flags."""
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -150,10 +154,10 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, ambient())
     programs = _CAPTURED.setdefault(model, {})
-    if key not in programs:
+    if key not in programs or not flags_hold(programs[key].others):
         fn = _joint(model, loss_fn, held, signature, train, caller)
         specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
-        programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all))
+        programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all), model)
     return programs[key]
 
 

@@ -14,6 +14,7 @@ from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
+from torch_shard._watch import flags_hold
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,10 @@ class Step:
         """The compiled program for this batch, and the batch on the mesh."""
         self._check_requires_grad()
         leaves, signature = flatten_batch(batch)
-        flags = tuple(m.training for m in self._modules) if self.train else ()
+        flags = tuple([m.training for m in self._modules]) if self.train else ()
         key = (signature, flags, ambient())
         compiled = self._compiled.get(key)
-        if compiled is None:
+        if compiled is None or not flags_hold(compiled.others):
             placed = self._place(batch, leaves, signature)
             compiled = self._compile(signature, placed)
             if self._compiled:
@@ -81,6 +82,11 @@ class Step:
         return self.layout.put(leaves)
 
     def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "Compiled":
+        if list(holdings(self.model).all) != list(self._held.all):
+            raise ValueError(
+                f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
+                "its state no longer fits. Make a new step."
+            )
         program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
 
@@ -98,6 +104,7 @@ class Compiled:
 
     def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
         self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
+        self.others = program.others
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:
@@ -127,4 +134,4 @@ def _difference(key: tuple, earlier: tuple) -> str:
         return f"the structure of the batch changed from {old.tree} to {signature.tree}"
     pairs = zip(old.leaves, signature.leaves, strict=True)
     changed = [f"{was} is now {now}" for was, now in pairs if was != now]
-    return "in the batch, " + "; ".join(changed)
+    return "in the batch, " + "; ".join(changed) if changed else "a module beside the model changed its mode"

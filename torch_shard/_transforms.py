@@ -15,6 +15,7 @@ from torch_shard._calls import call_pure, is_adapted, pure_of
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
 from torch_shard._mesh import check_mesh
+from torch_shard._watch import flags_hold
 
 Pure = Callable[..., Any]
 
@@ -213,7 +214,7 @@ class _Variant:
 
     def is_current(self) -> bool:
         """Whether the modules that ran in the trace still have the training flags that they had."""
-        return all((m := ref()) is not None and m.training == flag for flags in self.flags for ref, flag in flags)
+        return all(map(flags_hold, self.flags))
 
     def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.jitted is None:

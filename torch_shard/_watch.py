@@ -16,6 +16,11 @@ from torch_shard._source import current_user_line
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 
+def flags_hold(flags: ModuleFlags) -> bool:
+    """Whether every module is alive and has its training flag."""
+    return all((module := ref()) is not None and module.training == flag for ref, flag in flags)
+
+
 class Watch(TorchFunctionMode):
     """Sees every torch call of a capture.
 
