@@ -141,9 +141,9 @@ RESNET_RULES = {"*.conv1.weight": P("model"), "*.conv2.weight": P(None, "model")
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module], bidirectional: bool) -> None:
+    def __init__(self, kind: type[nn.Module], num_layers: int, bidirectional: bool) -> None:
         super().__init__()
-        self.rnn = kind(8, 8, num_layers=2, batch_first=True, bidirectional=bidirectional)
+        self.rnn = kind(8, 8, num_layers=num_layers, batch_first=True, bidirectional=bidirectional)
         self.head = nn.Linear(16 if bidirectional else 8, 4)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -241,8 +241,8 @@ CASES = [
     Case("gpt", GPT, next_token, GPT_RULES, loss_fn=cross_entropy, rtol=1e-4),
     Case("resnet_train", resnet, regression(3, 16, 16, out=8), RESNET_RULES, rtol=2e-4),  # batch norm divides by std
     Case("resnet_eval", resnet, regression(3, 16, 16, out=8), RESNET_RULES, train=False, rtol=1e-4),
-    Case("lstm", lambda: Recurrent(nn.LSTM, False), regression(5, 8, out=4), RNN_RULES),
-    Case("gru_bidirectional", lambda: Recurrent(nn.GRU, True), regression(5, 8, out=4), RNN_RULES),
+    Case("lstm", lambda: Recurrent(nn.LSTM, 2, False), regression(4, 8, out=4), RNN_RULES),
+    Case("gru_bidirectional", lambda: Recurrent(nn.GRU, 1, True), regression(4, 8, out=4), RNN_RULES),
     Case("tied", Tied, regression(8, out=4), {"encode.weight": P("model", None)}),
     Case("frozen", Frozen, regression(8, out=4), {"layers.0.weight": P("model"), "layers.2.weight": P(None, "model")}),
     Case("buffers", Buffers, regression(8, out=4), {"mean": P("model")}),

@@ -292,3 +292,25 @@ def test_modes_of_torchax_are_accepted() -> None:
         assert_same(torch.ones(2, device="jax") + 1, torch.full((2,), 2.0))
     ts.disable_globally()
     assert_same(torch.ones(2, device="jax") + 1, torch.full((2,), 2.0))
+
+
+def test_loading_a_state_dict_keeps_the_layout() -> None:
+    plan = ts.ShardingPlan({"weight": jax.sharding.PartitionSpec("model")}, default=jax.sharding.PartitionSpec())
+    model, source = nn.Linear(4, 4), nn.Linear(4, 4)
+    ts.place(model, ts.make_mesh(batch=4, model=2), plan)
+    layout = model.weight.sharding
+    model.load_state_dict(source.state_dict())
+    assert model.weight.sharding == layout
+    assert_same(model.weight.detach(), source.weight.detach())
+
+
+def test_numbers_are_formatted() -> None:
+    assert f"{torch.tensor(1.25, device='jax'):.1f}" == "1.2"
+
+
+def test_a_generator_of_torchs_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator.*Leave generator= out.*torch\.manual_seed"):
+        torch.randn(2, device="jax", generator=generator)
+    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator"):
+        ts.jax_jit(lambda x: torch.bernoulli(x, generator=generator))(torch.ones(2))

@@ -96,3 +96,9 @@ def test_gather_of_a_training_state() -> None:
     found = ts.gather(tree)
     assert type(found["a"]) is torch.Tensor
     assert found["rest"][1:] == (3, None)
+
+
+def test_a_model_without_values_is_refused_by_name() -> None:
+    model, plan = nn.Linear(8, 4, device="meta"), ts.ShardingPlan({}, default=P())
+    with pytest.raises(ValueError, match=r"place: weight, bias on the meta device.*to_empty"):
+        ts.place(model, make_mesh((4, 2)), plan)

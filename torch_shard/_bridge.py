@@ -120,6 +120,9 @@ class JaxTensor(torch.Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{shown[:-1]}, device='{self.device}'{grad})"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else format(repr(self), spec)
+
     def __deepcopy__(self, memo: dict) -> "JaxTensor":
         if id(self) not in memo:
             copied = JaxTensor(Storage(self.jax()), self.requires_grad)

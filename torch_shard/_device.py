@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch._C import _acc as acc  # pyright: ignore[reportAttributeAccessIssue]
 from torch._decomp import decomposition_table
@@ -17,7 +18,15 @@ from torch.utils import backend_registration
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._convert import to_host
 from torch_shard._keys import GENERATOR, next_key
-from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, jax_dtype, torch_dtype
+from torch_shard._ops import (
+    RANDOM,
+    STORAGE_KWARGS,
+    find_lowering,
+    import_torchax,
+    jax_dtype,
+    refuse_generator,
+    torch_dtype,
+)
 from torch_shard._storage import Storage, ViewStorage
 
 aten = torch.ops.aten
@@ -41,6 +50,7 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
     lowering = find_lowering(func)
     if lowering is None:
         return _decompose(func, args, kwargs)
+    refuse_generator(func, kwargs)
     args = [_operand(arg) for arg in args]
     kwargs = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     key = (next_key(),) if func in RANDOM else ()
@@ -143,7 +153,10 @@ def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: An
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
         return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
-    target._storage.write(source.jax() if isinstance(source, JaxTensor) else to_array(source))
+    array = source.jax() if isinstance(source, JaxTensor) else to_array(source)
+    if not isinstance(source, JaxTensor) and source.ndim and target._storage.is_written:
+        array = jax.device_put(jnp.broadcast_to(array, target.shape), target.sharding)  # as load_state_dict expects
+    target._storage.write(array)
     target._moved_from = source if isinstance(source, torch.nn.Parameter) else None
     return target
 

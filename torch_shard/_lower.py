@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._graph import args_of, fill_in, outputs_of
-from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, torch_dtype
+from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, refuse_generator, torch_dtype
 
 Lowered = Callable[..., list[Any]]
 
@@ -61,6 +61,7 @@ def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
     target: Any = node.target
     lowering = find_lowering(target)
     assert lowering is not None, target
+    refuse_generator(target, dict(node.kwargs))
     kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 

@@ -24,6 +24,20 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 
+def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
+    """Refuse entries that have no values.
+
+    Raises:
+        ValueError: Some are on the meta device; all are listed.
+    """
+    names = [n for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.device.type == "meta"]
+    if names:
+        raise ValueError(
+            f"{caller}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
+            "model.to_empty(device='cpu') and its initialisers, or load_state_dict(..., assign=True)."
+        )
+
+
 def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     """Put each entry of a module or a state_dict onto its shards.
 
@@ -50,7 +64,9 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
         P('model',)
     """
     shardings = plan.resolve(model_or_tree, mesh)
-    if not isinstance(model_or_tree, torch.nn.Module):
+    is_module = isinstance(model_or_tree, torch.nn.Module)
+    refuse_meta("place", holdings(model_or_tree).all if is_module else dict(model_or_tree))
+    if not is_module:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)

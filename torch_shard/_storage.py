@@ -15,6 +15,11 @@ class Storage:
         self.value = value  # a jax.Array, or a ShapeDtypeStruct before the first write
         self.shape, self.dtype = tuple(value.shape), value.dtype
 
+    @property
+    def is_written(self) -> bool:
+        """Whether there are values yet."""
+        return isinstance(self.value, jax.Array)
+
     def read(self) -> jax.Array:
         if isinstance(self.value, jax.ShapeDtypeStruct):
             self.value = jnp.zeros(self.shape, self.dtype)
@@ -32,6 +37,10 @@ class ViewStorage(Storage):
         self.base, self.view = base, view
         self.dtype = base.dtype
         self.shape = tuple(jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype)).shape)
+
+    @property
+    def is_written(self) -> bool:
+        return self.base.is_written
 
     def read(self) -> jax.Array:
         return self.view(self.base.read())

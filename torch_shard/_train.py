@@ -15,7 +15,7 @@ from torch_shard._convert import to_host
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
 from torch_shard._ops import jax_dtype
-from torch_shard._placement import put
+from torch_shard._placement import put, refuse_meta
 from torch_shard._plan import ShardingPlan
 from torch_shard._step import Step
 
@@ -163,6 +163,8 @@ class TrainStep(Step):
         Returns:
             A `TrainState`; it shares no memory with the module.
         """
+
+        refuse_meta("init", self._held.all)
 
         def placed(tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:
             return {n: _own(put(t.detach(), self.plan[n]), t) for n, t in tensors.items()}

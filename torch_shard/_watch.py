@@ -17,8 +17,8 @@ ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 
 def flags_hold(flags: ModuleFlags) -> bool:
-    """Whether every module is alive and has its training flag."""
-    return all((module := ref()) is not None and module.training == flag for ref, flag in flags)
+    """Whether every module still has its training flag; one that is gone cannot have changed it."""
+    return all((module := ref()) is None or module.training == flag for ref, flag in flags)
 
 
 class Watch(TorchFunctionMode):

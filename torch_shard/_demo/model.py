@@ -71,18 +71,18 @@ class GPT(nn.Module):
         self.ln = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(self._init)
-        for block in self.blocks:
-            # Each block adds to the stream twice; so scaled, the stream's variance does not grow with depth.
-            for layer in (block.o, block.down):
-                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * num_layers))
+        self._init(width, num_layers)
 
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def _init(self, width: int, num_layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if name.startswith("blocks") and parameter.ndim == 2:
+                # Each block adds to the stream twice; so scaled, the stream's variance does not grow with depth.
+                adds = name.endswith(("o.weight", "down.weight"))
+                nn.init.normal_(parameter, std=width**-0.5 / (math.sqrt(2 * num_layers) if adds else 1))
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.15)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at every position, (B, T, V)."""

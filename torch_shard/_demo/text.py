@@ -2,7 +2,6 @@
 
 import sysconfig
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +20,11 @@ _TOKEN_OF_BYTE[np.frombuffer(VOCABULARY.encode(), np.uint8)] = np.arange(len(VOC
 
 
 def encode(text: str) -> torch.Tensor:
-    """Turn text into tokens, int64 (T,); characters beyond ASCII become question marks.
+    r"""Turn text into tokens, int64 (T,); characters beyond ASCII become question marks.
 
     Example:
-        >>> decode(encode("if x:\\n    y"))
-        'if x:\\n    y'
+        >>> decode(encode("if x:\n    y"))
+        'if x:\n    y'
     """
     return torch.from_numpy(_encode(text).astype(np.int64))
 
@@ -95,11 +94,3 @@ def draw_batch(tokens: np.ndarray, *, batch_size: int, context: int, seed: tuple
     starts = np.random.default_rng(seed).integers(len(tokens) - context, size=batch_size)
     windows = torch.from_numpy(np.stack([tokens[i : i + context + 1] for i in starts]).astype(np.int64))
     return [windows[:, :-1].contiguous(), windows[:, 1:].contiguous()]
-
-
-def draw_batches(tokens: np.ndarray, *, batch_size: int, context: int, seed: int) -> Iterator[list[torch.Tensor]]:
-    """Draw one batch after the other, without end; see `draw_batch`."""
-    step = 0
-    while True:
-        yield draw_batch(tokens, batch_size=batch_size, context=context, seed=(seed, step))
-        step += 1

@@ -15,6 +15,7 @@ from torch_shard._ops._registry import (
     import_torchax,
     keeps_whole,
     lowers,
+    refuse_generator,
 )
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "jax_dtype",
     "keeps_whole",
     "lowers",
+    "refuse_generator",
     "torch_dtype",
 ]

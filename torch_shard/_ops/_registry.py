@@ -81,6 +81,19 @@ def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
     return entry.func if entry is not None else None
 
 
+def refuse_generator(op: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a generator of torch's: its stream cannot be followed.
+
+    Raises:
+        NotImplementedError: `kwargs` has a generator.
+    """
+    if kwargs.get("generator") is not None:
+        raise NotImplementedError(
+            f"{op} was given a torch.Generator, whose stream JAX cannot follow. Leave generator= out: draws on the jax "
+            "device follow torch.manual_seed, and those of a training step its own key, step.init(seed=...)."
+        )
+
+
 def keeps_whole(op: Any, has_core_rule: bool) -> bool:
     """Whether a capture should leave `op` as it is: we lower it, or torchax does and PyTorch has no core rule for it.
 

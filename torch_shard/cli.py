@@ -1,0 +1,102 @@
+"""The command line: `torch-shard demo`."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import torch_shard
+
+app = typer.Typer(
+    help="Train unmodified torch modules on JAX meshes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+AXES = ("batch", "model")
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="torch-shard")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"torch-shard {torch_shard.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train unmodified torch modules on JAX meshes."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read a mesh such as `batch=4,model=2`.
+
+    Raises:
+        typer.BadParameter: It is no such thing.
+
+    Example:
+        >>> parse_mesh("batch=4,model=2")
+        {'batch': 4, 'model': 2}
+    """
+    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
+    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if len(sizes) != len(pairs) or set(sizes) != set(AXES):
+        raise typer.BadParameter(
+            f"expected a positive size for each of the axes batch and model, as in batch=4,model=2; got {text!r}.",
+            param_hint="--mesh",
+        )
+    return sizes
+
+
+@app.command()
+def demo(
+    mesh: Annotated[
+        str | None, typer.Option(help="Sizes of the mesh axes, as in batch=4,model=2. By default all devices.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps: 700, or 60 with --quick.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller model for less time, with the same proof.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for metrics, plot and weights.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of weights, batches, dropout and samples.")] = 0,
+) -> None:
+    """Train a small GPT on the sources of Python's standard library, and prove that the numbers are torch's.
+
+    On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if the proof fails.
+    """
+    axis_sizes = None if mesh is None else parse_mesh(mesh)
+    # Not at the top: matplotlib and the like are for those who ask for a demo.
+    from rich.console import Console
+
+    from torch_shard._demo.files import prepare_folder
+    from torch_shard._demo.report import run_demo
+    from torch_shard._demo.run import Run, Settings, simulate_devices
+    from torch_shard._demo.text import read_corpus
+
+    sizes = {"num_layers": 2, "num_eval_batches": 4} if quick else {}
+    settings = Settings(steps=steps or (60 if quick else 700), out=out, seed=seed, axis_sizes=axis_sizes, **sizes)
+    try:
+        prepare_folder(out)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
+    simulate_devices()
+    try:
+        run = Run(settings, read_corpus())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mesh") from error
+    # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
+    console = Console()
+    console = console if console.is_terminal else Console(width=132)
+    if not run_demo(run, console):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()
