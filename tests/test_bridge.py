@@ -310,7 +310,7 @@ def test_numbers_are_formatted() -> None:
 
 def test_a_generator_of_torchs_is_refused() -> None:
     generator = torch.Generator().manual_seed(0)
-    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator.*Leave generator= out.*torch\.manual_seed"):
+    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator.*Leave generator= out"):
         torch.randn(2, device="jax", generator=generator)
     with pytest.raises(NotImplementedError, match=r"given a torch\.Generator"):
         ts.jax_jit(lambda x: torch.bernoulli(x, generator=generator))(torch.ones(2))

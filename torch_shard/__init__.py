@@ -1,6 +1,7 @@
 """Train torch models on JAX meshes: the names that users import."""
 
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
+from torch_shard._inspect import visualize_sharding
 from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
@@ -31,4 +32,5 @@ __all__ = [
     "make_train_step",
     "place",
     "torch_view",
+    "visualize_sharding",
 ]

@@ -163,7 +163,6 @@ class TrainStep(Step):
         Returns:
             A `TrainState`; it shares no memory with the module.
         """
-
         refuse_meta("init", self._held.all)
 
         def placed(tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:

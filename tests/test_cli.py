@@ -1,0 +1,223 @@
+"""The command line from outside, and the parts of the demo that its promises rest on."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import optax
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import torch_shard as ts
+from torch_shard._demo import proof as proving
+from torch_shard._demo import run as running
+from torch_shard._demo.files import load_weights, replacing
+from torch_shard._demo.model import GPT, loss_fn
+from torch_shard._demo.run import PLAN, Settings, draw_validation
+from torch_shard._demo.text import VOCABULARY, Corpus, decode, draw_batch, encode, read_corpus
+from torch_shard.cli import app
+
+SMALL = {"vocab_size": len(VOCABULARY), "context": 16, "width": 32, "num_layers": 1, "num_heads": 4}
+
+
+def call(*arguments):
+    return subprocess.run([sys.executable, "-m", "torch_shard.cli", *arguments], capture_output=True, text=True)
+
+
+def said(result):
+    """What an error box says, without its frame and line breaks."""
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return read_corpus()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    return call("demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(out)), out
+
+
+def read_records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_demo_trains_proves_and_shows(finished):
+    result, out = finished
+    assert result.returncode == 0, result.stderr
+    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0, 2, 4, 6", "5/5", "The proof holds", str(out)):
+        assert part in result.stdout.replace("\n", "")
+    assert result.stderr == ""
+
+
+def test_demo_writes_metrics_of_every_step(finished):
+    _, out = finished
+    assert sorted(file.name for file in out.iterdir()) == ["loss.png", "metrics.jsonl", "model.safetensors"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    records = read_records(out)
+    train = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in train] == [1, 2, 3, 4, 5]
+    assert train[-1]["loss"] < train[0]["loss"]
+    (proof,) = (record for record in records if record["kind"] == "proof")
+    assert proof["holds"]
+    assert len(proof["losses"]) == 10
+
+
+def test_weights_load_into_torch_and_give_the_reported_loss(finished, corpus):
+    _, out = finished
+    model, records = load_weights(out / "model.safetensors"), read_records(out)
+    assert model.head.weight is model.tokens.weight
+    head = records[0]
+    settings = Settings(steps=5, out=out, num_eval_batches=head["num_eval_batches"])
+    with torch.no_grad():
+        losses = [loss_fn(model, batch).item() for batch in draw_validation(corpus, settings, head["batch_size"])]
+    reported = [record["validation_loss"] for record in records if record["kind"] == "validation"][-1]
+    # float32, sums over a thousand tokens in another order
+    assert np.mean(losses) == pytest.approx(reported, rel=1e-5)
+
+
+def test_version_and_help():
+    assert call("--version").stdout == f"torch-shard {ts.__version__}\n"
+    listed = call("--help")
+    assert listed.returncode == 0
+    assert "demo" in listed.stdout
+
+
+@pytest.mark.parametrize(
+    "mesh", ["4x2", "batch=4", "batch=0,model=2", "batch=4,modle=2", "batch=4,model=2,model=2", ""]
+)
+def test_malformed_mesh_is_refused(mesh, tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--mesh", mesh, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "Invalid value for --mesh: expected a positive size for each of the axes batch and model" in said(result)
+    assert f"got {mesh!r}" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("batch=8,model=2", "batch=8, model=2 needs 16 devices, but 8 are available"),
+        ("batch=1,model=3", "blocks.0.q.weight (128, 128): dim 0 = 128 is not a multiple of model=3"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(mesh, message, tmp_path):
+    result = call("demo", "--mesh", mesh, "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert message in said(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file" / "run")])
+    assert result.exit_code == 2
+    assert "Invalid value for --out: cannot write to" in said(result)
+    assert "Not a directory" in said(result)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_exit_code_says_whether_the_proof_holds(holds, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_shard._demo.report.run_demo", lambda run, console: holds)
+    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == (0 if holds else 1)
+
+
+def prove_small(corpus):
+    torch.manual_seed(0)
+    batches = [draw_batch(corpus.validation, batch_size=8, context=16, seed=(0, i)) for i in range(10)]
+    return proving.prove(GPT(**SMALL), batches, mesh=ts.make_mesh(batch=4, model=2), plan=PLAN)
+
+
+def test_proof_holds(corpus):
+    proof = prove_small(corpus)
+    assert proof.holds
+    assert proof.losses[-1] < proof.losses[0]
+
+
+def test_proof_fails_if_the_step_leaves_out_weight_decay(corpus, monkeypatch):
+    adamw = optax.adamw
+    monkeypatch.setattr(optax, "adamw", lambda *args, **kwargs: adamw(*args, **kwargs | {"weight_decay": 0.0}))
+    assert not prove_small(corpus).holds
+
+
+@pytest.mark.parametrize("fault", [1e-2, float("nan"), float("inf")])
+def test_proof_fails_for_a_wrong_parameter_and_names_it(fault):
+    theirs = {"a": torch.ones(3), "b": torch.arange(3.0), "zero": torch.zeros(2)}
+    ours = {**theirs, "b": torch.tensor([0.0, 1.0, 2.0 + fault])}
+    assert proving.compare([1.0], [1.0], theirs, theirs).holds
+    proof = proving.compare([1.0], [1.0], ours, theirs)
+    assert not proof.holds
+    assert proof.worst_param == "b"
+
+
+@pytest.mark.parametrize("loss", [1.001, float("nan")])
+def test_proof_fails_for_a_wrong_loss(loss):
+    params = {"a": torch.ones(3)}
+    assert not proving.compare([2.0, loss, 3.0], [2.0, 1.0, 3.0], params, params).holds
+
+
+def test_relative_difference_is_by_the_largest_entry():
+    assert proving.relative_difference(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0])) == 0.25
+    assert proving.relative_difference(torch.ones(2), torch.zeros(2)) == float("inf")
+
+
+def test_proof_refuses_other_names():
+    with pytest.raises(ValueError, match=r"the names differ: \['a', 'b'\]"):
+        proving.compare([], [], {"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+def test_corpus_is_real_and_split_by_file(corpus):
+    assert len(corpus.train) > 5 * len(corpus.validation) > 0
+    assert "import " in decode(torch.from_numpy(corpus.validation[:100_000]))
+    assert 3 < corpus.unigram_entropy < np.log(len(VOCABULARY))
+
+
+def test_unigram_entropy_of_two_equal_tokens_is_log_two():
+    tokens = np.array([5, 9, 9, 5], np.uint8)
+    assert Corpus(tokens, tokens, 1).unigram_entropy == pytest.approx(np.log(2))
+
+
+def test_text_survives_encoding():
+    text = "def f(x):\n    if x:\n        return '~'\n"
+    assert decode(encode(text)) == text
+    assert decode(encode("é\r")) == "??"
+    assert len(encode(text)) < len(text)
+
+
+def test_targets_are_inputs_one_position_on():
+    inputs, targets = draw_batch(np.arange(50, dtype=np.uint8), batch_size=3, context=8, seed=(0, 1))
+    assert inputs.shape == targets.shape == (3, 8)
+    assert torch.equal(targets, inputs + 1)
+    again, _ = draw_batch(np.arange(50, dtype=np.uint8), batch_size=3, context=8, seed=(0, 1))
+    assert torch.equal(inputs, again)
+
+
+def test_model_sees_no_later_token():
+    model = GPT(**SMALL).eval()
+    tokens = torch.randint(len(VOCABULARY), (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 10:] = 0
+    torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10])
+
+
+def test_mesh_by_default_takes_all_devices(monkeypatch):
+    assert dict(running.choose_mesh(None).shape) == {"batch": 4, "model": 2}
+    monkeypatch.setattr("jax.device_count", lambda: 3)
+    assert dict(running.choose_mesh(None).shape) == {"batch": 3, "model": 1}
+
+
+def test_batch_is_rounded_up_to_the_mesh(corpus, tmp_path):
+    settings = Settings(steps=1, out=tmp_path, num_layers=1, axis_sizes={"batch": 3, "model": 2})
+    assert running.Run(settings, corpus).batch_size == 18
+
+
+def test_file_that_fails_half_way_leaves_the_old_one(tmp_path):
+    file = tmp_path / "kept.txt"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(file) as partial:
+        partial.write_text(f"new {1 / 0}")
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("kept.txt", "old")]
