@@ -1,8 +1,8 @@
 """Algebra on a functional ATen graph: what the tracer had to write down, and what a compiler should see.
 
-In a functional graph, copies and aliases mean nothing. Batched products arrive with their batch dims merged into one
-(`view`, `bmm`, `view`); merging a dim split over one mesh axis with a dim split over another forces the partitioner to
-gather, so those products get their own dims back.
+In a functional graph, copies and aliases mean nothing. Products arrive with their batch dims merged into one (`view`,
+`bmm` or `mm`, `view`); merging a dim split over one mesh axis with a dim split over another forces the partitioner to
+gather, so products get their own dims back.
 """
 
 import torch
@@ -41,9 +41,8 @@ def _rewrite(node: Node) -> Node | None:
         return _rewrite_view(node)
     if node.target in SWAPS:
         return _swap_below_view(node)
-    if node.target is aten.bmm.default:
-        return _unmerge_bmm(node)
-    return None
+    rewrite = _PRODUCTS.get(node.target)
+    return rewrite(node) if rewrite is not None else None
 
 
 def _rewrite_view(node: Node) -> Node | None:
@@ -73,6 +72,54 @@ def _unmerge_bmm(node: Node) -> Node | None:
     shape = (*_shape(left)[:-1], _shape(right)[-1])
     product = _call(node, aten.matmul.default, (left, right), shape)
     return _view(node, product, _shape(node))
+
+
+def _unflatten_mm(node: Node) -> Node | None:
+    """A linear layer on `view(x, [B * T, C])` is one on x; the gradient of its weight sums over B and T."""
+    left, right = args_of(node)
+    if (source := _unflattened(left)) is not None:
+        shape = (*_shape(source)[:-1], _shape(right)[1])
+        return _view(node, _call(node, aten.matmul.default, (source, right), shape), _shape(node))
+    if left.target is not aten.t.default:
+        return None
+    grad, x = _unflattened(args_of(left)[0]), _unflattened(right)
+    if grad is None or x is None or _shape(grad)[:-1] != _shape(x)[:-1]:
+        return None
+    dims = list(range(len(_shape(x)) - 1))
+    return _call(node, aten.tensordot.default, (grad, x, dims, dims), _shape(node))
+
+
+def _unflatten_addmm(node: Node) -> Node | None:
+    bias, left, right = args_of(node)
+    if node.kwargs or len(_shape(bias)) != 1 or (source := _unflattened(left)) is None:
+        return None
+    shape = (*_shape(source)[:-1], _shape(right)[1])
+    return _view(node, _call(node, aten.addmm.default, (bias, source, right), shape), _shape(node))
+
+
+def _unflatten_sum(node: Node) -> Node | None:
+    """The gradient of a bias sums over B and T too."""
+    merged, dims = args_of(node)[:2]
+    if node.kwargs or list(dims) != [0] or (source := _unflattened(merged)) is None:
+        return None
+    outer = list(range(len(_shape(source)) - 1))
+    total = _call(node, aten.sum.dim_IntList, (source, outer), _shape(source)[-1:])
+    return _view(node, total, _shape(node))
+
+
+_PRODUCTS = {
+    aten.bmm.default: _unmerge_bmm,
+    aten.mm.default: _unflatten_mm,
+    aten.addmm.default: _unflatten_addmm,
+    aten.sum.dim_IntList: _unflatten_sum,
+}
+
+
+def _unflattened(node: Node) -> Node | None:
+    """The tensor of rank 3 or more that `node` is a view of with all but the last dim merged."""
+    source = _source(node)
+    shape, wide = _shape(node), _shape(source)
+    return source if len(shape) == 2 and len(wide) > 2 and wide[-1] == shape[-1] else None
 
 
 def _unmerged(node: Node) -> Node | None:

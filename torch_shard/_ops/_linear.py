@@ -13,6 +13,11 @@ def matmul(x, y):
     return jnp.matmul(x, y)
 
 
+@lowers(aten.tensordot.default)
+def tensordot(x, y, dims_x, dims_y):
+    return jnp.tensordot(x, y, (tuple(dims_x), tuple(dims_y)))
+
+
 @lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(bias, x, y, *, beta=1, alpha=1):
     product = jnp.matmul(x, y)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torch_shard._ops._dtypes import jax_dtype
@@ -193,4 +194,8 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
 
 @lowers(aten.gelu.default)
 def gelu(x, *, approximate="none"):
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
+    return jax.nn.gelu(x) if approximate == "tanh" else x * _normal_cdf(x)
+
+
+def _normal_cdf(x):
+    return 0.5 * (1 + jax.lax.erf(x * np.asarray(0.5**0.5, x.dtype)))
