@@ -8,6 +8,8 @@
 # It simulates eight devices on the CPU. On a machine with accelerators, leave the first line out.
 
 # %%
+from itertools import pairwise
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -132,7 +134,7 @@ assert whole.sharding.is_fully_replicated
 class MLP(nn.Module):
     def __init__(self, sizes):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x):
         for layer in self.layers[:-1]:
@@ -183,7 +185,7 @@ _, alone = train(weights, inputs, targets)
 _, by_eight = train(put(weights, replicated), put(inputs, split), put(targets, split))
 print("one device:   ", alone)
 print("eight devices:", by_eight)
-assert all(later < earlier for earlier, later in zip(by_eight, by_eight[1:], strict=False))
+assert all(later < earlier for earlier, later in pairwise(by_eight))
 torch.testing.assert_close(torch.tensor(by_eight), torch.tensor(alone), rtol=1e-4, atol=0)
 
 # %% [markdown]

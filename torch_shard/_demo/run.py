@@ -74,7 +74,9 @@ def simulate_devices() -> None:
 
     The number is read when that backend starts; where JAX sees accelerators it computes on those, whatever the number.
     """
-    chosen = jax.config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    chosen = jax.config.values["jax_num_cpu_devices"] != -1 or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
     if not chosen:
         jax.config.update("jax_num_cpu_devices", NUM_SIMULATED)
 
@@ -85,7 +87,7 @@ def choose_mesh(axis_sizes: Mapping[str, int] | None) -> Mesh:
         num_devices = jax.device_count()
         num_model = 1 if num_devices % 2 else 2
         axis_sizes = {"batch": num_devices // num_model, "model": num_model}
-    return ts.make_mesh(**axis_sizes)
+    return ts.make_mesh(None, **axis_sizes)
 
 
 @dataclass
