@@ -415,3 +415,155 @@ def test_sharded_params_of_a_placed_model() -> None:
     plan = ts.ShardingPlan({"weight": P(None, "model")}, default=P())
     model = ts.place(nn.Linear(8, 4), mesh, plan)
     assert model.weight.jax().sharding == NamedSharding(mesh, P(None, "model"))
+
+
+class Recomputed(nn.Module):
+    """Its backward pass runs parts of it again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_() if self.use_reentrant else x
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.use_reentrant
+        )
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * self.second.bias.detach().sum().cos())
+        return self.second(hidden)
+
+
+def agrees_with_torch(model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)) -> None:
+    """SGD with momentum, several steps: every parameter against eager torch."""
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=make_mesh(sizes), plan=WHOLE)
+    state, wanted = step.init(), copy.deepcopy(model)
+    sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        state, metrics = step(state, batch)
+        sgd.zero_grad()
+        loss = loss_fn(wanted, batch)
+        loss.backward()
+        sgd.step()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    for name, parameter in wanted.named_parameters():
+        found = state.tensors[name]
+        np.testing.assert_allclose(found, parameter.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_pass_that_runs_parts_again_sees_the_state(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(BATCH, 8), torch.randn(BATCH, 4)) for _ in range(4)]
+    agrees_with_torch(Recomputed(use_reentrant), squared_error, batches)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+def test_grouped_convolutions_have_torchs_gradient_on_every_mesh(sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    convolutions = (nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.Conv2d(8, 8, 3, stride=2, groups=8, dilation=2))
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.LazyLinear(4))
+    x = torch.randn(BATCH, 4, 9, 9)
+    model(x)
+    agrees_with_torch(model, squared_error, [(x, torch.randn(BATCH, 4))], sizes)
+
+
+def test_a_batch_may_be_written_to_while_the_step_runs() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
+    step = make(case, optimizer=optax.sgd(0.0), model=model)
+    state = step.init()
+    for _ in range(5):
+        buffer = [x.clone() for x in batch]
+        state, metrics = step(state, tuple(buffer))
+        for x in buffer:
+            x.mul_(1e6)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_parameters_that_only_some_batches_reach() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
+        return sum(getattr(model, name)(x).square().mean() for name, x in batch.items())
+
+    step = ts.make_train_step(Heads(), loss_fn, optax.adam(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    state, _ = step(step.init(), {"a": torch.ones(8, 8)})
+    with refuses(
+        r"reaches a\.bias, a\.weight, b\.bias, b\.weight for some batches and not for others", NotImplementedError
+    ):
+        step(state, {"b": torch.ones(8, 8)})
+
+
+def test_numbers_of_the_model_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed(nn.Linear):
+        beta = 1.0
+
+        def __init__(self) -> None:
+            super().__init__(8, 4)
+            self.beta, self.shift = 1.0, torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.beta * super().forward(x) + self.shift
+
+    torch.manual_seed(0)
+    model, batch = Annealed(), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.0), mesh=make_mesh((8, 1)), plan=WHOLE)
+    state, _ = step(step.init(), batch)
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        for beta, shift in [(0.5, torch.zeros(4)), (0.5, torch.ones(4))]:
+            model.beta, model.shift = beta, shift
+            state, metrics = step(state, batch)
+            np.testing.assert_allclose(metrics["loss"], squared_error(model, batch).item(), rtol=1e-5)
+    assert "the attribute beta has another value" in caplog.text
+    assert "the attribute shift has another value" in caplog.text
+
+
+def test_a_label_out_of_range_is_loud() -> None:
+    """torch raises; a compiled program cannot, so the loss is not a number."""
+    step = ts.make_train_step(
+        nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE
+    )
+    labels = torch.zeros(8, dtype=torch.int64)
+    state, metrics = step(step.init(), (torch.ones(8, 8), labels))
+    assert np.isfinite(metrics["loss"])
+    labels[3] = 4
+    _, metrics = step(state, (torch.ones(8, 8), labels))
+    assert np.isnan(metrics["loss"])
+
+
+def decays(params: dict) -> dict:
+    return {name: "weight" in name for name in params}
+
+
+OPTIMIZERS = {
+    "multi_transform": optax.multi_transform({True: optax.adamw(1e-2), False: optax.sgd(1e-2, momentum=0.9)}, decays),
+    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), decays), optax.adam(1e-2)),
+    "masked adamw": optax.masked(optax.adamw(1e-2), decays),
+    "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 10), mask=decays),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
+    case = CASE["mlp"]
+    model, batches = case.model(), case.batches(3)
+    found = []
+    for sizes in [(1, 1), (4, 2)]:
+        step = make(case, sizes, OPTIMIZERS[name], model)
+        state = step.init()
+        for batch in batches:
+            state, _ = step(state, batch)
+        found.append(ts.gather(state.params))
+        assert step.num_compiles == 1
+    for parameter, value in found[0].items():
+        torch.testing.assert_close(found[1][parameter], value, rtol=1e-4, atol=1e-5)

@@ -71,3 +71,15 @@ def test_recurrent_gradients_are_right_when_sharded(rows: int, pad: bool) -> Non
     for name, parameter in model.named_parameters():
         wanted = (parameter - parameter.grad).detach().numpy()
         np.testing.assert_allclose(state.params[name], wanted, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): twice the gradient, once per `model` device")
+def test_the_partitioner_sums_a_grouped_convolutions_gradient_twice() -> None:
+    mesh = ts.make_mesh(batch=4, model=2)
+    x, w = np.ones((8, 4, 5), np.float32), np.ones((4, 2, 3), np.float32)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, w, (1,), "VALID", feature_group_count=2).sum()
+
+    split = [jax.device_put(a, jax.sharding.NamedSharding(mesh, spec)) for a, spec in ((w, P()), (x, P("batch")))]
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(*split), jax.grad(loss)(w, x))

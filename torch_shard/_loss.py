@@ -14,7 +14,7 @@ from torch_shard._capture import Spec
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import Program, ambient
 from torch_shard._lower import compiler_options
-from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
+from torch_shard._module import Holdings, LossFn, PlainAttributes, call_with, eval_mode, holdings
 from torch_shard._ops import captured_dtype, torch_dtype
 from torch_shard._watch import ModuleFlags, flags_hold
 
@@ -87,6 +87,14 @@ class LossProgram:
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
+        self._attributes = PlainAttributes(model)
+
+    def outdated(self) -> str | None:
+        """What has changed since the capture, of all that the signature does not tell; None if nothing has."""
+        if not flags_hold(self.others):
+            return "a module beside the model was switched between train() and eval()"
+        changed = self._attributes.changed()
+        return None if changed is None else f"the attribute {changed} has another value"
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -154,7 +162,7 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, ambient())
     programs = _CAPTURED.setdefault(model, {})
-    if key not in programs or not flags_hold(programs[key].others):
+    if key not in programs or programs[key].outdated():
         fn = _joint(model, loss_fn, held, signature, train, caller)
         specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
         programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all), model)
@@ -180,24 +188,32 @@ def _joint(
     names = list(held.all)
     hooks = {name: _hooks(name, parameter) for name, parameter in held.trainable.items()}
 
-    def forward(tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-        out, buffers = call_with(model, loss_fn, tensors, signature.rebuild(batch))
-        loss, metrics = _split(out, caller)
+    def forward(module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
+        loss, metrics = _split(loss_fn(module, signature.rebuild(batch)), caller)
         leaves, tree = jax.tree.flatten(metrics)
-        return loss, [buffers[n] for n in held.buffers], [torch.as_tensor(x).detach() for x in leaves], tree
+        return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
     def training(*inputs: torch.Tensor) -> Any:
         tensors = dict(zip(names, inputs, strict=False))
         leaves = {name: _leaf(tensors[name], hooks[name]) for name in hooks}
-        loss, buffers, metrics, tree = forward(tensors | leaves, inputs[len(names) :])
-        grads, without = _gradients(loss, leaves, caller)
-        outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
-        return outputs, _Shape(list(leaves), list(held.buffers), tree, without)
+
+        def run(module: torch.nn.Module) -> Any:
+            loss, metrics, tree = forward(module, inputs[len(names) :])
+            grads, without = _gradients(loss, leaves, caller)
+            buffers = dict(module.named_buffers())
+            outputs = [loss.detach(), *grads, *(buffers[n].detach() for n in held.buffers), *metrics]
+            return outputs, _Shape(list(leaves), list(held.buffers), tree, without)
+
+        return call_with(model, run, tensors | leaves)
 
     def evaluation(*inputs: torch.Tensor) -> Any:
+        def run(module: torch.nn.Module) -> Any:
+            loss, metrics, tree = forward(module, inputs[len(names) :])
+            buffers = dict(module.named_buffers())
+            return [loss, *(buffers[n] for n in held.buffers), *metrics], _Shape([], list(held.buffers), tree, ())
+
         with eval_mode(model), torch.no_grad():
-            loss, buffers, metrics, tree = forward(dict(zip(names, inputs, strict=False)), inputs[len(names) :])
-        return [loss, *buffers, *metrics], _Shape([], list(held.buffers), tree, ())
+            return call_with(model, run, dict(zip(names, inputs, strict=False)))
 
     return training if train else evaluation
 
@@ -226,9 +242,10 @@ def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str)
             f"{caller}: the loss does not depend on any trainable parameter. Something between the parameters and the "
             "loss cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss computed from the batch alone."
         )
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
+    found = [leaf.grad for leaf in leaves.values()]
     without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
-    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)]
+    grads = [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(leaves.values(), found, strict=True)]
     return grads, without
 
 

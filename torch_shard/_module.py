@@ -61,35 +61,29 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             m.training = flag
 
 
-class _WithLoss(nn.Module):
-    """A module and its loss as one module, so that `torch.func.functional_call` can swap the tensors of both."""
+class _Around(nn.Module):
+    """A module and what is to run with it, so that `torch.func.functional_call` can swap the module's tensors."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.model = model
 
-    def forward(self, batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The loss, and the buffers as they are after it."""
-        return self.loss_fn(self.model, batch), dict(self.model.named_buffers())
+    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
+        """What `run` returns."""
+        return run(self.model)
 
 
-def call_with(
-    module: nn.Module, loss_fn: LossFn, tensors: Mapping[str, torch.Tensor], batch: Any
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Run `loss_fn(module, batch)` with other tensors in the places of the module's own.
+def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Call `run(module)` with other tensors in the places of the module's own.
 
     Args:
         module: Left as it was.
-        loss_fn: The user's loss.
+        run: Forward and backward: a backward pass may run parts of the module again.
         tensors: By the names of `holdings`; every name of a tie gets the one tensor.
-        batch: What `loss_fn` takes.
-
-    Returns:
-        What `loss_fn` returns, and the buffers after it, written or reassigned.
     """
     with _attributes_restored(module):
         swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        return torch.func.functional_call(_WithLoss(module, loss_fn), swapped, (batch,), tie_weights=True)
+        return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)
 
 
 @contextlib.contextmanager
@@ -102,16 +96,36 @@ def _attributes_restored(module: nn.Module) -> Iterator[None]:
         for name, m in module.named_modules():
             old = before.get(name, {})
             for attribute in [a for a, value in vars(m).items() if a not in old or value is not old[a]]:
-                where = f"{name}.{attribute}" if name else attribute
-                logger.warning(
-                    "forward writes the plain attribute %s; a compiled step does not keep such writes. Return the "
-                    "value in the metrics, or register a buffer.",
-                    where,
-                )
+                if isinstance(vars(m)[attribute], torch.Tensor) and not isinstance(old.get(attribute), torch.Tensor):
+                    logger.warning(
+                        "forward writes the plain attribute %s; a compiled step does not keep such writes. Return the "
+                        "value in the metrics, or register a buffer.",
+                        f"{name}.{attribute}" if name else attribute,
+                    )
                 if attribute in old:
                     vars(m)[attribute] = old[attribute]
                 else:
                     del vars(m)[attribute]
+
+
+class PlainAttributes:
+    """The numbers, strings and tensors that a module's parts have as plain attributes: a program depends on them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, value)
+            for name, m in module.named_modules()
+            for attribute, value in vars(m).items()
+            if attribute != "training" and isinstance(value, (bool, int, float, str, torch.Tensor))
+        ]
+
+    def changed(self) -> str | None:
+        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
+        for path, attributes, attribute, value in self._values:
+            now = attributes.get(attribute)
+            if now is not value and (isinstance(value, torch.Tensor) or type(now) is not type(value) or now != value):
+                return path
+        return None
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:

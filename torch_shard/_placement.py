@@ -154,5 +154,6 @@ class BatchLayout:
 
     def _put(self, leaf: Any) -> jax.Array:
         array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
-        array = array if isinstance(array, jax.Array) else host_array(array)
+        if not isinstance(array, jax.Array):
+            array = host_array(array).copy()  # the caller may write to its batch while the step still runs
         return jax.device_put(array, self.sharding(array.ndim))

@@ -14,7 +14,6 @@ from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
-from torch_shard._watch import flags_hold
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,8 @@ class Step:
         self._params = list(self._held.params.values())
         self._trains = [t.requires_grad for t in self._params]
         self._compiled: dict[Any, Compiled] = {}
-
-    @property
-    def num_compiles(self) -> int:
+        self.num_compiles = 0
         """How many programs were compiled so far."""
-        return len(self._compiled)
 
     def _prepare(self, batch: Any) -> tuple["Compiled", list[jax.Array]]:
         """The compiled program for this batch, and the batch on the mesh."""
@@ -58,12 +54,15 @@ class Step:
         flags = tuple([m.training for m in self._modules]) if self.train else ()
         key = (signature, flags, ambient())
         compiled = self._compiled.get(key)
-        if compiled is None or not flags_hold(compiled.others):
+        reason = compiled.outdated() if compiled else None
+        if compiled is None or reason:
             placed = self._place(batch, leaves, signature)
             compiled = self._compile(signature, placed)
             if self._compiled:
-                logger.info("%s compiles again: %s", self.caller, _difference(key, list(self._compiled)[-1]))
+                reason = reason or _difference(key, list(self._compiled)[-1])
+                logger.info("%s compiles again: %s", self.caller, reason)
             self._compiled[key] = compiled
+            self.num_compiles += 1
             return compiled, placed
         return compiled, self.layout.put(leaves)
 
@@ -88,7 +87,20 @@ class Step:
                 "its state no longer fits. Make a new step."
             )
         program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
+        self._check_reach(program)
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
+
+    def _check_reach(self, program: LossProgram) -> None:
+        """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""
+        for earlier in self._compiled.values():
+            differing = set(earlier.without_grad) ^ set(program.without_grad)
+            if differing and self.train:
+                raise NotImplementedError(
+                    f"{self.caller}: the loss reaches {', '.join(sorted(differing))} for some batches and not for "
+                    "others. torch skips a parameter without a gradient, moments and step count included, and an optax "
+                    "state cannot. Make the loss reach them always (+ 0 * p.sum()), or make one step per kind of batch "
+                    "with the others frozen."
+                )
 
     def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
         raise NotImplementedError
@@ -104,7 +116,7 @@ class Compiled:
 
     def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
         self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
-        self.others = program.others
+        self.outdated, self.without_grad = program.outdated, program.without_grad
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:
@@ -134,4 +146,4 @@ def _difference(key: tuple, earlier: tuple) -> str:
         return f"the structure of the batch changed from {old.tree} to {signature.tree}"
     pairs = zip(old.leaves, signature.leaves, strict=True)
     changed = [f"{was} is now {now}" for was, now in pairs if was != now]
-    return "in the batch, " + "; ".join(changed) if changed else "a module beside the model changed its mode"
+    return "in the batch, " + "; ".join(changed)

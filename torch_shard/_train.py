@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._convert import to_host
 from torch_shard._loss import LossProgram
@@ -128,23 +128,24 @@ class TrainStep(Step):
             )
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
-        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.optimizer = optimizer
+        takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+        self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
         self.shardings = self._state_shardings()
 
     def _state_shardings(self) -> TrainState:
-        """One sharding per leaf of the state; leaves of the optimiser that mirror a parameter take the parameter's."""
+        """One sharding per leaf: what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         held = self._held
         shapes = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.trainable.items()}
         params = {name: self.plan[name] for name in held.trainable}
+
+        def like_its_parameter(path: Any, leaf: Any) -> NamedSharding:
+            names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
+            fits = names and shapes[names[-1]].shape == leaf.shape
+            return params[names[-1]] if fits else self.replicated
+
         opt_shapes = jax.eval_shape(self.optimizer.init, shapes)
-        opt_state = optax.tree_utils.tree_map_params(
-            self.optimizer,
-            lambda leaf, like, sharding: sharding if leaf.shape == like.shape else self.replicated,
-            opt_shapes,
-            shapes,
-            params,
-            transform_non_params=lambda _: self.replicated,
-        )
+        opt_state = jax.tree_util.tree_map_with_path(like_its_parameter, opt_shapes)
         return TrainState(
             step=self.replicated,
             params=params,
@@ -210,7 +211,7 @@ class TrainStep(Step):
             held = {**state.params, **out.written}
             params = {name: held[name] for name in state.params}
             grads = jax.lax.with_sharding_constraint(out.grads, self.shardings.params)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, value=out.loss)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, **self._extra(out.loss))
             updated: Any = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(grads), **out.metrics}

@@ -60,7 +60,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 @app.command()
 def demo(
     mesh: Annotated[
-        str | None, typer.Option(help="Sizes of the mesh axes, as in batch=4,model=2. By default all devices.")
+        str | None,
+        typer.Option(
+            help="Sizes of the mesh axes, as in batch=4,model=2. By default all devices. "
+            "To simulate more than 8 on the CPU, set JAX_NUM_CPU_DEVICES."
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps: 700, or 60 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model for less time, with the same proof.")] = False,

@@ -70,14 +70,12 @@ class Settings:
 
 
 def simulate_devices() -> None:
-    """Let JAX's CPU backend show eight devices, unless the user chose a number or something started it already.
+    """Let JAX's CPU backend show eight devices, unless the user chose a number.
 
     The number is read when that backend starts; where JAX sees accelerators it computes on those, whatever the number.
     """
-    chosen = jax.config.values["jax_num_cpu_devices"] != -1 or "host_platform_device_count" in os.environ.get(
-        "XLA_FLAGS", ""
-    )
-    if not chosen:
+    by_flag = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] == -1 and not by_flag:
         jax.config.update("jax_num_cpu_devices", NUM_SIMULATED)
 
 

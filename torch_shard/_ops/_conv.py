@@ -57,9 +57,32 @@ def convolution_backward(
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
     grad_x, grad_weight = jax.vjp(forward, x, weight)[1](grad)
+    if groups > 1 and not transposed and output_mask[1]:
+        grad_weight = _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups)
     batch_and_space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
     grads = (grad_x, grad_weight, jnp.sum(grad, batch_and_space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
+
+
+def _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups):
+    """By windows of x, not by a convolution: XLA's partitioner multiplies that one by the size of the other mesh axes.
+
+    (jaxlib 0.10.2, a convolution with batch_group_count whose batch is split; tests/test_upstream.py.)
+    """
+    kernel, space = weight.shape[2:], grad.shape[2 - weight.ndim :]
+    rank = len(kernel)
+    stride, padding, dilation = (_per_dim(v, rank) for v in (stride, padding, dilation))
+    x = x.reshape(-1, groups, weight.shape[1], *x.shape[-rank:])
+    grad = grad.reshape(-1, groups, weight.shape[0] // groups, *space)
+    x = jnp.pad(x, [(0, 0)] * 3 + [(p, p + s) for p, s in zip(padding, stride, strict=True)])
+    axes = tuple(range(3, 3 + rank))
+    per_offset = []
+    for offset in np.ndindex(*kernel):
+        starts = [o * d for o, d in zip(offset, dilation, strict=True)]
+        cuts = [slice(a, a + s * n, s) for a, s, n in zip(starts, stride, space, strict=True)]
+        window = x[(slice(None), slice(None), slice(None), *cuts)]
+        per_offset.append(jnp.einsum(grad, (0, 1, 2, *axes), window, (0, 1, 9, *axes), (1, 2, 9)))
+    return jnp.stack(per_offset, -1).reshape(weight.shape)
 
 
 def _windows(shape, kernel, stride, padding, dilation, ceil_mode):

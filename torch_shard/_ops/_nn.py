@@ -152,7 +152,10 @@ def nll_loss_forward(logp, target, weight, reduction, ignore_index):
     The class is picked by comparison, not by index: that fuses with the softmax and stays on the shard.
     """
     picked, weights = _picked_classes(logp, target, weight, ignore_index)
-    loss = -jnp.sum(jnp.where(picked, logp * weights, 0), axis=min(1, logp.ndim - 1))
+    axis = min(1, logp.ndim - 1)
+    loss = -jnp.sum(jnp.where(picked, logp * weights, 0), axis=axis)
+    is_label = (target == ignore_index) | ((target >= 0) & (target < logp.shape[axis]))
+    loss = jnp.where(is_label.reshape(loss.shape), loss, jnp.nan)  # torch raises; a program can only be loud
     total = jnp.sum(jnp.where(picked, weights, 0))
     if reduction == 0:
         return loss, jnp.zeros((), logp.dtype)
