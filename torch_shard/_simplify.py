@@ -5,6 +5,9 @@ In a functional graph, copies and aliases mean nothing. Products arrive with the
 gather, so products get their own dims back.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -107,7 +110,7 @@ def _unflatten_sum(node: Node) -> Node | None:
     return _view(node, total, _shape(node))
 
 
-_PRODUCTS = {
+_PRODUCTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.bmm.default: _unmerge_bmm,
     aten.mm.default: _unflatten_mm,
     aten.addmm.default: _unflatten_addmm,
