@@ -314,3 +314,22 @@ def test_a_generator_of_torchs_is_refused() -> None:
         torch.randn(2, device="jax", generator=generator)
     with pytest.raises(NotImplementedError, match=r"given a torch\.Generator"):
         ts.jax_jit(lambda x: torch.bernoulli(x, generator=generator))(torch.ones(2))
+
+
+def test_operators_without_a_lowering_run_on_the_cpu_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Also in a backward pass, where PyTorch cannot survive an error on a device written in Python."""
+    x = torch.randn(1, 2, 3, 3)
+    found, wanted = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    for leaf in (found, wanted):
+        (nn.functional.pad(leaf, (1, 1, 1, 1), mode="replicate") ** 2).sum().backward()
+    assert_same(found.grad, wanted.grad)
+    assert "replication_pad2d_backward.default has no lowering to JAX: it runs on the CPU" in caplog.text
+
+
+def test_a_foreach_optimizer_runs() -> None:
+    found, wanted = (nn.Parameter(torch.ones(3).to(device)) for device in ("jax", "cpu"))
+    for parameter in (found, wanted):
+        optimizer = torch.optim.Adam([parameter], lr=0.1, foreach=True)
+        (parameter**2).sum().backward()
+        optimizer.step()
+    assert_same(found.detach(), wanted.detach())

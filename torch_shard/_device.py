@@ -4,6 +4,7 @@ Importing this module registers the device.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch_shard._ops import (
 from torch_shard._storage import Storage, ViewStorage
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -79,10 +81,21 @@ def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
     rule = decomposition_table.get(func)
     result = rule(*args, **kwargs) if rule is not None else func.decompose(*args, **kwargs)
     if result is NotImplemented:
-        raise NotImplementedError(
-            f"{func} has no lowering to JAX. Rewrite it with other operators, or run it on the CPU: .cpu()."
-        )
-    return torch_pytree.tree_map_only(JaxTensor, lambda t: t.jax(), result)
+        result = _on_host(func, args, kwargs)
+    return torch_pytree.tree_map_only(torch.Tensor, to_array, result)
+
+
+def _on_host(func: Any, args: Any, kwargs: dict) -> Any:
+    """The operator by PyTorch's own CPU kernel; in a backward pass, an error instead would end the process."""
+    logger.warning("%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back.", func)
+
+    def to_cpu(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return to_host(value.jax()) if isinstance(value, JaxTensor) else value
+
+    args, kwargs = torch_pytree.tree_map(to_cpu, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _wrap(tree: Any) -> Any:
@@ -117,18 +130,47 @@ def _write(func: Any, args: Any, kwargs: dict) -> Any:
     """An operator that writes in place or to `out=`: run its functional form, then write."""
     values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    result = _run(_functional(func), args, {k: v for k, v in kwargs.items() if k not in written})
-    results = result if isinstance(result, (list, tuple)) else [result]
+    functional = _functional(func)
+    if functional is None:
+        return _write_on_host(func, values, written)
+    result = _run(functional, args, {k: v for k, v in kwargs.items() if k not in written})
+    results = result if isinstance(result, (list, tuple)) and len(written) > 1 else [result]
     for name, value in zip(written, results, strict=True):
-        values[name]._storage.write(value)
+        _store(values[name], value)
+    return _written(func, values, written)
+
+
+def _written(func: Any, values: dict[str, Any], written: list[str]) -> Any:
+    """What an operator that writes returns: what it wrote to, or nothing."""
+    if not func._schema.returns:
+        return None
     return values[written[0]] if len(written) == 1 else tuple(values[w] for w in written)
+
+
+def _store(target: Any, value: Any) -> None:
+    """Write to a tensor, or to each of a list (the operators named foreach)."""
+    if isinstance(target, (list, tuple)):
+        for t, v in zip(target, value, strict=True):
+            _store(t, v)
+    else:
+        target._storage.write(value[0] if isinstance(value, (list, tuple)) else value)
+
+
+def _write_on_host(func: Any, values: dict[str, Any], written: list[str]) -> Any:
+    """An operator that only writes, by PyTorch's own CPU kernel."""
+    logger.warning("%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back.", func)
+    hosts = torch_pytree.tree_map_only(JaxTensor, lambda t: to_host(t.jax()), values)
+    func(**hosts)
+    for name in written:
+        _store(values[name], torch_pytree.tree_map(to_array, hosts[name]))
+    return _written(func, values, written)
 
 
 _FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
 
 
 def _functional(func: Any) -> Any:
-    """The overload that returns what `func` writes."""
+    """The overload that returns what `func` writes, if there is one."""
     if func in _FUNCTIONAL:
         return _FUNCTIONAL[func]
     packet = getattr(aten, func.overloadpacket.__name__.removesuffix("_"))
@@ -137,7 +179,7 @@ def _functional(func: Any) -> Any:
         found = getattr(packet, overload) if overload in packet.overloads() else None
         if found and not found._schema.is_mutable and [a.name for a in found._schema.arguments] == inputs:
             return found
-    raise NotImplementedError(f"{func} has no form that does not write; use one that returns its result.")
+    return None
 
 
 def _empty(size: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> JaxTensor:
