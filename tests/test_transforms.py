@@ -297,6 +297,8 @@ def test_meshes_with_explicit_axes_are_refused_with_a_reason() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"shard_: every mesh axis must be Auto.*make_mesh\(x=8\)"):
         torch.ones(8, device="jax").shard_(NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"call_jax: every mesh axis must be Auto.*make_mesh\(x=8\)"):
+        torch.ones(8, device="jax").apply_jax(jax.device_put, NamedSharding(mesh, P("x")))
     with pytest.raises(ValueError, match=r"jax_jit: every mesh axis must be Auto.*make_mesh\(x=8\)"):
         ts.jax_jit(torch.sin, out_shardings=NamedSharding(mesh, P("x")))
 

@@ -120,6 +120,9 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    for leaf in leaves:
+        if isinstance(leaf, jax.sharding.NamedSharding):
+            check_mesh(leaf.mesh, caller="call_jax")
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = any(map(is_fake, tensors))
