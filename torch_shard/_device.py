@@ -85,9 +85,12 @@ def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
     return torch_pytree.tree_map_only(torch.Tensor, to_array, result)
 
 
+_RUNS_ON_HOST = "%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back."
+
+
 def _on_host(func: Any, args: Any, kwargs: dict) -> Any:
     """The operator by PyTorch's own CPU kernel; in a backward pass, an error instead would end the process."""
-    logger.warning("%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back.", func)
+    logger.warning(_RUNS_ON_HOST, func)
 
     def to_cpu(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -158,7 +161,7 @@ def _store(target: Any, value: Any) -> None:
 
 def _write_on_host(func: Any, values: dict[str, Any], written: list[str]) -> Any:
     """An operator that only writes, by PyTorch's own CPU kernel."""
-    logger.warning("%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back.", func)
+    logger.warning(_RUNS_ON_HOST, func)
     hosts = torch_pytree.tree_map_only(JaxTensor, lambda t: to_host(t.jax()), values)
     func(**hosts)
     for name in written:

@@ -44,11 +44,6 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
-def training_flags(modules: list[nn.Module]) -> tuple[bool, ...]:
-    """The training flag of each module."""
-    return tuple(module.training for module in modules)
-
-
 @contextlib.contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """The module in eval mode; each submodule gets its own flag back."""
