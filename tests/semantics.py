@@ -1,6 +1,8 @@
 """What torch lets a forward do, one small module each: autograd, mutation, parameters, attributes, control flow."""
 
 import functools
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,11 @@ def case(body: Callable[[Any, torch.Tensor], torch.Tensor]) -> Case:
 
 
 def built(build: Callable[[], nn.Module]) -> Case:
-    return Case(build.__name__, build, regression(WIDTH, out=WIDTH), RULES)
+    """Every matrix is split over `model`, by rows and by columns in turn."""
+    matrices = [name for name, p in build().named_parameters() if p.ndim == 2]
+    specs = itertools.cycle([P("model"), P(None, "model")])
+    rules = dict(zip(matrices, specs, strict=False))
+    return Case(build.__name__, build, regression(WIDTH, out=WIDTH), rules)
 
 
 AUTOGRAD, WRITES, STATE, PARAMETERS, CONTROL = ([] for _ in range(5))
@@ -331,7 +337,7 @@ def scatters(m: Any, x: torch.Tensor) -> torch.Tensor:
     index = x.argsort(1)
     h.scatter_(1, index[:, :3], x[:, :3])
     h.scatter_add_(1, index[:, 3:6], m.b(x)[:, 3:6])
-    h = h.scatter_reduce(1, index[:, :4], x[:, :4], "amax")
+    h = h.scatter_reduce(1, index[:, :4], x[:, :4], "amax").clone()
     h.masked_fill_(x > 1, 0.5)
     h.masked_scatter_(x < -1, x.detach())
     return m.b(h.gather(1, index))
@@ -448,8 +454,8 @@ def _wrapped(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 @row(PARAMETERS, built)
 def weight_norm_old() -> nn.Module:
-    with __import__("warnings").catch_warnings():
-        __import__("warnings").simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is old, and used
         return _wrapped(nn.utils.weight_norm)
 
 

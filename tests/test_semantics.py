@@ -8,7 +8,9 @@ from tests import semantics
 from tests.cases import Case
 from tests.eager import assert_follows, eager_trajectory
 
-ROWS = [*itertools.chain(semantics.AUTOGRAD, semantics.WRITES, semantics.STATE, semantics.PARAMETERS, semantics.CONTROL)]
+ROWS = [
+    *itertools.chain(semantics.AUTOGRAD, semantics.WRITES, semantics.STATE, semantics.PARAMETERS, semantics.CONTROL)
+]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)

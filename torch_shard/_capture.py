@@ -23,13 +23,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shard._attributes import Change, settle
+from torch_shard._autocast import autocast_on_fakes
+from torch_shard._cumulative import cumulative_batch_norms
 from torch_shard._graph import outputs_of
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
+from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
@@ -58,6 +62,8 @@ class Graph:
         written: Positions of the inputs that the callable wrote in place; their new values follow the outputs.
         modules: Every module that ran, with the training flag that it had.
         aux: What the callable returned besides tensors.
+        changed: Numbers and strings that the callable left changed on modules; they have been put back.
+        skipped: Places of checks of values, which a compiled program does not make.
     """
 
     module: torch.fx.GraphModule
@@ -66,6 +72,8 @@ class Graph:
     written: tuple[int, ...]
     modules: ModuleFlags
     aux: Any
+    changed: list[Change]
+    skipped: list[str]
 
     @property
     def num_nodes(self) -> int:
@@ -95,9 +103,14 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    watch = Watch(_is_of_capture, functools.partial(_make_standin, mode), _annotated if explain else None)
+    part = functools.partial
+    watch = Watch(part(_is_of_capture, mode), part(_make_standin, mode), _set_data, _annotated if explain else None)
     with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
-        return _capture(fn, specs, keep, explain, mode, watch)
+        try:
+            graph = _capture(fn, specs, keep, explain, mode, watch)
+        finally:
+            changes = watch.journal.restore()
+        return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
 
 
 def _capture(
@@ -107,8 +120,10 @@ def _capture(
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
+    values = Values(_node_of, _root)
+
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        with watch.watching():
+        with watch.watching(), cumulative_batch_norms(), autocast_on_fakes(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
@@ -124,7 +139,8 @@ def _capture(
     num_outputs = len(outputs_of(with_views.graph))
     written = _return_writes(functional, num_outputs, len(specs))
     simplify(functional)
-    return Graph(functional, tuple(map(watch.original, constants)), num_outputs, written, watch.modules(), aux[0])
+    closure = tuple(map(watch.original, constants))
+    return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,9 +226,46 @@ def _reference_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(onednn)
 
 
-def _is_of_capture(tensor: torch.Tensor) -> bool:
+def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that made a tensor of the trace under way."""
+    mode = get_proxy_mode()
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return None if slot is None else slot.proxy.node
+
+
+def _root() -> Any:
+    """What holds the constants of the trace under way."""
+    mode: Any = get_proxy_mode()
+    return mode.tracer.root
+
+
+def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
     """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
-    return is_fake(tensor) or tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_mode is mode
+    return tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: from now on `tensor` is another name of `value`; earlier views of it are not.
+
+    An input of the capture is written instead, so that its new value comes out.
+    """
+    node: Any = _node_of(tensor)
+    mode: Any = get_proxy_mode()
+    if _is_input(node):
+        tensor.data.copy_(value)
+        return
+    alias = value.detach()
+    torch.Tensor.data.__set__(tensor, alias)  # pyright: ignore[reportAttributeAccessIssue]
+    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(alias, mode.tracer))
+
+
+def _is_input(node: torch.fx.Node | None) -> bool:
+    """Whether a node is an input of the capture, or a plain alias of one."""
+    while node is not None and node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node is not None and node.op != "call_function"
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as torch_pytree
 from torch.utils import backend_registration
 
+from torch_shard._autocast_eager import register_autocast
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._convert import to_host
 from torch_shard._keys import GENERATOR, next_key
@@ -274,6 +275,7 @@ def _register_device() -> None:
     _FALLBACK.fallback(lambda func, *args, **kwargs: _runner(func)(*args, **kwargs), "PrivateUse1")
     for op in _FACTORIES:
         _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
+    register_autocast()
     _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
 
 

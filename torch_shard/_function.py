@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import torch
 
+from torch_shard._attributes import new_values
 from torch_shard._bridge import to_array
 from torch_shard._capture import Graph, ModuleFlags, Spec, capture
 from torch_shard._convert import adopt_torch_nodes
@@ -28,10 +29,24 @@ class Program:
 
     def __init__(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
         self.graph: Graph = capture(fn, specs, keep=keeps_whole)
+        self._check_numbers(fn, specs, what)
         if missing_lowerings(self.graph.module):
             raise _missing_error(fn, specs, what)
         self.random = draws_random(self.graph.module)
         self.run: Lowered = lower(self.graph.module)
+
+    def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
+        """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""
+        if not self.graph.changed:
+            return
+        with new_values(self.graph.changed):
+            second = capture(fn, specs, keep=keeps_whole)
+        if second.module.code != self.graph.module.code:
+            names = ", ".join(change.path for change in self.graph.changed)
+            raise NotImplementedError(
+                f"{what} changes the plain attribute {names} on each call and depends on it, but a compiled program is "
+                "the same for every call. Make it a buffer (register_buffer, a tensor), which the program can carry."
+            )
 
 
 def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplementedError:
@@ -104,7 +119,7 @@ class Reader:
 
 def ambient() -> tuple[Any, ...]:
     """The settings of torch that change what a callable means."""
-    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     return torch.get_default_dtype(), autocast, has_x64()
 
 

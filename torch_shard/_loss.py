@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._attributes import PlainAttributes
 from torch_shard._capture import Spec
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import Program, ambient
 from torch_shard._lower import compiler_options
-from torch_shard._module import Holdings, LossFn, PlainAttributes, call_with, eval_mode, holdings
+from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._ops import captured_dtype, torch_dtype
 from torch_shard._watch import ModuleFlags, flags_hold
 

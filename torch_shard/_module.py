@@ -3,14 +3,13 @@
 import contextlib
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
+from torch_shard._watch import note_modules
 
 LossFn = Callable[..., Any]
 
@@ -76,51 +75,9 @@ def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mappi
         run: Forward and backward: a backward pass may run parts of the module again.
         tensors: By the names of `holdings`; every name of a tie gets the one tensor.
     """
-    with _attributes_restored(module):
-        swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)
-
-
-@contextlib.contextmanager
-def _attributes_restored(module: nn.Module) -> Iterator[None]:
-    """Take back what forward wrote to plain attributes: in a compiled step it would happen once, not per step."""
-    before = {name: dict(vars(m)) for name, m in module.named_modules()}
-    try:
-        yield
-    finally:
-        for name, m in module.named_modules():
-            old = before.get(name, {})
-            for attribute in [a for a, value in vars(m).items() if a not in old or value is not old[a]]:
-                if isinstance(vars(m)[attribute], torch.Tensor) and not isinstance(old.get(attribute), torch.Tensor):
-                    logger.warning(
-                        "forward writes the plain attribute %s; a compiled step does not keep such writes. Return the "
-                        "value in the metrics, or register a buffer.",
-                        f"{name}.{attribute}" if name else attribute,
-                    )
-                if attribute in old:
-                    vars(m)[attribute] = old[attribute]
-                else:
-                    del vars(m)[attribute]
-
-
-class PlainAttributes:
-    """The numbers, strings and tensors that a module's parts have as plain attributes: a program depends on them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, value)
-            for name, m in module.named_modules()
-            for attribute, value in vars(m).items()
-            if attribute != "training" and isinstance(value, (bool, int, float, str, torch.Tensor))
-        ]
-
-    def changed(self) -> str | None:
-        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
-        for path, attributes, attribute, value in self._values:
-            now = attributes.get(attribute)
-            if now is not value and (isinstance(value, torch.Tensor) or type(now) is not type(value) or now != value):
-                return path
-        return None
+    note_modules(module)
+    swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:

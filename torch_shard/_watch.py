@@ -11,6 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._attributes import Journal
+from torch_shard._autocast import widened
 from torch_shard._source import current_user_line
 
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
@@ -30,6 +32,7 @@ class Watch(TorchFunctionMode):
     Args:
         is_of_capture: Whether a tensor belongs to the capture, rather than being closed over.
         make_standin: A fake of the capture for a closed-over tensor.
+        set_data: What `x.data = y` means in the capture.
         explain: Called with the place of each torch call; gives a scope for its nodes. None to go without.
     """
 
@@ -37,18 +40,24 @@ class Watch(TorchFunctionMode):
         self,
         is_of_capture: Callable[[torch.Tensor], bool],
         make_standin: Callable[[torch.Tensor], torch.Tensor],
+        set_data: Callable[[torch.Tensor, torch.Tensor], None],
         explain: Callable[[str], contextlib.AbstractContextManager] | None,
     ) -> None:
         super().__init__()
-        self._is_of_capture, self._make_standin, self._explain = is_of_capture, make_standin, explain
+        self._is_of_capture, self._make_standin = is_of_capture, make_standin
+        self._set_data, self._explain = set_data, explain
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
+        self.journal = Journal()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _INNERMOST.watch is not self:  # a capture inside of a capture
             return func(*args, **(kwargs or {}))
         args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            func = self._set_data
+        args, kwargs = widened(func, args, kwargs)
         if self._explain is None:
             return func(*args, **kwargs)
         with self._explain(self._where()):
@@ -65,6 +74,10 @@ class Watch(TorchFunctionMode):
         if id(tensor) not in self._standins:
             self._standins[id(tensor)] = (self._make_standin(tensor), tensor)
         return self._standins[id(tensor)][0]
+
+    def was_read(self, tensor: torch.Tensor) -> bool:
+        """Whether the callable closed over this tensor."""
+        return id(tensor) in self._standins
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
         """The tensor that a constant of the graph stands for."""
@@ -93,7 +106,9 @@ class Watch(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if _INNERMOST.watch is self:
-            self._modules.setdefault(id(module), (weakref.ref(module), module.training))
+            if id(module) not in self._modules:
+                self._modules[id(module)] = (weakref.ref(module), module.training)
+                self.journal.note(module.named_modules())
             self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -117,3 +132,9 @@ class _Innermost(threading.local):
 
 
 _INNERMOST = _Innermost()
+
+
+def note_modules(module: nn.Module) -> None:
+    """Remember the attributes of a module before the capture under way runs any of it."""
+    if _INNERMOST.watch is not None:
+        _INNERMOST.watch.journal.note(module.named_modules())

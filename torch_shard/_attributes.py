@@ -1,0 +1,157 @@
+"""Plain attributes of modules: what a program depends on, and what forward does to them."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+NUMBERS = (bool, int, float, str)
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
+_OF_TORCH = frozenset(vars(nn.Module()))
+_ABSENT = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """An attribute that forward left with another value."""
+
+    path: str
+    attributes: dict[str, Any]
+    name: str
+    old: Any
+    new: Any
+
+
+class Journal:
+    """The attributes of modules as they were before a capture."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Remember the present attributes of modules, given with their names, unless that was done before."""
+        for path, module in modules:
+            if id(module) not in self._before:
+                values = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+                contents = {n: _contents(v) for n, v in values.items() if type(v) in _CONTAINERS}
+                self._before[id(module)] = (path, module, values, contents)
+
+    def restore(self) -> list[Change]:
+        """Put every attribute back, contents of containers too; return what had changed."""
+        changes = []
+        for path, module, values, contents in self._before.values():
+            now = vars(module)
+            for name in [n for n in {**values, **now} if n not in _OF_TORCH]:
+                old, new = values.get(name, _ABSENT), now.get(name, _ABSENT)
+                if old is new and (name not in contents or _contents(new) == contents[name]):
+                    continue
+                left = copy.copy(new) if type(new) in _CONTAINERS else new
+                changes.append(Change(f"{path}.{name}" if path else name, now, name, old, left))
+                _put_back(now, name, old, contents.get(name))
+        return changes
+
+
+def _contents(container: Any) -> Any:
+    """What tells whether a container has changed, and restores it."""
+    return [(k, _Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(_Same, container))
+
+
+class _Same:
+    """Equal if it is the same object: tensors have no equality that is one truth."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _put_back(attributes: dict[str, Any], name: str, old: Any, contents: Any) -> None:
+    if old is _ABSENT:
+        del attributes[name]
+        return
+    attributes[name] = old
+    if contents is not None:
+        old.clear()
+        if isinstance(old, dict):
+            old.update((k, v.value) for k, v in contents)
+        else:
+            (old.update if isinstance(old, set) else old.extend)(v.value for v in contents)
+
+
+@contextlib.contextmanager
+def new_values(changes: Iterable[Change]) -> Iterator[None]:
+    """Give attributes the values that forward left, for a while."""
+    for change in changes:
+        change.attributes[change.name] = change.new
+    try:
+        yield
+    finally:
+        for change in changes:
+            _put_back(change.attributes, change.name, change.old, None)
+
+
+def settle(changes: list[Change], was_read: Any) -> list[Change]:
+    """What a compiled program makes of the attributes that its capture changed and the journal has put back.
+
+    Args:
+        changes: What forward did.
+        was_read: Tells whether forward also read a tensor.
+
+    Returns:
+        The changed numbers and strings: harmless only if the program does not depend on them.
+
+    Raises:
+        NotImplementedError: A tensor is carried from one call to the next in a plain attribute.
+    """
+    for change in changes:
+        if not _has_tensor(change.new):
+            continue
+        if isinstance(change.old, torch.Tensor) and was_read(change.old):
+            raise NotImplementedError(
+                f"forward reads the plain attribute {change.path}, a tensor, and writes it: it carries a value from "
+                "call to call, and a compiled program keeps such a value only in a buffer. Register it: "
+                f"self.register_buffer({change.name!r}, tensor, persistent=False); forward stays as it is."
+            )
+        logger.warning(
+            "forward writes the plain attribute %s; a compiled step does not keep such writes. Return the value in "
+            "the metrics, or register a buffer.",
+            change.path,
+        )
+    return [c for c in changes if isinstance(c.new, NUMBERS)]
+
+
+def _has_tensor(value: Any) -> bool:
+    leaves = list(value.values()) if isinstance(value, dict) else value if type(value) in _CONTAINERS else [value]
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+class PlainAttributes:
+    """The numbers, strings and tensors that a module's parts have as plain attributes: a program depends on them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, value)
+            for name, m in module.named_modules()
+            for attribute, value in vars(m).items()
+            if attribute != "training" and isinstance(value, (*NUMBERS, torch.Tensor))
+        ]
+
+    def changed(self) -> str | None:
+        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
+        for path, attributes, attribute, value in self._values:
+            now = attributes.get(attribute)
+            if now is not value and (isinstance(value, torch.Tensor) or type(now) is not type(value) or now != value):
+                return path
+        return None

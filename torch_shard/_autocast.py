@@ -1,0 +1,99 @@
+"""`torch.autocast` for accelerators, in captures: PyTorch's policy for CUDA, which the jax device takes over.
+
+Products run in the lower precision, as CPU autocast has it; norms, softmax, losses and what else loses digits run in
+float32. Source: "Ops that can autocast to float32" in PyTorch's documentation of `torch.amp`.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as torch_pytree
+
+PRODUCTS = """
+    addbmm addmm addmv baddbmm bmm chain_matmul conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    convolution linalg_multi_dot linear matmul mm mv prelu scaled_dot_product_attention
+""".split()
+FLOAT32 = """
+    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist
+    cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss
+    layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss
+    nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax
+    softmin softplus sum renorm tan triplet_margin_loss rms_norm batch_norm instance_norm huber_loss gaussian_nll_loss
+""".split()
+LOWER = (torch.bfloat16, torch.float16)
+
+
+class _Active(threading.local):
+    depth = 0
+    """How many autocast regions of an accelerator are entered in the capture of this thread."""
+    capturing = False
+
+
+_ACTIVE = _Active()
+
+
+@functools.cache
+def _float32_functions() -> frozenset[Callable[..., Any]]:
+    owners = (torch, F, torch.Tensor, torch.special)
+    return frozenset(getattr(owner, name) for owner in owners for name in FLOAT32 if hasattr(owner, name))
+
+
+def is_accelerated() -> bool:
+    """Whether an autocast region of an accelerator is active in the capture under way."""
+    return _ACTIVE.depth > 0 and torch.is_autocast_enabled("cpu")
+
+
+def widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a torch call as autocast passes them on."""
+    if not is_accelerated() or func not in _float32_functions():
+        return args, kwargs
+    return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, (args, kwargs))
+
+
+@contextlib.contextmanager
+def autocast_on_fakes() -> Iterator[None]:
+    """Let regions of `torch.autocast` for any device act on the CPU tensors of a capture, also one entered outside."""
+    outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
+    depth, capturing = _ACTIVE.depth, _ACTIVE.capturing
+    _ACTIVE.depth, _ACTIVE.capturing = 0, True
+    methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
+    try:
+        with mock.patch.multiple(torch.autocast, **{n: m(getattr(torch.autocast, n)) for n, m in methods.items()}):
+            dtype = torch.get_autocast_dtype(outside[0]) if outside else None
+            with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
+                yield
+    finally:
+        _ACTIVE.depth, _ACTIVE.capturing = depth, capturing
+
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        self._is_accelerator = _ACTIVE.capturing and device_type.split(":")[0] != "cpu"
+        if self._is_accelerator:
+            dtype = dtype or torch.get_autocast_dtype(device_type)
+            device_type = "cpu"
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    return init
+
+
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        _ACTIVE.depth += getattr(self, "_is_accelerator", False)
+        return original(self)
+
+    return enter
+
+
+def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: Any, *error: Any) -> Any:
+        _ACTIVE.depth -= getattr(self, "_is_accelerator", False)
+        return original(self, *error)
+
+    return leave

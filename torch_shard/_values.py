@@ -1,0 +1,122 @@
+"""Where a captured callable asks for the value of a tensor: known from the program alone, not needed, or refused."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from torch_shard._checks import passing_truth
+from torch_shard._graph import args_of
+from torch_shard._source import current_user_line
+
+aten = torch.ops.aten
+_TORCH = pathlib.Path(torch.__file__).parent
+_LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
+_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent))
+
+
+class Values(TorchDispatchMode):
+    """Answers for tensors that have no value.
+
+    A tensor made from Python numbers alone has one: it is computed. A check that would only raise an error passes:
+    a compiled program cannot raise. Anything else goes on to the tracer, which refuses it.
+
+    Args:
+        node_of: The node of a traced tensor.
+        root: Gives the module that holds what the `get_attr` nodes of the trace name.
+    """
+
+    def __init__(self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], Any]) -> None:
+        super().__init__()
+        self._node_of, self._root = node_of, root
+        self._constants: Constants | None = None
+        self.skipped: list[str] = []
+        """Places of the checks that were passed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default or func is aten.equal.default:
+            answer = self._answer(func, args)
+            if answer is not None:
+                return answer
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, func: Any, args: Any) -> Any:
+        nodes = [self._node_of(tensor) for tensor in args]
+        if all(node is not None for node in nodes):
+            self._constants = self._constants or Constants(nodes[0].graph, self._root())
+            with _disable_current_modes(), torch.no_grad():
+                values = [self._constants.value(node) for node in nodes]
+                if all(value is not None for value in values):
+                    return func(*values)
+        frame = _asking_frame()
+        if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
+            return None
+        truth = passing_truth(frame)
+        if truth is not None:
+            self.skipped.append(current_user_line())
+        return truth
+
+
+def _asking_frame() -> FrameType | None:
+    """The Python function that asked for the value, below the layers of PyTorch's dispatch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+        frame = frame.f_back
+    return frame
+
+
+class Constants:
+    """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
+
+    def __init__(self, graph: Graph, root: Any) -> None:
+        self._graph, self._root = graph, root
+        self._values: dict[Node, Any] = {}
+        self._unknown: set[int] = set()  # storages that something unknown was written to
+        self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
+
+    def value(self, node: Node) -> torch.Tensor | None:
+        """The value of a node, or None."""
+        while self._last.next is not self._graph._root:  # pyright: ignore[reportAttributeAccessIssue]
+            self._last = self._last.next
+            self._run(self._last)
+        return self._known(node)
+
+    def _known(self, node: Node) -> Any:
+        value = self._values.get(node)
+        return None if _storages(value) & self._unknown else value
+
+    def _run(self, node: Node) -> None:
+        inputs = node.all_input_nodes
+        if _is_literal(node):
+            self._values[node] = getattr(self._root, str(args_of(node)[0].target)).clone()
+        elif node.op == "call_function" and not _is_random(node):
+            if all(self._known(i) is not None for i in inputs):
+                args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
+                self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            elif _writes(node):
+                self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
+
+
+def _is_literal(node: Node) -> bool:
+    """`torch.tensor(...)` of Python numbers, written down in the graph."""
+    return node.target is aten.lift_fresh_copy.default and args_of(node)[0].op == "get_attr"
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors}
