@@ -558,6 +558,12 @@ def cond(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @row(CONTROL)
+def cond_not_taken(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """The other branch would make NaN, and its gradient too."""
+    return torch.cond(m.a(x).sum() > 1e9, lambda z: (z - z).log() / m.a(z), lambda z: m.b(z), (x,))
+
+
+@row(CONTROL)
 def assertions(m: Any, x: torch.Tensor) -> torch.Tensor:
     torch._assert(x.shape[0] > 0, "no rows")
     torch._assert((x == x).all(), "not a number")

@@ -1,5 +1,6 @@
 """Train torch models on JAX meshes: the names that users import."""
 
+from torch_shard import _control  # noqa: F401  (torch.cond in captures)
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._inspect import visualize_sharding
 from torch_shard._mesh import make_mesh

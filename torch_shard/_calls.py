@@ -4,6 +4,7 @@ In a capture, a call into JAX is one opaque torch operator with its own derivati
 `jax.eval_shape`, its meaning from the function itself.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,11 @@ from torch_shard import _device  # noqa: F401  (registers the device)
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._capture import is_fake
 from torch_shard._convert import adopt_torch_nodes
-from torch_shard._function import TorchFunction
+from torch_shard._function import MoreInputs, Reader, TorchFunction
 from torch_shard._keys import next_key, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
+from torch_shard._watch import ModuleFlags, add_modules, as_captured, unwatched
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
@@ -108,7 +110,8 @@ def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
-    _FUNCTIONS[handle] = fn, jax.eval_shape(fn, *shapes)
+    with unwatched():
+        _FUNCTIONS[handle] = fn, jax.eval_shape(fn, *shapes)
     return torch.ops.torch_shard.call(handle, list(tensors))
 
 
@@ -126,6 +129,9 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = any(map(is_fake, tensors))
+    closure: list[torch.Tensor] = []
+    modules: list[ModuleFlags] = []
+    token = object()
     key = next_key() if random and not captured else None
     out: list[Any] = []
 
@@ -133,8 +139,11 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         given = iter(arrays)
         values = [next(given) if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)]
         args, kwargs = jax.tree.unflatten(tree, values)
-        seed = next(given, None)
-        result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
+        seed = next(given) if random and captured else None
+        reader = Reader(closure, list(given), token)
+        with reader.active() if captured else contextlib.nullcontext():
+            result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
+        modules.extend(reader.modules)
         out_leaves, out_tree = jax.tree.flatten(result)
         found = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in out_leaves]
         out[:] = [out_tree, [_ARRAY if f else o for o, f in zip(out_leaves, found, strict=True)]]
@@ -142,10 +151,24 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     if random and captured:
         tensors.append(torch.ops.torch_shard.draw_seed(tensors[0]))
-    run = _run_captured if captured else _run_now
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    results = iter(_Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors))
+    results = iter(_run_with_closure(flat, tensors, closure) if captured else _apply(flat, _run_now, tensors))
+    for flags in modules:
+        add_modules(flags)
     return jax.tree.unflatten(out[0], [next(results) if o is _ARRAY else o for o in out[1]])
+
+
+def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
+
+
+def _run_with_closure(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+    """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
+    while True:
+        try:
+            return _apply(flat, _run_captured, [*map(as_captured, tensors), *map(as_captured, closure)])
+        except MoreInputs as request:
+            closure.extend(request.tensors)
 
 
 _ARRAY = object()

@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -32,12 +33,15 @@ from torch_shard._autocast import autocast_on_fakes
 from torch_shard._cumulative import cumulative_batch_norms
 from torch_shard._graph import outputs_of
 from torch_shard._simplify import simplify
-from torch_shard._source import user_frame
+from torch_shard._source import current_user_line, user_frame
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
+SUBSTITUTES: list[tuple[Any, str, Callable[..., Any]]] = []
+"""Functions of PyTorch that mean something else in a capture: owner, name, and what is called instead."""
+_MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 
@@ -106,9 +110,11 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     part = functools.partial
     watch = Watch(part(_is_of_capture, mode), part(_make_standin, mode), _set_data, _annotated if explain else None)
     with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
+        _MODES.append(mode)
         try:
             graph = _capture(fn, specs, keep, explain, mode, watch)
         finally:
+            _MODES.remove(mode)
             changes = watch.journal.restore()
         return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
 
@@ -123,7 +129,7 @@ def _capture(
     values = Values(_node_of, _root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        with watch.watching(), cumulative_batch_norms(), autocast_on_fakes(), values:
+        with watch.watching(), cumulative_batch_norms(), autocast_on_fakes(), _substituted(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
@@ -239,6 +245,22 @@ def _root() -> Any:
     return mode.tracer.root
 
 
+@contextlib.contextmanager
+def _substituted() -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def choose(original: Callable[..., Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, substitute in SUBSTITUTES:
+            stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
+        yield
+
+
 def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
     """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
     if isinstance(tensor, FakeTensor):
@@ -269,6 +291,12 @@ def _is_input(node: torch.fx.Node | None) -> bool:
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode not in _MODES:
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
+            "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
+            "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
+        )
     with _disable_current_modes(), mode:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 

@@ -276,6 +276,7 @@ def _register_device() -> None:
     for op in _FACTORIES:
         _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
     register_autocast()
+    torch.Tensor.is_jax = property(lambda self: self.device.type == "jax")  # pyright: ignore  (torch.compile reads it)
     _KERNELS.impl(aten.copy_.default, _copy_, "PrivateUse1")  # torch.tensor(..., device="jax") gets no further
 
 

@@ -20,6 +20,7 @@ from torch_shard._capture import Graph, ModuleFlags, Spec, capture
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
+from torch_shard._watch import binding
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
@@ -67,6 +68,11 @@ class Closure(threading.local):
     def __init__(self) -> None:
         self.readers: list[Reader] = []
 
+    @property
+    def token(self) -> Any:
+        """The call from a capture into JAX that is being traced, or None."""
+        return self.readers[-1].token if self.readers else None
+
     def read(self, program: Program) -> list[jax.Array]:
         """The current values of the tensors that a program closes over."""
         if self.readers:
@@ -90,9 +96,17 @@ class MoreInputs(Exception):
 
 
 class Reader:
-    """Reads closed-over tensors from the inputs of a trace, and notes what the trace depends on."""
+    """Reads closed-over tensors from the inputs of a trace, and notes what the trace depends on.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array]) -> None:
+    Args:
+        tensors: The closed-over tensors.
+        values: Their values in the trace.
+        token: Of a call from a capture into JAX. Such a call is traced several times, also when the capture is over
+            and its modules hold other tensors again: the programs of the first time serve every time.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array], token: Any = None) -> None:
+        self.token = CLOSURE.token if token is None else token
         self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
         self.modules: list[ModuleFlags] = []
 
@@ -130,13 +144,33 @@ class FlatFunction:
         self.fn, self.what = fn, what
         self._programs: dict[Any, list[Program]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
+        self._bound: dict[Any, FlatFunction] = {}
 
     def _current(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> tuple[Any, Any, Any]:
         specs = tuple(
             Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
         )
-        programs = self._programs.setdefault((specs, ambient()), [])
-        return specs, programs, next((p for p in programs if p.graph.is_current()), None)
+        token = CLOSURE.token
+        programs = self._programs.setdefault((specs, token or ambient()), [])
+        return specs, programs, next((p for p in programs if token or p.graph.is_current()), None)
+
+    def with_closure(self, arrays: list[jax.Array]) -> tuple["FlatFunction", list[jax.Array]]:
+        """The function and arrays to run: called from a capture, closed-over tensors are arguments with a gradient."""
+        if CLOSURE.token is None:
+            return self, arrays
+        closure = self.program(arrays, (False,) * len(arrays)).graph.closure
+        values = CLOSURE.values(closure)
+        if not closure:
+            return self, arrays
+        key = (CLOSURE.token, tuple(map(id, closure)))
+        return self._bound.setdefault(key, self._bind(closure)), [*arrays, *values]
+
+    def _bind(self, closure: tuple[torch.Tensor, ...]) -> "FlatFunction":
+        def bound(*inputs: torch.Tensor) -> Any:
+            with binding(closure, inputs[-len(closure) :]):
+                return self.fn(*inputs[: -len(closure)])
+
+        return FlatFunction(bound, self.what)
 
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
         """What the callable returned besides tensors when it was captured for arrays like these."""
@@ -255,7 +289,7 @@ class TorchFunction:
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-        function = self._flat_function(tree, is_array, static)
+        function, arrays = self._flat_function(tree, is_array, static).with_closure(arrays)
         outputs = iter(function.jax(key, *arrays))
         out_tree, out_leaves = function.aux(arrays)
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])

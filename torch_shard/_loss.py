@@ -1,5 +1,6 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
@@ -147,7 +148,13 @@ _CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" 
 
 
 def loss_program(
-    model: torch.nn.Module, loss_fn: LossFn, signature: BatchSignature, *, train: bool, caller: str
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    signature: BatchSignature,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    train: bool,
+    caller: str,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -155,16 +162,17 @@ def loss_program(
         model: Captured with the training flags that it has now, or in eval mode.
         loss_fn: Returns a scalar, or a scalar and a dict of metrics.
         signature: Of the batch.
+        compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
         caller: The public function, for errors.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, ambient())
+    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, ambient())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
-        fn = _joint(model, loss_fn, held, signature, train, caller)
+        fn = _joint(model, loss_fn, held, signature, compute_dtype, train, caller)
         specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
         programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all), model)
     return programs[key]
@@ -182,6 +190,7 @@ def _joint(
     loss_fn: LossFn,
     held: Holdings,
     signature: BatchSignature,
+    compute_dtype: torch.dtype | None,
     train: bool,
     caller: str,
 ) -> Callable[..., Any]:
@@ -190,7 +199,9 @@ def _joint(
     hooks = {name: _hooks(name, parameter) for name, parameter in held.trainable.items()}
 
     def forward(module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
-        loss, metrics = _split(loss_fn(module, signature.rebuild(batch)), caller)
+        with torch.autocast("jax", compute_dtype) if compute_dtype else contextlib.nullcontext():
+            out = loss_fn(module, signature.rebuild(batch))
+        loss, metrics = _split(out, caller)
         leaves, tree = jax.tree.flatten(metrics)
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 

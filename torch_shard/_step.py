@@ -31,11 +31,13 @@ class Step:
         mesh: Mesh,
         plan: ShardingPlan,
         spec: PartitionSpec | None,
+        compute_dtype: torch.dtype | None,
     ) -> None:
         check_mesh(mesh, caller=self.caller)
         _check_type(self.caller, "model", model, torch.nn.Module)
         _check_type(self.caller, "plan", plan, ShardingPlan)
-        self.model, self.loss_fn, self.mesh = model, loss_fn, mesh
+        _check_compute_dtype(self.caller, compute_dtype)
+        self.model, self.loss_fn, self.mesh, self.compute_dtype = model, loss_fn, mesh, compute_dtype
         self.plan: ResolvedPlan = plan.resolve(model, mesh)
         self.layout = BatchLayout(mesh, spec, self.caller)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -86,7 +88,14 @@ class Step:
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
                 "its state no longer fits. Make a new step."
             )
-        program = loss_program(self.model, self.loss_fn, signature, train=self.train, caller=self.caller)
+        program = loss_program(
+            self.model,
+            self.loss_fn,
+            signature,
+            compute_dtype=self.compute_dtype,
+            train=self.train,
+            caller=self.caller,
+        )
         self._check_reach(program)
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
 
@@ -133,6 +142,14 @@ class Compiled:
 def _check_type(caller: str, argument: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{caller}: {argument} must be a {kind.__name__}, got {type(value).__name__}.")
+
+
+def _check_compute_dtype(caller: str, dtype: Any) -> None:
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f"{caller}: compute_dtype must be torch.bfloat16 or None, got {dtype}. (float16 would need a scaled loss; "
+            "for another precision throughout, convert the model itself: model.double().)"
+        )
 
 
 def _difference(key: tuple, earlier: tuple) -> str:

@@ -57,6 +57,7 @@ def make_train_step(
     mesh: Mesh,
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> "TrainStep":
     """Make the function that trains `model` by one step, as one compiled program.
 
@@ -69,6 +70,9 @@ def make_train_step(
         plan: Which parameter and buffer is split how, by name.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
+        compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
+            products run in bfloat16, and norms, softmax and losses in float32, by the policy of
+            `torch.autocast("cuda")`.
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
@@ -88,7 +92,7 @@ def make_train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss']
     """
-    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec)
+    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype)
 
 
 def make_eval_step(
@@ -98,6 +102,7 @@ def make_eval_step(
     mesh: Mesh,
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> "EvalStep":
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
 
@@ -107,11 +112,12 @@ def make_eval_step(
         mesh: Likewise.
         plan: Likewise.
         batch_spec: Likewise.
+        compute_dtype: Likewise.
 
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
     """
-    return EvalStep(model, loss_fn, mesh, plan, batch_spec)
+    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype)
 
 
 class TrainStep(Step):
@@ -119,8 +125,10 @@ class TrainStep(Step):
 
     caller, train = "make_train_step", True
 
-    def __init__(self, model: Any, loss_fn: Any, optimizer: Any, mesh: Any, plan: Any, spec: Any) -> None:
-        super().__init__(model, loss_fn, mesh, plan, spec)
+    def __init__(
+        self, model: Any, loss_fn: Any, optimizer: Any, mesh: Any, plan: Any, spec: Any, compute_dtype: Any
+    ) -> None:
+        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "

@@ -176,8 +176,8 @@ class _Jitted:
         self.variants: list[_Variant] = []
 
     def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = ambient()
-        variant = next((v for v in self.variants if v.settings == settings and v.is_current()), None)
+        settings = CLOSURE.token or ambient()
+        variant = next((v for v in self.variants if v.settings == settings and (CLOSURE.token or v.is_current())), None)
         if variant is None:
             variant = _Variant(self, settings, ())
             self.variants.append(variant)

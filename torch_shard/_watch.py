@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,10 @@ class Watch(TorchFunctionMode):
         finally:
             _INNERMOST.watch = outer
 
+    def add_modules(self, flags: ModuleFlags) -> None:
+        """Note modules that ran in a capture within this one."""
+        self._modules.update((id(module), (ref, flag)) for ref, flag in flags if (module := ref()) is not None)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """See the torch calls and the module calls made within."""
@@ -138,3 +142,40 @@ def note_modules(module: nn.Module) -> None:
     """Remember the attributes of a module before the capture under way runs any of it."""
     if _INNERMOST.watch is not None:
         _INNERMOST.watch.journal.note(module.named_modules())
+
+
+@contextlib.contextmanager
+def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let these tensors be these fakes of the capture under way."""
+    watch = _INNERMOST.watch
+    assert watch is not None
+    before = {id(t): watch._standins.pop(id(t), None) for t in tensors}
+    watch._standins.update((id(t), (fake, t)) for t, fake in zip(tensors, fakes, strict=True))
+    try:
+        yield
+    finally:
+        for key, standin in before.items():
+            del watch._standins[key]
+            if standin is not None:
+                watch._standins[key] = standin
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave the capture under way, to run or trace JAX code in the midst of it."""
+    watch, _INNERMOST.watch = _INNERMOST.watch, None
+    try:
+        yield
+    finally:
+        _INNERMOST.watch = watch
+
+
+def add_modules(flags: ModuleFlags) -> None:
+    """Let the capture under way depend on the training flags of these modules."""
+    if _INNERMOST.watch is not None:
+        _INNERMOST.watch.add_modules(flags)
+
+
+def as_captured(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor in the capture under way."""
+    return tensor if _INNERMOST.watch is None else _INNERMOST.watch._on_cpu(tensor)

@@ -1,0 +1,34 @@
+"""`torch.cond` in captures: one conditional of the compiled program, of which only one branch runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._calls import call_pure
+from torch_shard._capture import SUBSTITUTES
+from torch_shard._function import TorchFunction
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+    """`torch.cond` as `jax.lax.cond`; its derivative is that of the branch that ran.
+
+    Args:
+        pred: A tensor of one element, or a bool.
+        true_fn: Takes the operands; what it closes over counts as such.
+        false_fn: Likewise, with outputs of the same shapes and dtypes.
+        operands: Tensors, or pytrees of them.
+    """
+    if not isinstance(pred, torch.Tensor):
+        return (true_fn if pred else false_fn)(*operands)
+    branches = TorchFunction(true_fn), TorchFunction(false_fn)
+
+    def choose(key: Any, pred: jax.Array, operands: Any) -> Any:
+        on_true, on_false = (lambda operands, branch=branch: branch(key, *operands) for branch in branches)
+        return jax.lax.cond(pred.reshape(()).astype(bool), on_true, on_false, operands)
+
+    return call_pure(choose, (pred, tuple(operands)), {}, random=True)
+
+
+SUBSTITUTES.append((torch, "cond", cond))
