@@ -15,7 +15,7 @@ from torch_shard._calls import call_pure, is_adapted, pure_of
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
 from torch_shard._mesh import check_mesh
-from torch_shard._watch import flags_hold
+from torch_shard._watch import bound_tensors, flags_hold
 
 Pure = Callable[..., Any]
 
@@ -69,7 +69,8 @@ class _TorchGradient:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         positions = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
-        again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in jax.tree.leaves((args, kwargs)))
+        tensors = [*jax.tree.leaves((args, kwargs)), *bound_tensors()]
+        again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         given = list(args)
         for position in positions:
             given[position] = jax.tree.map(_as_leaf, args[position])
@@ -141,7 +142,13 @@ def jax_checkpoint(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values."""
     if "static_argnums" in kwargs:
         kwargs["static_argnums"] = _shift(kwargs["static_argnums"])
-    return _adapt(fn, jax.checkpoint(pure_of(fn), **kwargs))
+    pure = pure_of(fn)
+
+    def checkpointed(*args: Any, **named: Any) -> Any:
+        # A new function for each call: jax.checkpoint keeps its trace, and with it what the trace closed over.
+        return jax.checkpoint(lambda *args, **named: pure(*args, **named), **kwargs)(*args, **named)
+
+    return _adapt(fn, checkpointed)
 
 
 def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ class Watch(TorchFunctionMode):
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
         self.journal = Journal()
+        self.bound: tuple[torch.Tensor, ...] = ()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _INNERMOST.watch is not self:  # a capture inside of a capture
@@ -151,13 +152,20 @@ def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> I
     assert watch is not None
     before = {id(t): watch._standins.pop(id(t), None) for t in tensors}
     watch._standins.update((id(t), (fake, t)) for t, fake in zip(tensors, fakes, strict=True))
+    outer, watch.bound = watch.bound, tuple(fakes)
     try:
         yield
     finally:
+        watch.bound = outer
         for key, standin in before.items():
             del watch._standins[key]
             if standin is not None:
                 watch._standins[key] = standin
+
+
+def bound_tensors() -> tuple[torch.Tensor, ...]:
+    """The fakes that `binding` has given to closed-over tensors."""
+    return () if _INNERMOST.watch is None else _INNERMOST.watch.bound
 
 
 @contextlib.contextmanager
