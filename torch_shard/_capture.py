@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -25,22 +24,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
-from torch_shard._autocast import autocast_on_fakes
-from torch_shard._cumulative import cumulative_batch_norms
 from torch_shard._graph import outputs_of
 from torch_shard._simplify import simplify
 from torch_shard._source import current_user_line, user_frame
+from torch_shard._surroundings import reference_kernels, surroundings
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
-SUBSTITUTES: list[tuple[Any, str, Callable[..., Any]]] = []
-"""Functions of PyTorch that mean something else in a capture: owner, name, and what is called instead."""
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
@@ -129,12 +124,12 @@ def _capture(
     values = Values(_node_of, _root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        with watch.watching(), cumulative_batch_norms(), autocast_on_fakes(), _substituted(), values:
+        with watch.watching(), surroundings(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
 
-    with _errors_for_users(), _reference_kernels(), _explained(explain), enable_python_dispatcher(), mode:
+    with _errors_for_users(), reference_kernels(), _explained(explain), enable_python_dispatcher(), mode:
         with_views = make_fx(traced, _allow_non_fake_inputs=True)(*fakes)
     if explain:
         _explain_backward(with_views)
@@ -217,21 +212,6 @@ def _return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: in
     return tuple(writes)
 
 
-@contextlib.contextmanager
-def _reference_kernels() -> Iterator[None]:
-    """Math attention and plain RNN cells: kernels whose derivative is a graph of ordinary operators."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    onednn = torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about TF32 on CPU builds
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-        torch._C._set_mkldnn_enabled(onednn)
-
-
 def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node that made a tensor of the trace under way."""
     mode = get_proxy_mode()
@@ -243,22 +223,6 @@ def _root() -> Any:
     """What holds the constants of the trace under way."""
     mode: Any = get_proxy_mode()
     return mode.tracer.root
-
-
-@contextlib.contextmanager
-def _substituted() -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def choose(original: Callable[..., Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, substitute in SUBSTITUTES:
-            stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
-        yield
 
 
 def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ import jax
 import torch
 
 from torch_shard._calls import call_pure
-from torch_shard._capture import SUBSTITUTES
 from torch_shard._function import TorchFunction
+from torch_shard._surroundings import SUBSTITUTES
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:

@@ -212,8 +212,8 @@ def _joint(
         def run(module: torch.nn.Module) -> Any:
             loss, metrics, tree = forward(module, inputs[len(names) :])
             grads, without = _gradients(loss, leaves, caller)
-            buffers = dict(module.named_buffers())
-            outputs = [loss.detach(), *grads, *(buffers[n].detach() for n in held.buffers), *metrics]
+            buffers = _buffers(module, held)
+            outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
             return outputs, _Shape(list(leaves), list(held.buffers), tree, without)
 
         return call_with(model, run, tensors | leaves)
@@ -221,13 +221,27 @@ def _joint(
     def evaluation(*inputs: torch.Tensor) -> Any:
         def run(module: torch.nn.Module) -> Any:
             loss, metrics, tree = forward(module, inputs[len(names) :])
-            buffers = dict(module.named_buffers())
-            return [loss, *(buffers[n] for n in held.buffers), *metrics], _Shape([], list(held.buffers), tree, ())
+            buffers = _buffers(module, held)
+            return [loss, *buffers, *metrics], _Shape([], list(held.buffers), tree, ())
 
         with eval_mode(model), torch.no_grad():
             return call_with(model, run, dict(zip(names, inputs, strict=False)))
 
     return training if train else evaluation
+
+
+def _buffers(module: torch.nn.Module, held: Holdings) -> list[torch.Tensor]:
+    """The buffers as forward left them."""
+    now = dict(module.named_buffers())
+    for name, before in held.buffers.items():
+        after = now.get(name)
+        if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
+            what = "removes it" if after is None else f"makes it {tuple(after.shape)} {after.dtype}"
+            raise NotImplementedError(
+                f"The buffer {name} is {tuple(before.shape)} {before.dtype} and forward {what}, but a compiled program "
+                "keeps shapes and dtypes. Give the buffer its largest size at first and write to a part of it."
+            )
+    return [now[name] for name in held.buffers]
 
 
 def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:

@@ -1,0 +1,61 @@
+"""What PyTorch is set to while a callable is captured."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torch_shard._autocast import autocast_on_fakes
+from torch_shard._cumulative import cumulative_batch_norms
+
+SUBSTITUTES: list[tuple[Any, str, Callable[..., Any]]] = []
+"""Functions of PyTorch that mean something else in a capture: owner, name, and what is called instead."""
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    """For the time that the callable itself runs."""
+    with cumulative_batch_norms(), autocast_on_fakes(), _substituted(), _compiled_functions_run_plainly():
+        yield
+
+
+@contextlib.contextmanager
+def reference_kernels() -> Iterator[None]:
+    """Math attention and plain RNN cells: kernels whose derivative is a graph of ordinary operators."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    onednn = torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns about TF32 on CPU builds
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        torch._C._set_mkldnn_enabled(onednn)
+
+
+@contextlib.contextmanager
+def _substituted() -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def choose(original: Callable[..., Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, substitute in SUBSTITUTES:
+            stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
+        yield
+
+
+def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager:
+    """What `torch.compile` made runs as the function that it was made of."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo is not None else contextlib.nullcontext()
