@@ -149,7 +149,7 @@ def test_custom_functions_hooks_and_func_transforms_mean_what_they_do_in_torch()
     torch.testing.assert_close(ts.jax_grad(fn)(X).cpu(), x.grad)
 
 
-def test_torch_cond_is_both_branches() -> None:
+def test_where_chooses_by_value() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return torch.where(x.sum() > 0, x.sin(), x.cos())
 
