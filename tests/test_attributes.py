@@ -1,4 +1,4 @@
-"""What forward does to the plain attributes of modules: harmless, right, or refused; and the module is left as it was."""
+"""What forward does to the plain attributes of modules: right or refused, and the module is left as it was."""
 
 import functools
 from typing import Any

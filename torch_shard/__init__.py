@@ -2,6 +2,8 @@
 
 from torch_shard import _control  # noqa: F401  (torch.cond in captures)
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
+from torch_shard._compare import Comparison, compare_with_torch
+from torch_shard._explain import Explanation, explain_capture
 from torch_shard._inspect import visualize_sharding
 from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
@@ -12,14 +14,18 @@ from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value
 
 __version__ = "0.1.0"
 __all__ = [
+    "Comparison",
     "EvalStep",
+    "Explanation",
     "ShardingPlan",
     "TrainState",
     "TrainStep",
     "call_jax",
     "call_torch",
+    "compare_with_torch",
     "disable_globally",
     "enable_globally",
+    "explain_capture",
     "gather",
     "jax_checkpoint",
     "jax_device",

@@ -64,8 +64,9 @@ def autocast_on_fakes() -> Iterator[None]:
     depth, capturing = _ACTIVE.depth, _ACTIVE.capturing
     _ACTIVE.depth, _ACTIVE.capturing = 0, True
     methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
+    patches: Any = {name: wrap(getattr(torch.autocast, name)) for name, wrap in methods.items()}
     try:
-        with mock.patch.multiple(torch.autocast, **{n: m(getattr(torch.autocast, n)) for n, m in methods.items()}):
+        with mock.patch.multiple(torch.autocast, **patches):
             dtype = torch.get_autocast_dtype(outside[0]) if outside else None
             with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
                 yield

@@ -1,6 +1,7 @@
 """Whether Python needs the value of a tensor only to raise an error, as assertions and checks of arguments do."""
 
 import dis
+import itertools
 from types import CodeType, FrameType
 
 _NO_BRANCH = ("UNARY_NOT", "TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "COPY", "NOT_TAKEN")
@@ -26,20 +27,32 @@ def passing_truth(frame: FrameType) -> bool | None:
     if not (jump.opname.startswith("POP_JUMP") and jump.opname.endswith(("IF_TRUE", "IF_FALSE"))):
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
-    target = next(i for i, instruction in enumerate(code) if instruction.offset == jump.argval)
-    if _only_raises(frame.f_code, code, position + 1):
+    after, target = code[position + 1].offset, jump.argval
+    if _only_raises(frame.f_code, code, after, target):
         return jumps_if ^ negated
-    return (not jumps_if) ^ negated if _only_raises(frame.f_code, code, target) else None
+    return (not jumps_if) ^ negated if _only_raises(frame.f_code, code, target, after) else None
 
 
-def _only_raises(function: CodeType, code: list[dis.Instruction], start: int) -> bool:
-    """Whether the instructions from `start` on build an exception and raise it, and do nothing else."""
-    for instruction in code[start:]:
-        if instruction.opname == "RAISE_VARARGS":
-            return not _is_caught(function, code, instruction.offset)
-        if "JUMP" in instruction.opname or instruction.opname.startswith(("RETURN", "YIELD", "FOR_ITER", "SEND")):
+def _only_raises(function: CodeType, code: list[dis.Instruction], start: int, other: int) -> bool:
+    """Whether every way on from the offset `start` raises an exception, before it could meet the way from `other`."""
+    following = {a.offset: b.offset for a, b in itertools.pairwise(code)}
+    at = {instruction.offset: instruction for instruction in code}
+    ways, seen = [start], set()
+    while ways:
+        offset = ways.pop()
+        name = at[offset].opname
+        if offset == other or name.startswith(("RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE")) or "BACKWARD" in name:
             return False
-    return False
+        if name == "RAISE_VARARGS":
+            if _is_caught(function, code, offset):
+                return False
+            continue
+        jumps = "JUMP" in name
+        targets = [at[offset].argval] if jumps else []
+        targets += [] if name in ("JUMP_FORWARD", "JUMP_ABSOLUTE") else [following[offset]]
+        ways += [t for t in targets if t not in seen]
+        seen.update(targets)
+    return True
 
 
 def _is_caught(function: CodeType, code: list[dis.Instruction], offset: int) -> bool:

@@ -28,10 +28,11 @@ def cumulative_batch_norms() -> Iterator[None]:
         if old is None:
             return
         module.momentum = None  # pyright: ignore[reportArgumentType]
+        count: Any = module.num_batches_tracked
         with torch.no_grad():
             for running, mean in zip(_running(module), old, strict=True):
                 # .data: the norm's backward, which has no use for them, has noted their version
-                running.data.copy_(mean + (running - mean) / module.num_batches_tracked)
+                running.data.copy_(mean + (running - mean) / count)
 
     hooks = (
         nn.modules.module.register_module_forward_pre_hook(enter),

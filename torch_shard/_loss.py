@@ -7,65 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torch_shard._attributes import PlainAttributes
+from torch_shard._batch import BatchSignature
 from torch_shard._capture import Spec
-from torch_shard._convert import adopt_torch_nodes
 from torch_shard._function import Program, ambient
 from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
-from torch_shard._ops import captured_dtype, torch_dtype
 from torch_shard._watch import ModuleFlags, flags_hold
 
 RESERVED = ("loss", "grad_norm")
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSignature:
-    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
-
-    tree: Any
-    leaves: tuple[Any, ...]
-
-    @property
-    def specs(self) -> list[Spec]:
-        """The array leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The batch, with these tensors as its array leaves."""
-        given = iter(tensors)
-        return jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
-
-
-def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
-    """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = jax.tree.flatten(batch)
-    if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
-        adopt_torch_nodes(batch)
-        leaves, tree = jax.tree.flatten(batch)
-    signature = BatchSignature(tree, tuple(map(_describe, leaves)))
-    return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
-
-
-def _describe(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return Spec(tuple(leaf.shape), leaf.dtype)
-    if isinstance(leaf, np.ndarray):
-        return Spec(leaf.shape, torch_dtype(leaf.dtype))
-    if isinstance(leaf, jax.Array):
-        return Spec(leaf.shape, captured_dtype(leaf.dtype))
-    if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
-        return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)
-    return leaf
-
-
-def leaf_paths(batch: Any) -> list[str]:
-    """Where each leaf of a batch stands, for messages."""
-    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +124,24 @@ def loss_program(
     key = (_identity(loss_fn), signature, entries, flags, compute_dtype, ambient())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
-        fn = _joint(model, loss_fn, held, signature, compute_dtype, train, caller)
-        specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
+        fn, specs = joint_loss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, caller=caller)
         programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all), model)
     return programs[key]
+
+
+def joint_loss(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    signature: BatchSignature,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    train: bool,
+    caller: str,
+) -> tuple[Callable[..., Any], list[Spec]]:
+    """What `loss_program` captures: loss, gradients, buffers and metrics as a torch function, and its inputs."""
+    held = holdings(model)
+    specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
+    return _joint(model, loss_fn, held, signature, compute_dtype, train, caller), specs
 
 
 def _identity(fn: LossFn) -> Any:
@@ -201,7 +167,7 @@ def _joint(
     def forward(module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
         with torch.autocast("jax", compute_dtype) if compute_dtype else contextlib.nullcontext():
             out = loss_fn(module, signature.rebuild(batch))
-        loss, metrics = _split(out, caller)
+        loss, metrics = split_loss(out, caller)
         leaves, tree = jax.tree.flatten(metrics)
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
@@ -275,7 +241,8 @@ def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str)
     return grads, without
 
 
-def _split(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
     pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     loss, metrics = pair
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()

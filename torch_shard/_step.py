@@ -8,8 +8,9 @@ import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._function import ambient
-from torch_shard._loss import BatchSignature, LossProgram, flatten_batch, leaf_paths, loss_program
+from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings
 from torch_shard._placement import BatchLayout, put
@@ -48,6 +49,11 @@ class Step:
         self._compiled: dict[Any, Compiled] = {}
         self.num_compiles = 0
         """How many programs were compiled so far."""
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether a program that was compiled so far draws random numbers."""
+        return any(compiled.random for compiled in self._compiled.values())
 
     def _prepare(self, batch: Any) -> tuple["Compiled", list[jax.Array]]:
         """The compiled program for this batch, and the batch on the mesh."""
@@ -126,6 +132,7 @@ class Compiled:
     def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
         self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
         self.outdated, self.without_grad = program.outdated, program.without_grad
+        self.random = program.program.random
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:

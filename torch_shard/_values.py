@@ -47,8 +47,8 @@ class Values(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _answer(self, func: Any, args: Any) -> Any:
-        nodes = [self._node_of(tensor) for tensor in args]
-        if all(node is not None for node in nodes):
+        nodes = [node for tensor in args if (node := self._node_of(tensor)) is not None]
+        if len(nodes) == len(args):
             self._constants = self._constants or Constants(nodes[0].graph, self._root())
             with _disable_current_modes(), torch.no_grad():
                 values = [self._constants.value(node) for node in nodes]

@@ -1,14 +1,15 @@
 """The proof: the same training, step by step, by torch_shard on the mesh and by eager torch on the CPU."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import optax
 import torch
 
 import torch_shard as ts
+from torch_shard._compare import Comparison, compare_batches
 from torch_shard._demo.model import GPT, loss_fn
 
 NUM_STEPS = 10
@@ -30,8 +31,8 @@ class Proof:
 
     Attributes:
         losses: Torch's loss at each step.
-        loss_difference: Largest over the steps.
-        param_difference: Largest over the parameters after the last step.
+        loss_difference: Largest over the steps, on one device or the mesh.
+        param_difference: Largest over the parameters and the steps.
         worst_param: Its name.
     """
 
@@ -53,71 +54,18 @@ def prove(model: GPT, batches: Sequence[Any], *, mesh: Any, plan: ts.ShardingPla
     not draw random numbers, which would not be the same on both sides.
 
     Args:
-        model: Its parameters are changed: torch trains it in place.
+        model: Is left as it is.
         batches: One per step.
         mesh: For torch_shard.
         plan: Likewise.
     """
-    # The state holds its own values, so the model can be trained by torch afterwards.
-    losses, params = _train_on_mesh(model, batches, mesh, plan)
-    torch_losses = _train_in_torch(model, batches)
-    return compare(losses, torch_losses, params, dict(model.named_parameters()))
-
-
-def compare(
-    losses: Sequence[float],
-    torch_losses: Sequence[float],
-    params: Mapping[str, torch.Tensor],
-    torch_params: Mapping[str, torch.Tensor],
-) -> Proof:
-    """Compare two trainings.
-
-    Args:
-        losses: By torch_shard, one per step.
-        torch_losses: By torch.
-        params: By torch_shard, after the last step, by name.
-        torch_params: By torch; the names must be the same.
-    """
-    if params.keys() != torch_params.keys():
-        raise ValueError(f"compare: the names differ: {sorted(params.keys() ^ torch_params.keys())}.")
-    by_step = [relative_difference(torch.tensor(a), torch.tensor(b)) for a, b in zip(losses, torch_losses, strict=True)]
-    by_name = {name: relative_difference(params[name], torch_params[name].detach()) for name in params}
-    worst = max(by_name, key=lambda name: _nan_to_inf(by_name[name]))
-    return Proof(tuple(torch_losses), max(map(_nan_to_inf, by_step)), _nan_to_inf(by_name[worst]), worst)
-
-
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return max |a - b| / max |b|; 0 where both are all zeros."""
-    difference = (a.double() - b.double()).abs().max()
-    return 0.0 if difference == 0 else float(difference / b.double().abs().max())
-
-
-def _nan_to_inf(value: float) -> float:
-    # max() would pass over a NaN, with which everything compares false.
-    return value if value == value else float("inf")
-
-
-def _train_on_mesh(
-    model: GPT, batches: Sequence[Any], mesh: Any, plan: ts.ShardingPlan
-) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = optax.adamw(LR, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan)
-    state, losses = step.init(), []
-    # Accelerators multiply float32 in fewer bits by default, torch on the CPU does not.
-    with jax.default_matmul_precision("highest"):
-        for batch in batches:
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return losses, ts.gather(state.params)
+    in_torch = functools.partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    return judge(compare_batches(model, loss_fn, batches, mesh=mesh, plan=plan, optimizers=(optimizer, in_torch)))
 
 
-def _train_in_torch(model: GPT, batches: Sequence[Any]) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    losses = []
-    for batch in batches:
-        loss = loss_fn(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def judge(comparison: Comparison) -> Proof:
+    """What a comparison says of losses and parameters."""
+    loss = max(row.worst for row in comparison.rows if row.kind == "loss")
+    worst = next(row for row in comparison.rows if row.kind == "parameter")  # the largest difference comes first
+    return Proof(comparison.losses, loss, worst.worst, worst.name)

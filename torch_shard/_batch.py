@@ -1,0 +1,59 @@
+"""Batches: their array leaves, and what a program depends on in them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._capture import Spec
+from torch_shard._convert import adopt_torch_nodes
+from torch_shard._ops import captured_dtype, torch_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSignature:
+    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The array leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The batch, with these tensors as its array leaves."""
+        given = iter(tensors)
+        return jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
+
+
+def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
+    """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
+    leaves, tree = jax.tree.flatten(batch)
+    if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
+        adopt_torch_nodes(batch)
+        leaves, tree = jax.tree.flatten(batch)
+    signature = BatchSignature(tree, tuple(map(_describe, leaves)))
+    return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return Spec(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return Spec(leaf.shape, torch_dtype(leaf.dtype))
+    if isinstance(leaf, jax.Array):
+        return Spec(leaf.shape, captured_dtype(leaf.dtype))
+    if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
+        return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)
+    return leaf
+
+
+def leaf_paths(batch: Any) -> list[str]:
+    """Where each leaf of a batch stands, for messages."""
+    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]

@@ -1,0 +1,296 @@
+"""The user's own proof: the same steps by eager torch, by one device and by the mesh, side by side."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._convert import host_array, to_host
+from torch_shard._loss import split_loss
+from torch_shard._mesh import describe_mesh, make_mesh
+from torch_shard._module import LossFn
+from torch_shard._plan import ShardingPlan
+from torch_shard._train import TrainState, TrainStep, make_train_step
+
+MAX_ROWS = 30
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Relative differences that the order of sums explains, by the lowest precision at work."""
+
+Values = dict[tuple[str, str], np.ndarray]  # by kind and name
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far one value is from its reference, as `max |a - b|` over the largest entry of the reference.
+
+    Attributes:
+        kind: "loss", "metric", "gradient", "parameter" or "buffer".
+        name: Of the parameter, buffer or metric.
+        size: Largest absolute entry of the reference.
+        one_device: Difference on a single device; None where that is the reference.
+        mesh: Difference on the mesh.
+    """
+
+    kind: str
+    name: str
+    size: float
+    one_device: float | None
+    mesh: float
+
+    @property
+    def worst(self) -> float:
+        """The larger of the two."""
+        return max(self.mesh, self.one_device or 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare_with_torch` found; print it with `rich.print` or `print`.
+
+    Attributes:
+        rows: One for each loss, metric, gradient, parameter and buffer, the largest difference first.
+        reference: What the others are compared with: "eager torch", or "one device" if the loss draws random numbers.
+        mesh: The mesh.
+        tolerance: What rounding explains, by the lowest precision at work.
+        losses: Of the reference, at each step.
+    """
+
+    rows: tuple[Difference, ...]
+    reference: str
+    mesh: str
+    tolerance: float
+    losses: tuple[float, ...]
+
+    def raise_if_different(self, rtol: float | None = None) -> None:
+        """Raise if anything differs by more than `rtol`, by default the tolerance.
+
+        Raises:
+            AssertionError: With the names and how far they are apart.
+        """
+        limit = self.tolerance if rtol is None else rtol
+        beyond = [row for row in self.rows if not row.worst <= limit]
+        if beyond:
+            lines = [f"  {row.kind} {row.name}: {_where(row)}" for row in beyond[:MAX_ROWS]]
+            raise AssertionError(
+                f"{len(beyond)} of {len(self.rows)} values differ from {self.reference} by more than {limit:.0e} of "
+                f"their largest entry:\n" + "\n".join(lines)
+            )
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"Differences from {self.reference}, relative to the largest entry")
+        for column in ("", "name", "largest entry", "one device", self.mesh):
+            table.add_column(column, justify="left" if column in ("", "name") else "right", overflow="fold")
+        for row in self.rows[:MAX_ROWS]:
+            colour = "green" if row.worst <= self.tolerance else "red"
+            one = "-" if row.one_device is None else f"{row.one_device:.1e}"
+            table.add_row(row.kind, row.name, f"{row.size:.2e}", one, f"{row.mesh:.1e}", style=colour)
+        if len(self.rows) > MAX_ROWS:
+            table.caption = f"and {len(self.rows) - MAX_ROWS} more with smaller differences"
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=110)
+        console.print(self)
+        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compare_with_torch(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    steps: int = 1,
+    optimizer: optax.GradientTransformation | None = None,
+    torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Comparison:
+    """Train copies of a model on one batch by eager torch on the CPU, on one device and on the mesh, and compare.
+
+    Args:
+        model: As for `make_train_step`; it is left as it is.
+        loss_fn: Likewise. If it draws random numbers (dropout), torch's are others than JAX's, so one device is
+            compared with the mesh alone.
+        batch: CPU tensors.
+        mesh: Likewise.
+        plan: Likewise.
+        steps: How many steps to take on this batch.
+        optimizer: Of optax, by default plain gradient descent with a rate of 0.01.
+        torch_optimizer: Makes torch's optimiser for the same rule from a list of parameters.
+        batch_spec: Likewise.
+        compute_dtype: Likewise; torch then runs under `torch.autocast("cpu", dtype=compute_dtype)`.
+
+    Returns:
+        A `Comparison`: loss and metrics, each gradient, and each parameter and buffer after the steps, worst first;
+        of several steps the worst counts.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> found = ts.compare_with_torch(
+        ...     torch.nn.Linear(4, 2), lambda model, batch: model(batch).square().mean(), torch.ones(8, 4),
+        ...     mesh=ts.make_mesh(batch=2, model=2), plan=ts.ShardingPlan({"weight": P("model")}, default=P()),
+        ... )
+        >>> found.raise_if_different()
+    """
+    if (optimizer is None) != (torch_optimizer is None):
+        raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
+    options = {"batch_spec": batch_spec, "compute_dtype": compute_dtype}
+    return compare_batches(model, loss_fn, [batch] * steps, mesh=mesh, plan=plan, optimizers=optimizers, **options)
+
+
+def compare_batches(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Sequence[Any],
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    optimizers: tuple[optax.GradientTransformation, Callable[..., torch.optim.Optimizer]],
+    compute_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Comparison:
+    """As `compare_with_torch`, with a batch for each step."""
+    alone = make_mesh(devices=[mesh.devices.flat[0]], **dict.fromkeys(mesh.axis_names, 1))
+    optimizer = optax.chain(_keep_gradients(), optimizers[0])
+    options["compute_dtype"] = compute_dtype
+
+    def train(mesh: Mesh) -> tuple[TrainStep, list[Values]]:
+        step = make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+        return step, _on_mesh(step, batches)
+
+    (step, on_mesh), (_, on_one) = train(mesh), train(alone)
+    random = step.draws_random
+    in_torch = on_one if random else _in_torch(step, loss_fn, batches, optimizers[1], compute_dtype)
+    rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in in_torch[-1]]
+    dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
+    return Comparison(
+        rows=tuple(sorted(rows, key=lambda row: -_order(row.worst))),
+        reference="one device" if random else "eager torch",
+        mesh=f"mesh {describe_mesh(mesh)}",
+        tolerance=max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes),
+        losses=tuple(float(values["loss", "loss"]) for values in in_torch),
+    )
+
+
+def _keep_gradients() -> optax.GradientTransformation:
+    return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
+
+
+def _on_mesh(step: TrainStep, batches: Sequence[Any]) -> list[Values]:
+    state, found = step.init(), []
+    with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
+        for batch in batches:
+            state, metrics = step(state, batch)
+            found.append(_values(_numbers(metrics), state.opt_state[0], state))
+    return found
+
+
+def _in_torch(
+    step: TrainStep,
+    loss_fn: LossFn,
+    batches: Sequence[Any],
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    compute_dtype: torch.dtype | None,
+) -> list[Values]:
+    state = step.init()
+    model = step.export(state)
+    for mine, theirs in zip(model.modules(), step.model.modules(), strict=True):
+        mine.training = theirs.training
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    found = []
+    for batch in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", compute_dtype) if compute_dtype else contextlib.nullcontext():
+            loss, metrics = split_loss(loss_fn(model, torch_pytree.tree_map(_copied, batch)), "compare_with_torch")
+        loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        optimizer.step()
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors = {name: _array(held[name]) for name in state.tensors}
+        numbers = {"loss": _array(loss), **_numbers(jax.tree.map(_array, metrics))}
+        found.append(_values(numbers, {n: _array(grads[n]) for n in state.params}, state, tensors))
+    return found
+
+
+def _copied(leaf: Any) -> Any:
+    return torch.as_tensor(leaf).clone() if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.array(host_array(value.detach().cpu()) if isinstance(value, torch.Tensor) else value)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics by path, without the step's own gradient norm."""
+    leaves = jax.tree_util.tree_leaves_with_path({n: v for n, v in metrics.items() if n != "grad_norm"})
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _values(numbers: dict[str, Any], grads: Any, state: TrainState, tensors: Any = None) -> Values:
+    kinds = {**dict.fromkeys(state.params, "parameter"), **dict.fromkeys(state.frozen, "parameter")}
+    held = state.tensors if tensors is None else tensors
+    found = {("loss" if name == "loss" else "metric", name): value for name, value in numbers.items()}
+    found |= {("gradient", name): grad for name, grad in grads.items()}
+    found |= {(kinds.get(name, "buffer"), name): value for name, value in held.items()}
+    return {key: _host(value) for key, value in found.items()}
+
+
+def _host(value: Any) -> np.ndarray:
+    return _array(to_host(value)) if isinstance(value, jax.Array) else np.asarray(value)
+
+
+def _difference(key: tuple[str, str], reference: list[Values], one: list[Values] | None, mesh: list[Values]) -> Any:
+    """The worst of all steps."""
+    kind, name = key
+    return Difference(
+        kind=kind,
+        name=name,
+        size=max(_largest(values[key]) for values in reference),
+        one_device=None if one is None else max(_apart(key, r, v) for r, v in zip(reference, one, strict=True)),
+        mesh=max(_apart(key, r, v) for r, v in zip(reference, mesh, strict=True)),
+    )
+
+
+def _apart(key: tuple[str, str], reference: Values, found: Values) -> float:
+    """Relative to the value's own largest entry; what is nothing but rounding is measured by the largest of its kind.
+
+    (A bias before a batch norm has a gradient of zero; what is left of it is the rounding of other gradients.)
+    """
+    wanted, got = (np.asarray(v[key], np.complex128) for v in (reference, found))
+    if wanted.shape != got.shape or (np.isfinite(wanted) != np.isfinite(got)).any():
+        return math.inf
+    largest_of_kind = max(_largest(v) for (kind, _), v in reference.items() if kind == key[0])
+    finite = np.isfinite(wanted)
+    distance = np.abs(wanted[finite] - got[finite]).max(initial=0)
+    return 0.0 if distance == 0 else float(distance / max(_largest(wanted), 1e-2 * largest_of_kind))
+
+
+def _largest(value: np.ndarray) -> float:
+    array = np.abs(np.asarray(value, np.complex128))
+    return float(array[np.isfinite(array)].max(initial=0))
+
+
+def _order(difference: float) -> float:
+    return math.inf if math.isnan(difference) else difference
+
+
+def _where(row: Difference) -> str:
+    if row.one_device is None:
+        return f"{row.mesh:.1e} on the mesh"
+    return f"{row.one_device:.1e} on one device, {row.mesh:.1e} on the mesh"

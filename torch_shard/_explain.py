@@ -1,0 +1,125 @@
+"""What a capture of a loss consists of: operators, their lowerings, what was skipped and what has none."""
+
+import collections
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from torch_shard._batch import flatten_batch
+from torch_shard._capture import Graph, capture
+from torch_shard._loss import joint_loss
+from torch_shard._lower import draws_random, place_of
+from torch_shard._module import LossFn
+from torch_shard._ops import LOWERINGS, find_lowering, keeps_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """One ATen operator of a capture.
+
+    Attributes:
+        name: Of the overload, `aten.mm.default` for example.
+        count: How many nodes it has, forward and backward.
+        lowering: "torch_shard", "torchax", or "none": a step would refuse the model.
+        place: Module path, file and line of its first use.
+    """
+
+    name: str
+    count: int
+    lowering: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain_capture` found; print it with `rich.print`.
+
+    Attributes:
+        operators: By number of nodes, the refused ones first.
+        num_nodes: Of the whole graph, with inputs.
+        closure: Shapes of the tensors that the loss reaches beside the model and the batch.
+        written: How many inputs are written in place, without the buffers that are assigned.
+        unreached: Trainable parameters that the loss does not reach.
+        skipped_checks: Places of checks of values, which a compiled program does not make.
+        random: Whether it draws random numbers.
+    """
+
+    operators: tuple[Operator, ...]
+    num_nodes: int
+    closure: tuple[tuple[int, ...], ...]
+    written: int
+    unreached: tuple[str, ...]
+    skipped_checks: tuple[str, ...]
+    random: bool
+
+    @property
+    def refused(self) -> tuple[Operator, ...]:
+        """The operators without a lowering."""
+        return tuple(op for op in self.operators if op.lowering == "none")
+
+    def __rich__(self) -> Group:
+        table = Table(title=f"{self.num_nodes} nodes, {len(self.operators)} operators, {len(self.refused)} refused")
+        for column in ("operator", "nodes", "lowering", "first use"):
+            table.add_column(column, justify="right" if column == "nodes" else "left", overflow="fold")
+        for op in self.operators:
+            table.add_row(op.name, str(op.count), op.lowering, op.place, style="red" if op.lowering == "none" else "")
+        notes = [f"draws random numbers: {'yes' if self.random else 'no'}"]
+        notes += [f"closes over a tensor of shape {shape}" for shape in self.closure]
+        notes += [f"does not reach {name}" for name in self.unreached]
+        notes += [f"skips the check in {place}" for place in self.skipped_checks]
+        return Group(table, Text("\n".join(notes)))
+
+
+def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True) -> Explanation:
+    """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
+
+    Args:
+        model: As for `make_train_step`.
+        loss_fn: Likewise.
+        batch: Likewise; only shapes and dtypes matter.
+        train: With gradients; otherwise as `make_eval_step` would capture it.
+
+    Returns:
+        An `Explanation`; operators without a lowering are part of it.
+
+    Raises:
+        NotImplementedError: Python depends on the value of a tensor; with file and line.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> model = torch.nn.Linear(4, 2)
+        >>> found = ts.explain_capture(model, lambda model, batch: model(batch).square().mean(), torch.ones(8, 4))
+        >>> found.refused, found.random
+        ((), False)
+    """
+    _, signature = flatten_batch(batch)
+    fn, specs = joint_loss(model, loss_fn, signature, train=train, caller="explain_capture")
+    graph = capture(fn, specs, keep=keeps_whole, explain=True)
+    return Explanation(
+        operators=_operators(graph),
+        num_nodes=graph.num_nodes,
+        closure=tuple(tuple(t.shape) for t in graph.closure),
+        written=len(graph.written),
+        unreached=graph.aux.without_grad,
+        skipped_checks=tuple(dict.fromkeys(graph.skipped)),
+        random=draws_random(graph.module),
+    )
+
+
+def _operators(graph: Graph) -> tuple[Operator, ...]:
+    nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    counts = collections.Counter(node.target for node in nodes)
+    first = {node.target: node for node in reversed(nodes)}
+    found = [Operator(str(op), count, _lowering_of(op), place_of(first[op])) for op, count in counts.items()]
+    return tuple(sorted(found, key=lambda op: (op.lowering != "none", -op.count, op.name)))
+
+
+def _lowering_of(op: Any) -> str:
+    if op in LOWERINGS:
+        return "torch_shard"
+    return "none" if find_lowering(op) is None else "torchax"
