@@ -217,7 +217,8 @@ def dispatch_rows(pairs: int) -> Iterator[Row]:
 
 def capture_rows(layers: int, repeats: int) -> Iterator[Row]:
     """Capture alone, in seconds per 500 nodes of the graph."""
-    from torch_shard._loss import flatten_batch, loss_program
+    from torch_shard._batch import flatten_batch
+    from torch_shard._loss import loss_program
 
     _, signature = flatten_batch(models.gpt_batch())
     found = []
