@@ -5,7 +5,15 @@ family; PyTorch decomposes what it can of the rest; torchax's table fills what r
 covers is refused by name.
 """
 
-from torch_shard._ops import _conv, _linear, _nn, _random  # noqa: F401  (they fill the table)
+from torch_shard._ops import (  # noqa: F401  (they fill the table)
+    _bags,
+    _conv,
+    _distances,
+    _linear,
+    _nn,
+    _pooling,
+    _random,
+)
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (
     LOWERINGS,

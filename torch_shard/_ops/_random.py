@@ -138,3 +138,13 @@ def multinomial(key, weights, num_samples, replacement=False):
     # Without replacement: the largest of logits plus Gumbel noise (Vieira 2014, the Gumbel top-k trick).
     noisy = logits + jax.random.gumbel(key, weights.shape, weights.dtype)
     return jax.lax.top_k(noisy, num_samples)[1].astype(jax_dtype(torch.int64))
+
+
+@lowers(aten.rrelu_with_noise_functional.default, random=True)
+def rrelu_with_noise_functional(key, x, noise, lower=0.125, upper=1 / 3, training=False):
+    """Returns `(out, noise)`: the slope of each element, drawn for the negative ones in training."""
+    if not training:
+        return jnp.where(x > 0, x, x * np.asarray((lower + upper) / 2, x.dtype)), noise
+    slopes = jax.random.uniform(key, x.shape, x.dtype, lower, upper)
+    slopes = jnp.where(x <= 0, slopes, 1)
+    return x * slopes, slopes

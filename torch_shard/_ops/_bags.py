@@ -1,0 +1,122 @@
+"""Embedding bags: sums, means and maxima of rows of a table, bag by bag."""
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+SUM, MEAN, MAX = range(3)
+
+
+def _bag_of(indices, offsets):
+    """The bag that each index is in."""
+    positions = jnp.arange(indices.shape[0])
+    return jnp.searchsorted(offsets, positions, side="right") - 1
+
+
+@lowers(aten._embedding_bag.default)
+def embedding_bag(
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    mode=SUM,
+    sparse=False,
+    per_sample_weights=None,
+    include_last_offset=False,
+    padding_idx=-1,
+):
+    """Returns `(bags, bag of each index, counted indices of each bag, row of each maximum)`."""
+    num_bags = offsets.shape[0] - include_last_offset
+    bags = _bag_of(indices, offsets[:num_bags])
+    counted = indices != padding_idx
+    sizes = jax.ops.segment_sum(counted.astype(offsets.dtype), bags, num_bags)
+    rows = jnp.take(weight, indices, axis=0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[:, None]
+    if mode == MAX:
+        out, maxima = _maxima(rows, indices, bags, counted, num_bags)
+    else:
+        out, maxima = jax.ops.segment_sum(jnp.where(counted[:, None], rows, 0), bags, num_bags), sizes
+        out = out / jnp.maximum(sizes, 1)[:, None].astype(out.dtype) if mode == MEAN else out
+    # PyTorch's kernel leaves the bags out where it does not need them; so does ours, whose backward finds them itself.
+    needs_bags = mode != SUM or padding_idx >= 0 or weight.dtype not in (jnp.float32, jnp.float16)
+    return out, bags if needs_bags else bags[:0], sizes, maxima.astype(jax_dtype(torch.int64))
+
+
+@lowers(aten._embedding_bag_forward_only.default)
+def embedding_bag_forward_only(weight, indices, offsets, *args, **kwargs):
+    out, bags, sizes, maxima = embedding_bag(weight, indices, offsets, *args, **kwargs)
+    return out, bags, jnp.pad(sizes, (0, offsets.shape[0] - sizes.shape[0])), maxima
+
+
+def _maxima(rows, indices, bags, counted, num_bags):
+    """The largest of each bag and the index that it came from, the first of equals; 0 and -1 for an empty bag."""
+    masked = jnp.where(counted[:, None], rows, -jnp.inf)
+    largest = jax.ops.segment_max(masked, bags, num_bags)
+    count = rows.shape[0]
+    is_first = (masked == largest[bags]) & counted[:, None]
+    places = jnp.where(is_first, jnp.arange(count)[:, None], count)
+    first = jax.ops.segment_min(places, bags, num_bags)
+    is_there = first < count
+    chosen = indices[jnp.minimum(first, max(count - 1, 0))] if count else jnp.zeros_like(first)
+    return jnp.where(is_there, largest, 0).astype(rows.dtype), jnp.where(is_there, chosen, -1)
+
+
+@lowers(aten._embedding_bag_backward.default)
+def embedding_bag_backward(
+    grad,
+    indices,
+    offsets,
+    offset2bag,
+    bag_size,
+    maximum_indices,
+    num_weights,
+    scale_grad_by_freq,
+    mode,
+    sparse,
+    per_sample_weights,
+    padding_idx=-1,
+):
+    if sparse:
+        raise NotImplementedError("embedding_bag(sparse=True) has a sparse gradient, and JAX arrays are dense.")
+    bags = _bag_of(indices, offsets)  # an offset behind the last index changes nothing
+    args = (num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx)
+    return embedding_bag_dense_backward(grad, indices, bags, bag_size, maximum_indices, *args)
+
+
+@lowers(aten._embedding_bag_dense_backward.default)
+def embedding_bag_dense_backward(
+    grad,
+    indices,
+    offset2bag,
+    bag_size,
+    maximum_indices,
+    num_weights,
+    scale_grad_by_freq,
+    mode,
+    per_sample_weights,
+    padding_idx=-1,
+):
+    table = jnp.zeros((num_weights, grad.shape[-1]), grad.dtype)
+    if mode == MAX:
+        columns = jnp.broadcast_to(jnp.arange(grad.shape[-1]), maximum_indices.shape)
+        return table.at[jnp.where(maximum_indices < 0, num_weights, maximum_indices), columns].add(grad, mode="drop")
+    rows = grad / jnp.maximum(bag_size, 1)[: grad.shape[0], None].astype(grad.dtype) if mode == MEAN else grad
+    rows = jnp.where((indices != padding_idx)[:, None], rows[offset2bag], 0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[:, None]
+    if scale_grad_by_freq:
+        counts = jnp.zeros((num_weights,), grad.dtype).at[indices].add(1)
+        rows = rows / counts[indices][:, None]
+    return table.at[indices].add(rows)
+
+
+@lowers(aten._embedding_bag_per_sample_weights_backward.default)
+def embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1):
+    bags = _bag_of(indices, offsets)
+    along = jnp.sum(grad[bags] * jnp.take(weight, indices, axis=0), axis=-1)
+    return jnp.where(indices != padding_idx, along, 0)
