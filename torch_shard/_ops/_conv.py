@@ -109,6 +109,10 @@ def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
     return flat, tuple(counts)
 
 
+def flatten_space(x, rank):
+    return x.reshape(*x.shape[:-rank], int(np.prod(x.shape[-rank:])))
+
+
 @lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
     """Values and flat indices of the first largest element of each window."""
@@ -117,7 +121,7 @@ def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode
     stride = _per_dim(stride, rank) if stride else kernel
     space = x.shape[-rank:]
     index, counts = _windows(space, kernel, stride, padding, dilation, ceil_mode)
-    flat = x.reshape(*x.shape[:-rank], -1)
+    flat = flatten_space(x, rank)
     lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
     windows = jnp.where(index >= 0, flat[..., np.maximum(index, 0)], lowest)
     best = jnp.argmax(windows, axis=-1)
@@ -130,10 +134,15 @@ def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode
 @lowers(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices):
     rank = 3 if len(kernel) == 3 else 2
-    rows = int(np.prod(x.shape[:-rank]))
+    return scatter_back(grad, x, indices, rank)
+
+
+def scatter_back(grad, x, indices, rank):
+    """Each gradient to the place that its value came from."""
+    rows, pooled = int(np.prod(x.shape[:-rank])), int(np.prod(grad.shape[-rank:]))
     flat = jnp.zeros((rows, int(np.prod(x.shape[-rank:]))), grad.dtype)
     row = jnp.arange(rows)[:, None]
-    return flat.at[row, indices.reshape(rows, -1)].add(grad.reshape(rows, -1)).reshape(x.shape)
+    return flat.at[row, indices.reshape(rows, pooled)].add(grad.reshape(rows, pooled)).reshape(x.shape)
 
 
 @lowers(aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -143,7 +152,7 @@ def avg_pool(x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad
     stride = _per_dim(stride, rank) if stride else kernel
     space = x.shape[-rank:]
     index, counts = _windows(space, kernel, stride, padding, (1,) * rank, ceil_mode)
-    flat = x.reshape(*x.shape[:-rank], -1)
+    flat = flatten_space(x, rank)
     total = jnp.sum(jnp.where(index >= 0, flat[..., np.maximum(index, 0)], 0), axis=-1)
     divisor = divisor_override or _window_sizes(space, kernel, stride, padding, counts, count_include_pad)
     return (total / np.asarray(divisor, x.dtype)).reshape(*x.shape[:-rank], *counts)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._conv import flatten_space, scatter_back
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten
@@ -13,7 +14,7 @@ aten = torch.ops.aten
 
 def _largest(x, index, rank):
     """Values and indices of the largest of each window; `index` is (..., window, element of it), -1 for none."""
-    flat = x.reshape(*x.shape[:-rank], -1)
+    flat = flatten_space(x, rank)
     lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
     index = jnp.broadcast_to(index, (*flat.shape[:-1], *index.shape[-2:]))
     gathered = jnp.take_along_axis(flat[..., None, :], jnp.maximum(index, 0), -1)
@@ -34,7 +35,8 @@ def _combine(per_dim, shape):
             flat[..., :, None, :, None] * size + index[..., None, :, None, :],
             -1,
         )
-        flat = pairs.reshape(*pairs.shape[:-4], pairs.shape[-4] * pairs.shape[-3], -1)
+        *outer, a, b, c, d = pairs.shape
+        flat = pairs.reshape(*outer, a * b, c * d)
     return flat
 
 
@@ -83,26 +85,19 @@ def _shaped(x, values_and_indices, output_size):
     return values.reshape(shape), indices.reshape(shape).astype(jax_dtype(torch.int64))
 
 
-def _scatter_back(grad, x, indices, rank):
-    rows = int(np.prod(x.shape[:-rank]))
-    flat = jnp.zeros((rows, int(np.prod(x.shape[-rank:]))), grad.dtype)
-    row = jnp.arange(rows)[:, None]
-    return flat.at[row, indices.reshape(rows, -1)].add(grad.reshape(rows, -1)).reshape(x.shape)
-
-
 @lowers(aten.adaptive_max_pool2d_backward.default)
 def adaptive_max_pool2d_backward(grad, x, indices):
-    return _scatter_back(grad, x, indices, 2)
+    return scatter_back(grad, x, indices, 2)
 
 
 @lowers(aten.adaptive_max_pool3d_backward.default)
 def adaptive_max_pool3d_backward(grad, x, indices):
-    return _scatter_back(grad, x, indices, 3)
+    return scatter_back(grad, x, indices, 3)
 
 
 @lowers(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)
 def fractional_max_pool_backward(grad, x, kernel_size, output_size, indices):
-    return _scatter_back(grad, x, indices, len(output_size))
+    return scatter_back(grad, x, indices, len(output_size))
 
 
 @lowers(
