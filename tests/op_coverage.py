@@ -72,7 +72,9 @@ def run_all(names: list[str], num_samples: int, jobs: int) -> dict[str, list]:
 def _run_chunk(names: list[str], num_samples: int, results: dict[str, list]) -> list[str]:
     """Run one worker; return the operators that it did not come to."""
     command = [sys.executable, "-m", "tests.op_coverage", "--worker", "--samples", str(num_samples)]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(json.dumps(names))
@@ -157,7 +159,12 @@ def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
         "one sample raises NotImplementedError by name. dynamic: the output's shape depends on values. none: not\n"
         "applicable (no derivative, or no sample that eager torch runs on dense CPU tensors).\n\n"
     )
-    parts = [head, _markdown(("", "right", "random", "refused", "dynamic", "wrong", "error", "none", "right of judged"), totals(table))]
+    parts = [
+        head,
+        _markdown(
+            ("", "right", "random", "refused", "dynamic", "wrong", "error", "none", "right of judged"), totals(table)
+        ),
+    ]
     return "\n".join([*parts, _markdown(("op", "forward", "gradient", "reason"), table)])
 
 

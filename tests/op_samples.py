@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import torch_shard as ts
 
+
 def _draw_anew(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
@@ -104,7 +105,9 @@ def _weighted(out: torch.Tensor) -> torch.Tensor:
     return (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)).sum()
 
 
-def check(run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], *, values: bool, absolute: bool) -> Outcome:
+def check(
+    run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], *, values: bool, absolute: bool
+) -> Outcome:
     """Compare `run` eagerly with `run` captured, lowered and jitted."""
     if any(t.numel() > MAX_ELEMENTS for t in inputs):
         return Outcome("skipped", "a large sample")

@@ -13,6 +13,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _nn,
     _pooling,
     _random,
+    _sampling,
 )
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (

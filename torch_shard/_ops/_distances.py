@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def _distance_gradient(grad, diff, dist, p):
-    """d |diff|_p times `grad`; `grad` and `dist` broadcast against `diff`."""
+    """Derivative of |diff|_p times `grad`; `grad` and `dist` broadcast against `diff`."""
     sign, size = jnp.sign(diff), jnp.abs(diff)
     if p == 0:
         return jnp.zeros_like(diff)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._conv import flatten_space, scatter_back
+from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten
