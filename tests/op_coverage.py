@@ -155,8 +155,8 @@ def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
         "forward pass (float32, integers and booleans, also in place and with `out=`) and the gradient of a weighted\n"
         f"sum of the outputs. Made by `python -m tests.op_coverage --write` (torch {torch.__version__.split('+')[0]},\n"
         f"up to {num_samples} samples an operator); never edited by hand.\n\n"
-        "right: equal to eager torch on every sample. random: shape, dtype and support are compared. refused: at least\n"
-        "one sample raises NotImplementedError by name. dynamic: the output's shape depends on values. none: not\n"
+        "right: equal to eager torch on every sample. random: shape, dtype and support are compared. refused: at\n"
+        "least one sample raises NotImplementedError by name. dynamic: the output's shape depends on values. none: not\n"
         "applicable (no derivative, or no sample that eager torch runs on dense CPU tensors).\n\n"
     )
     parts = [

@@ -78,7 +78,28 @@ def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
         return None  # torchax draws from a hidden key; ours take one
     table = _torchax_table()
     entry = table.get(op) or table.get(op.overloadpacket)
-    return entry.func if entry is not None else None
+    return _refusing(op, entry.func) if entry is not None else None
+
+
+@functools.cache
+def _refusing(op: Any, lowering: Lowering) -> Lowering:
+    """A foreign lowering that refuses the arguments that it fails on, be they not known to it or values to be read."""
+
+    @functools.wraps(lowering)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return lowering(*args, **kwargs)
+        except Exception as error:
+            raise NotImplementedError(
+                f"{op} has no lowering to JAX for these arguments ({type(error).__name__}: {_first_line(error)}). "
+                "Write this with other torch operators, or compute it in JAX with torch_shard.call_jax."
+            ) from error
+
+    return lowered
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def refuse_generator(op: Any, kwargs: dict[str, Any]) -> None:
