@@ -107,7 +107,7 @@ def _unflatten_addmm(node: Node) -> Node | None:
 def _unflatten_sum(node: Node) -> Node | None:
     """The gradient of a bias sums over B and T too."""
     merged, dims = args_of(node)[:2]
-    if node.kwargs or list(dims) != [0] or (source := _unflattened(merged)) is None:
+    if node.kwargs or list(dims or ()) != [0] or (source := _unflattened(merged)) is None:
         return None
     outer = list(range(len(_shape(source)) - 1))
     total = _call(node, aten.sum.dim_IntList, (source, outer), _shape(source)[-1:])

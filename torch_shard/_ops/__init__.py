@@ -9,11 +9,15 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _bags,
     _conv,
     _distances,
+    _indexing,
+    _linalg,
     _linear,
     _nn,
     _pooling,
     _random,
     _sampling,
+    _segments,
+    _special,
 )
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (

@@ -104,6 +104,11 @@ def normal(key, mean=0.0, std=1.0):
     return mean + std * jax.random.normal(key, shape, jnp.result_type(mean, std))
 
 
+@lowers(aten.normal.float_float, random=True)
+def normal_of_size(key, mean, std, size, *, dtype=None):
+    return mean + std * jax.random.normal(key, tuple(size), _float_dtype(dtype))
+
+
 @lowers(aten.exponential.default, random=True)
 def exponential(key, x, rate=1.0):
     return jax.random.exponential(key, x.shape, x.dtype) / rate
@@ -148,3 +153,18 @@ def rrelu_with_noise_functional(key, x, noise, lower=0.125, upper=1 / 3, trainin
     slopes = jax.random.uniform(key, x.shape, x.dtype, lower, upper)
     slopes = jnp.where(x <= 0, slopes, 1)
     return x * slopes, slopes
+
+
+@lowers(aten._standard_gamma.default, random=True)
+def standard_gamma(key, alpha):
+    return jax.random.gamma(key, alpha, dtype=alpha.dtype)
+
+
+@lowers(aten._sample_dirichlet.default, random=True)
+def sample_dirichlet(key, alpha):
+    return jax.random.dirichlet(key, alpha, dtype=alpha.dtype)
+
+
+@lowers(aten.binomial.default, random=True)
+def binomial(key, count, probability):
+    return jax.random.binomial(key, count, probability, dtype=count.dtype)

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
 Lowering = Callable[..., Any]
@@ -84,11 +86,12 @@ def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
 @functools.cache
 def _refusing(op: Any, lowering: Lowering) -> Lowering:
     """A foreign lowering that refuses the arguments that it fails on, be they not known to it or values to be read."""
+    is_special = op._opname.startswith("special_")  # functions of real numbers: they take integers and booleans as such
 
     @functools.wraps(lowering)
     def lowered(*args: Any, **kwargs: Any) -> Any:
         try:
-            return lowering(*args, **kwargs)
+            return lowering(*(_as_float(a) for a in args) if is_special else args, **kwargs)
         except Exception as error:
             raise NotImplementedError(
                 f"{op} has no lowering to JAX for these arguments ({type(error).__name__}: {_first_line(error)}). "
@@ -96,6 +99,11 @@ def _refusing(op: Any, lowering: Lowering) -> Lowering:
             ) from error
 
     return lowered
+
+
+def _as_float(value: Any) -> Any:
+    is_array = isinstance(value, jax.Array)
+    return value.astype(np.float32) if is_array and not jax.numpy.issubdtype(value.dtype, np.inexact) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,196 @@
+"""Reading and writing at indices: put, take, index_reduce, masked scatter, diagonals, medians, searches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+def _size(shape):
+    return int(np.prod(shape))
+
+
+def _long():
+    return jax_dtype(torch.int64)
+
+
+@lowers(aten.take.default)
+def take(x, index):
+    return x.reshape(_size(x.shape))[index]
+
+
+@lowers(aten.put.default)
+def put(x, index, source, accumulate=False):
+    flat = x.reshape(_size(x.shape))
+    places, values = index.reshape(_size(index.shape)), source.reshape(_size(source.shape))
+    return _write(flat, (places,), values, accumulate).reshape(x.shape)
+
+
+def _write(x, index, values, accumulate):
+    if not accumulate:
+        return x.at[index].set(values.astype(x.dtype))
+    if x.dtype == bool:  # torch adds booleans by "or"
+        return x.at[index].max(values)
+    return x.at[index].add(values.astype(x.dtype))
+
+
+@lowers(aten.scatter_add.default)
+def scatter_add(x, dim, index, source):
+    return _write_along(x, dim, index, source, _add)
+
+
+def _add(ref, values):
+    return ref.max(values) if values.dtype == bool else ref.add(values)
+
+
+def _write_along(x, dim, index, source, write):
+    """`write` at `x.at[places]` for the places that a scatter along `dim` means."""
+    if x.ndim == 0:
+        return _write_along(x[None], 0, index.reshape(1), source.reshape(1), write)[0]
+    index = index.reshape(1) if index.ndim == 0 else index
+    source = source.reshape(1) if source.ndim == 0 else source
+    places = list(jnp.indices(index.shape, sparse=True))
+    places[dim % x.ndim] = index
+    values = source[tuple(slice(0, n) for n in index.shape)].astype(x.dtype)
+    return write(x.at[tuple(places)], values)
+
+
+_REDUCE = {
+    "sum": (_add, 0),
+    "mean": (_add, 0),
+    "prod": (lambda ref, values: ref.min(values) if values.dtype == bool else ref.multiply(values), 1),
+    "amax": (lambda ref, values: ref.max(values), "lowest"),
+    "amin": (lambda ref, values: ref.min(values), "highest"),
+}
+
+
+def _neutral(value, dtype):
+    if value not in ("lowest", "highest"):
+        return jnp.asarray(value, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.asarray(value == "highest")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(jnp.inf if value == "highest" else -jnp.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return jnp.asarray(limits.max if value == "highest" else limits.min, dtype)
+
+
+def _reduce_into(x, write_at, source, reduce, include_self):
+    """`source` into `x` by `write_at(array, source, write)`; a mean counts what it wrote."""
+    write, neutral = _REDUCE[reduce]
+    ones = jnp.ones(source.shape, x.dtype)
+    if not include_self:
+        touched = write_at(jnp.zeros(x.shape, bool), jnp.ones(source.shape, bool), lambda ref, v: ref.set(v))
+        x = jnp.where(touched, _neutral(neutral, x.dtype), x)
+    out = write_at(x, source, write)
+    if reduce != "mean":
+        return out
+    start = jnp.ones(x.shape, x.dtype) if include_self else jnp.zeros(x.shape, x.dtype)
+    count = jnp.maximum(write_at(start, ones, _add), 1)
+    return out // count if jnp.issubdtype(x.dtype, jnp.integer) else out / count
+
+
+@lowers(aten.scatter_reduce.two)
+def scatter_reduce(x, dim, index, source, reduce, include_self=True):
+    def write_at(array, values, write):
+        return _write_along(array, dim, index, values, write)
+
+    return _reduce_into(x, write_at, source, reduce, include_self)
+
+
+@lowers(aten.index_reduce.default)
+def index_reduce(x, dim, index, source, reduce, *, include_self=True):
+    def write_at(array, values, write):
+        front = jnp.moveaxis(array, dim, 0) if array.ndim else array[None]
+        values = jnp.moveaxis(values, dim, 0) if values.ndim else values[None]
+        out = write(front.at[index.reshape(_size(index.shape))], values.astype(array.dtype))
+        return jnp.moveaxis(out, 0, dim) if array.ndim else out[0]
+
+    return _reduce_into(x, write_at, source, reduce, include_self)
+
+
+@lowers(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad, mask, sizes):
+    """The gradients under the mask, in order, then zeros."""
+    size = _size(sizes)
+    mask = jnp.broadcast_to(mask, grad.shape).reshape(_size(grad.shape))
+    places = jnp.where(mask, jnp.cumsum(mask) - 1, size)
+    return jnp.zeros((size,), grad.dtype).at[places].add(grad.reshape(_size(grad.shape)), mode="drop").reshape(sizes)
+
+
+@lowers(aten.diagonal_scatter.default)
+def diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
+    last = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    rows = np.arange(source.shape[-1]) + max(-offset, 0)
+    written = last.at[..., rows, rows + offset].set(source.astype(x.dtype))
+    return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+
+
+@lowers(aten.median.dim)
+def median_dim(x, dim, keepdim=False):
+    return _median_along(x, dim, keepdim, skip_nan=False)
+
+
+@lowers(aten.nanmedian.dim)
+def nanmedian_dim(x, dim, keepdim=False):
+    return _median_along(x, dim, keepdim, skip_nan=True)
+
+
+@lowers(aten.median.default)
+def median(x):
+    return _median_along(x.reshape(_size(x.shape)), 0, False, skip_nan=False)[0]
+
+
+@lowers(aten.nanmedian.default)
+def nanmedian(x):
+    return _median_along(x.reshape(_size(x.shape)), 0, False, skip_nan=True)[0]
+
+
+def _median_along(x, dim, keepdim, skip_nan):
+    """The lower of the two middle elements and its index; NaN, if there is any and it is not skipped."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), _long())
+    if x.shape[dim] == 0:
+        return jnp.full((), jnp.nan, x.dtype), jnp.zeros((), _long())
+    order = jnp.argsort(x, axis=dim, stable=True)  # NaN comes last
+    is_nan = x != x
+    count = x.shape[dim] - jnp.sum(is_nan, axis=dim, keepdims=True) if skip_nan else x.shape[dim]
+    middle = jnp.maximum((count - 1) // 2, 0) * jnp.ones_like(jnp.sum(is_nan, axis=dim, keepdims=True))
+    index = jnp.take_along_axis(order, middle, dim)
+    if not skip_nan:
+        index = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), jnp.argmax(is_nan, axis=dim, keepdims=True), index)
+    value, index = jnp.take_along_axis(x, index, dim), index.astype(_long())
+    return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
+
+
+@lowers(aten.searchsorted.Tensor)
+def searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
+    """Along the last dim, row by row where the sequence has rows."""
+    side = side or ("right" if right else "left")
+    if sorter is not None:
+        sequence = jnp.take_along_axis(sequence, sorter, -1)
+    if sequence.ndim == 1:
+        return jnp.searchsorted(sequence, values, side=side)
+    rows = _size(sequence.shape[:-1])
+    found = jax.vmap(lambda row, v: jnp.searchsorted(row, v, side=side))(
+        sequence.reshape(rows, sequence.shape[-1]), values.reshape(rows, values.shape[-1])
+    )
+    return found.reshape(values.shape)
+
+
+@lowers(aten.searchsorted.Scalar)
+def searchsorted_scalar(sequence, value, **options):
+    return searchsorted(sequence, jnp.asarray(value, sequence.dtype), **options)
+
+
+@lowers(aten.nonzero_static.default)
+def nonzero_static(x, *, size, fill_value=-1):
+    if x.ndim == 0:
+        return jnp.zeros((size, 0), _long())
+    places = jnp.nonzero(x, size=size, fill_value=fill_value)
+    return jnp.stack(places, -1).astype(_long())

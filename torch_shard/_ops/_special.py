@@ -1,0 +1,158 @@
+"""Special functions and orthogonal polynomials."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.scipy import special
+
+from torch_shard._ops._registry import lowers
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _floating(x):
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+
+
+def _of_floats(fn):
+    return lambda x: fn(_floating(x))
+
+
+for _op, _fn in {
+    aten.sigmoid: jax.nn.sigmoid,
+    aten.erf: jax.lax.erf,
+    aten.erfc: jax.lax.erfc,
+    aten.erfinv: jax.lax.erf_inv,
+    aten.rsqrt: jax.lax.rsqrt,
+}.items():
+    lowers(_op.default)(_of_floats(_fn))
+
+
+@lowers(aten.sign.default)
+def sign(x):
+    return x if x.dtype == bool else jnp.sign(x)
+
+
+@lowers(aten.sgn.default)
+def sgn(x):
+    """The sign; of a complex number, the number over its magnitude."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return sign(x)
+    size = jnp.abs(x)
+    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
+
+
+@lowers(aten.angle.default)
+def angle(x):
+    x = _floating(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.arctan2(x.imag, x.real)
+    return jnp.where(x != x, x, jnp.where(x < 0, np.asarray(np.pi, x.dtype), 0))
+
+
+@lowers(aten.digamma.default, prims.digamma.default)
+def digamma(x):
+    """At zero it has the infinity of the side that zero's sign tells; at the other poles NaN."""
+    x = _floating(x)
+    at_pole = (x < 0) & (x == jnp.floor(x))
+    inside = special.digamma(jnp.where((x == 0) | at_pole, 1, x))
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.where(at_pole, jnp.nan, inside)).astype(x.dtype)
+
+
+@lowers(aten.polygamma.default)
+def polygamma(n, x):
+    x = _floating(x)
+    if n == 0:
+        return digamma(x)
+    if n == 1:
+        return _trigamma(x)
+    factor = float(np.prod(np.arange(1.0, n + 1))) * (-1) ** (n + 1)
+    return np.asarray(factor, x.dtype) * special.zeta(jnp.asarray(n + 1, x.dtype), x)
+
+
+def _trigamma(x):
+    reflected = x < 0.5
+    sine = jnp.sin(np.pi * (x - jnp.round(x)))
+    series = special.zeta(jnp.asarray(2, x.dtype), jnp.where(reflected, 1 - x, x))
+    return jnp.where(reflected, np.pi**2 / jnp.square(sine) - series, series).astype(x.dtype)
+
+
+def _recurrence(first, following):
+    """Polynomials by degree: 1, `first(x)`, then `following(k, x, p[k], p[k - 1])`; 0 below degree 0."""
+
+    def evaluate(x, n):
+        x, n = jnp.broadcast_arrays(_floating(jnp.asarray(x)), jnp.asarray(n))
+        n = jnp.trunc(n).astype(jnp.int32)
+
+        def step(k, state):
+            before, now = state
+            return jnp.where(k < n, now, before), jnp.where(k < n, following(k, x, now, before), now)
+
+        start = (jnp.ones_like(x), jnp.asarray(first(x), x.dtype))
+        _, highest = jax.lax.fori_loop(1, jnp.max(n, initial=1), step, start)
+        return jnp.where(n < 0, 0, jnp.where(n == 0, 1, highest)).astype(x.dtype)
+
+    return evaluate
+
+
+def _chebyshev(first):
+    return _recurrence(first, lambda k, x, now, before: 2 * x * now - before)
+
+
+def _shifted(evaluate):
+    return lambda x, n: evaluate(2 * _floating(jnp.asarray(x)) - 1, n)
+
+
+_KINDS = {
+    "t": _chebyshev(lambda x: x),
+    "u": _chebyshev(lambda x: 2 * x),
+    "v": _chebyshev(lambda x: 2 * x - 1),
+    "w": _chebyshev(lambda x: 2 * x + 1),
+}
+_POLYNOMIALS = {
+    **{f"special_chebyshev_polynomial_{kind}": fn for kind, fn in _KINDS.items()},
+    **{f"special_shifted_chebyshev_polynomial_{kind}": _shifted(fn) for kind, fn in _KINDS.items()},
+    "special_hermite_polynomial_h": _recurrence(lambda x: 2 * x, lambda k, x, p, q: 2 * (x * p - k * q)),
+    "special_hermite_polynomial_he": _recurrence(lambda x: x, lambda k, x, p, q: x * p - k * q),
+    "special_laguerre_polynomial_l": _recurrence(
+        lambda x: 1 - x, lambda k, x, p, q: ((2 * k + 1 - x) * p - k * q) / (k + 1)
+    ),
+    "special_legendre_polynomial_p": _recurrence(
+        lambda x: x, lambda k, x, p, q: ((2 * k + 1) * x * p - k * q) / (k + 1)
+    ),
+}
+for _name, _fn in _POLYNOMIALS.items():
+    _packet = getattr(aten, _name)
+    lowers(*(getattr(_packet, overload) for overload in ("default", "x_scalar", "n_scalar")))(_fn)
+
+
+@lowers(aten._efficientzerotensor.default)
+def efficientzerotensor(size, *, dtype=None):
+    return jnp.zeros(size)  # gets its dtype from the graph
+
+
+@lowers(aten._neg_view.default)
+def neg_view(x):
+    return -x
+
+
+@lowers(aten._conj.default, aten._conj_physical.default)
+def conj(x):
+    return jnp.conj(x)
+
+
+@lowers(aten.resolve_conj.default, aten.resolve_neg.default)
+def resolve(x):
+    return x
+
+
+@lowers(aten.special_spherical_bessel_j0.default)
+def spherical_bessel_j0(x):
+    x = _floating(x)
+    return jnp.where(jnp.isinf(x), 0, jnp.sinc(x / np.pi)).astype(x.dtype)
+
+
+@lowers(aten._standard_gamma_grad.default)
+def standard_gamma_grad(alpha, sample):
+    return jax.lax.random_gamma_grad(alpha, sample)
