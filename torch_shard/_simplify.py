@@ -5,6 +5,7 @@ In a functional graph, copies and aliases mean nothing. Products arrive with the
 gather, so products get their own dims back.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -114,11 +115,25 @@ def _unflatten_sum(node: Node) -> Node | None:
     return _view(node, total, _shape(node))
 
 
+def _solve_for_determinant(node: Node) -> None:
+    """The gradient of a determinant solves with the adjoint matrix, given its factors.
+
+    PyTorch factors the transposed matrix where strides favour that, and then solves without the adjoint. JAX arrays
+    have no strides, so our factors are always of the matrix itself.
+    """
+    factors = args_of(node)[0]
+    factors = args_of(factors)[0] if factors.target is aten.add.Tensor else factors  # a singular one is shifted
+    is_output = factors.target is operator.getitem
+    if is_output and args_of(factors)[0].target in (aten._linalg_det.default, aten._linalg_slogdet.default):
+        node.kwargs = {**node.kwargs, "adjoint": True}
+
+
 _PRODUCTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.bmm.default: _unmerge_bmm,
     aten.mm.default: _unflatten_mm,
     aten.addmm.default: _unflatten_addmm,
     aten.sum.dim_IntList: _unflatten_sum,
+    aten.linalg_lu_solve.default: _solve_for_determinant,
 }
 
 

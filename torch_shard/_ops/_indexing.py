@@ -60,6 +60,17 @@ def _write_along(x, dim, index, source, write):
     return write(x.at[tuple(places)], values)
 
 
+@lowers(aten.scatter.value, aten.scatter.value_reduce)
+def scatter_value(x, dim, index, value, *, reduce=None):
+    return scatter(x, dim, index, jnp.full(index.shape, value, x.dtype), reduce=reduce)
+
+
+@lowers(aten.scatter.src, aten.scatter.reduce)
+def scatter(x, dim, index, source, *, reduce=None):
+    write = {"add": _add, "multiply": _REDUCE["prod"][0], None: lambda ref, values: ref.set(values)}[reduce]
+    return _write_along(x, dim, index, source, write)
+
+
 _REDUCE = {
     "sum": (_add, 0),
     "mean": (_add, 0),
@@ -190,7 +201,19 @@ def searchsorted_scalar(sequence, value, **options):
 
 @lowers(aten.nonzero_static.default)
 def nonzero_static(x, *, size, fill_value=-1):
-    if x.ndim == 0:
-        return jnp.zeros((size, 0), _long())
+    if x.ndim == 0 or x.size == 0:
+        return jnp.full((size, x.ndim), fill_value, _long())
     places = jnp.nonzero(x, size=size, fill_value=fill_value)
     return jnp.stack(places, -1).astype(_long())
+
+
+@lowers(aten.slice_scatter.default)
+def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
+    return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(source.astype(x.dtype))
+
+
+@lowers(aten.resize.default)
+def resize(x, size, **_):
+    """The elements that there are, in order; what torch leaves undefined is zero."""
+    flat, wanted = x.reshape(_size(x.shape)), _size(size)
+    return jnp.pad(flat[:wanted], (0, max(wanted - flat.shape[0], 0))).reshape(tuple(size))

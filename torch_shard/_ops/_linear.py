@@ -21,6 +21,8 @@ def tensordot(x, y, dims_x, dims_y):
 @lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(bias, x, y, *, beta=1, alpha=1):
     product = jnp.matmul(x, y)
+    if jnp.issubdtype(product.dtype, jnp.integer):
+        alpha, beta = int(alpha), int(beta)  # as torch does
     if alpha != 1:
         product = product * alpha
     if beta == 0:
