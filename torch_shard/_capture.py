@@ -159,7 +159,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explai
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
-    with _explained(explain), enable_python_dispatcher(), torch.no_grad():
+    with _errors_for_users(), _explained(explain), enable_python_dispatcher(), torch.no_grad():
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
 
@@ -288,6 +288,8 @@ def _errors_for_users() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "We only support functionalizing operators" in str(error):
+            raise NotImplementedError(f"An operator that writes in place cannot be captured: {error}") from error
         shape_depends = isinstance(error, DynamicOutputShapeException)
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):

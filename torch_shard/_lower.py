@@ -62,6 +62,8 @@ def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
     lowering = find_lowering(target)
     assert lowering is not None, target
     refuse_generator(target, dict(node.kwargs))
+    if target in _STRIDED:
+        _refuse_strides(node)
     kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
@@ -72,6 +74,19 @@ def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
             return _conform(node, lowering(*first, *args, **given))
 
     return step
+
+
+_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+
+
+def _refuse_strides(node: Node) -> None:
+    """Refuse to follow strides through memory that only PyTorch has: JAX arrays hold their own elements, in order."""
+    source = args_of(node)[0].meta["val"]
+    if not source.is_contiguous() or source.storage_offset():
+        raise NotImplementedError(
+            f"{node.target} reads the memory behind a view ({place_of(node)}), and JAX arrays have no memory behind "
+            "them. Call .contiguous().clone() on the view first, or index it."
+        )
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:

@@ -59,9 +59,7 @@ class Watch(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
-        if self._explain is None:
-            return func(*args, **kwargs)
-        with self._explain(self._where()):
+        with self._explain(self._where()) if self._explain else contextlib.nullcontext(), _written(func, kwargs):
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: Any) -> Any:
@@ -130,6 +128,18 @@ class Watch(TorchFunctionMode):
         for parent, child in zip(self._running, self._running[1:], strict=False):
             names += [name for name, m in parent.named_modules() if m is child][:1]
         return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
+
+
+@contextlib.contextmanager
+def _written(func: Callable, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse an operator that leaves its `out=` alone: some do where tensors have no data, and the write is lost."""
+    given = kwargs.get("out")
+    outs = [t for t in (given if isinstance(given, (tuple, list)) else [given]) if isinstance(t, torch.Tensor)]
+    before = [t._version for t in outs]
+    yield
+    if any(t._version == version for t, version in zip(outs, before, strict=True)):
+        name = getattr(func, "__name__", str(func))
+        raise NotImplementedError(f"{name}(out=...) cannot be traced: PyTorch loses the write. Use its result instead.")
 
 
 class _Innermost(threading.local):

@@ -12,6 +12,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _indexing,
     _linalg,
     _linear,
+    _linear_cross_entropy,
     _nn,
     _pooling,
     _random,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from torch_shard._ops._dtypes import jax_dtype
-from torch_shard._ops._registry import lowers
+from torch_shard._ops._registry import foreign_lowering, lowers
 
 aten = torch.ops.aten
 
@@ -29,6 +29,13 @@ def put(x, index, source, accumulate=False):
     flat = x.reshape(_size(x.shape))
     places, values = index.reshape(_size(index.shape)), source.reshape(_size(source.shape))
     return _write(flat, (places,), values, accumulate).reshape(x.shape)
+
+
+@lowers(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(x, indices, values, accumulate=False):
+    if any(i is not None and i.dtype == bool for i in indices):
+        return foreign_lowering(aten.index_put.default)(x, indices, values, accumulate)
+    return _write(x, tuple(slice(None) if i is None else i for i in indices), values, accumulate)
 
 
 def _write(x, index, values, accumulate):
@@ -217,3 +224,41 @@ def resize(x, size, **_):
     """The elements that there are, in order; what torch leaves undefined is zero."""
     flat, wanted = x.reshape(_size(x.shape)), _size(size)
     return jnp.pad(flat[:wanted], (0, max(wanted - flat.shape[0], 0))).reshape(tuple(size))
+
+
+@lowers(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats, *, output_size=None):
+    if output_size is None:
+        raise NotImplementedError(
+            "repeat_interleave needs output_size=: without it, the shape of its result depends on the repeats."
+        )
+    return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
+
+
+@lowers(aten.as_strided.default)
+def as_strided(x, size, stride, storage_offset=None):
+    return x.reshape(_size(x.shape))[_places(size, stride, storage_offset)]
+
+
+@lowers(aten.as_strided_scatter.default)
+def as_strided_scatter(x, source, size, stride, storage_offset=None):
+    flat = x.reshape(_size(x.shape))
+    return flat.at[_places(size, stride, storage_offset)].set(source.astype(x.dtype)).reshape(x.shape)
+
+
+def _places(size, stride, storage_offset):
+    places = np.full(tuple(size), storage_offset or 0, np.int32)
+    for axis, step in enumerate(stride):
+        places = places + step * np.arange(size[axis], dtype=np.int32).reshape(-1, *(1,) * (len(size) - 1 - axis))
+    return places
+
+
+@lowers(aten.histogram.bin_ct)
+def histogram(x, bins=100, *, range=None, weight=None, density=False):
+    limits = None if range is None else tuple(range)
+    return jnp.histogram(x, bins, range=limits, weights=weight, density=density)
+
+
+@lowers(aten.histogram.bins_tensor)
+def histogram_between(x, bins, *, weight=None, density=False):
+    return jnp.histogram(x, bins, weights=weight, density=density)

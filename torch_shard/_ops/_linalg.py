@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import torch
 from jax.lax import linalg
 
+from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten
@@ -199,3 +200,24 @@ def linalg_svd(x, full_matrices=False, compute_uv=True, *, driver=None):
         empty = jnp.zeros((0,), x.dtype)
         return empty, jnp.linalg.svd(x, compute_uv=False), empty
     return tuple(jnp.linalg.svd(x, full_matrices=full_matrices))
+
+
+@lowers(aten.linalg_vector_norm.default)
+def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    x = x if dtype is None else x.astype(jax_dtype(dtype))
+    axes = None if dim is None else tuple(dim) if isinstance(dim, (list, tuple)) else (dim,)
+    axes = tuple(range(x.ndim)) if not axes or not x.ndim else axes
+    size = jnp.abs(x)
+    if not x.ndim:
+        return size if ord != 0 else (size != 0).astype(size.dtype)
+    if ord == 0:
+        return jnp.sum(size != 0, axes, keepdims=keepdim).astype(size.dtype)
+    if ord == jnp.inf:
+        return jnp.max(size, axes, keepdims=keepdim, initial=0)
+    if ord == -jnp.inf:
+        return jnp.min(size, axes, keepdims=keepdim)
+    if ord == 1:
+        return jnp.sum(size, axes, keepdims=keepdim)
+    if ord == 2:
+        return jnp.sqrt(jnp.sum(jnp.square(size), axes, keepdims=keepdim))
+    return jnp.sum(size**ord, axes, keepdims=keepdim) ** (1 / ord)

@@ -78,6 +78,11 @@ def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
         return LOWERINGS[op]
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # torchax draws from a hidden key; ours take one
+    return foreign_lowering(op)
+
+
+def foreign_lowering(op: torch._ops.OpOverload) -> Lowering | None:
+    """Torchax's lowering of `op`, or None."""
     table = _torchax_table()
     entry = table.get(op) or table.get(op.overloadpacket)
     return _refusing(op, entry.func) if entry is not None else None

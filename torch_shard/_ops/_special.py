@@ -55,9 +55,11 @@ def angle(x):
 def digamma(x):
     """At zero it has the infinity of the side that zero's sign tells; at the other poles NaN."""
     x = _floating(x)
-    at_pole = (x < 0) & (x == jnp.floor(x))
-    inside = special.digamma(jnp.where((x == 0) | at_pole, 1, x))
-    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.where(at_pole, jnp.nan, inside)).astype(x.dtype)
+    below = x < 0
+    phase = x - jnp.round(x)  # exact, so that the reflection holds near the poles
+    inside = special.digamma(jnp.where(x == 0, 1, jnp.where(below, 1 - x, x)))
+    reflected = jnp.where(phase == 0, jnp.nan, inside - np.pi / jnp.tan(np.pi * phase))
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.where(below, reflected, inside)).astype(x.dtype)
 
 
 @lowers(aten.polygamma.default)
@@ -68,7 +70,21 @@ def polygamma(n, x):
     if n == 1:
         return _trigamma(x)
     factor = float(np.prod(np.arange(1.0, n + 1))) * (-1) ** (n + 1)
-    return np.asarray(factor, x.dtype) * special.zeta(jnp.asarray(n + 1, x.dtype), x)
+    return np.asarray(factor, x.dtype) * zeta(jnp.asarray(n + 1, x.dtype), x)
+
+
+@lowers(aten.special_zeta.default, aten.special_zeta.other_scalar, aten.special_zeta.self_scalar)
+def zeta(x, q):
+    """JAX's sum holds for positive q: below, the first terms are added one by one, for whole powers."""
+    x, q = jnp.broadcast_arrays(_floating(jnp.asarray(x)), _floating(jnp.asarray(q)))
+    below = (q < 0) & (q != jnp.floor(q)) & (x == jnp.floor(x))
+    count = jnp.where(below, jnp.ceil(-q), 0)
+
+    def add_term(k, total):
+        return total + jnp.where(k < count, jnp.where(below, q + k, 1) ** -x, 0)
+
+    head = jax.lax.fori_loop(0, jnp.max(count, initial=0).astype(jnp.int32), add_term, jnp.zeros_like(q))
+    return head + special.zeta(x, q + count)
 
 
 def _trigamma(x):
