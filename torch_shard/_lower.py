@@ -109,6 +109,8 @@ def _conform_one(node: Node, fake: torch.Tensor, value: Any) -> Any:
     if value is None:
         return None
     value = jax.numpy.asarray(value)
+    if value.size == fake.numel() == 0:
+        value = value.reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not _is_unspecified(node, fake):
         raise NotImplementedError(
             f"The lowering of {node.target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "

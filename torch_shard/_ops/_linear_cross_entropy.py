@@ -1,11 +1,15 @@
 """The chunked form of `linear_cross_entropy` (torch 2.13 on): XLA chunks as it sees fit, so the sums are plain."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import torch
 
 from torch_shard._ops._registry import lowers
 
+with contextlib.suppress(ImportError):  # it registers the operators, and PyTorch imports it at the first call
+    import torch.nn.modules.linear_cross_entropy
 library = torch.ops.torch_nn
 
 
