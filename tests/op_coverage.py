@@ -20,8 +20,7 @@ from typing import Any
 TABLE = pathlib.Path(__file__).with_suffix(".md")
 TIMEOUT_S = 240.0
 OPS_PER_WORKER = 60
-# Their output's shape depends on values, so that no compiled program can have them.
-WORST_FIRST = ("wrong", "error", "refused", "right", "random", "skipped")
+WORST_FIRST = ("wrong", "error", "refused", "random", "right", "dynamic")
 
 
 def all_ops() -> dict[str, Any]:
@@ -101,20 +100,25 @@ def _run_chunk(names: list[str], num_samples: int, results: dict[str, list]) -> 
 
 def summary(found: list[list[str]], kind: str) -> tuple[str, str]:
     """The status of one kind of check over all its samples, and the reason for it."""
-    of_kind = [(status, reason, where) for where, k, status, reason in found if k == kind]
-    statuses = {status for status, *_ in of_kind}
-    worst = next((s for s in WORST_FIRST if s in statuses), "none")
-    if worst in ("right", "random", "none"):
-        return ("random" if "random" in statuses else worst), ""
-    reasons = collections.Counter(reason for status, reason, _ in of_kind if status == worst)
-    if worst == "skipped":
-        return "none", reasons.most_common(1)[0][0]
-    dynamic = "the shape of a result depends"
-    if worst == "refused" and all(dynamic in reason for reason in reasons):
-        return "dynamic", "its output's shape depends on values"
+    of_kind = [(_status(status, reason), reason) for _, k, status, reason in found if k == kind]
+    judged = [(status, reason) for status, reason in of_kind if status != "skipped"]
+    if not judged:
+        return "none", of_kind[0][1] if of_kind else ""
+    statuses = {status for status, _ in judged}
+    worst = next(s for s in WORST_FIRST if s in statuses)
+    num_dynamic = sum(status == "dynamic" for status, _ in judged)
+    if worst in ("right", "random"):
+        return worst, f"values decide in {num_dynamic} of {len(judged)} samples" if num_dynamic else ""
+    if worst == "dynamic":
+        return worst, "its shape, or a Python number, depends on values"
+    reasons = collections.Counter(reason for status, reason in judged if status == worst)
     count = sum(reasons.values())
-    judged = sum(status != "skipped" for status, *_ in of_kind)
-    return worst, "; ".join(list(reasons)[:2]) + (f" ({count} of {judged} samples)" if count < judged else "")
+    return worst, "; ".join(list(reasons)[:2]) + (f" ({count} of {len(judged)} samples)" if count < len(judged) else "")
+
+
+def _status(status: str, reason: str) -> str:
+    by_nature = "Here the shape of a result depends" in reason or "Here Python needs the value" in reason
+    return "dynamic" if status == "refused" and by_nature else status
 
 
 def rows(results: dict[str, list]) -> list[tuple[str, str, str, str]]:
@@ -156,8 +160,9 @@ def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
         f"sum of the outputs. Made by `python -m tests.op_coverage --write` (torch {torch.__version__.split('+')[0]},\n"
         f"up to {num_samples} samples an operator); never edited by hand.\n\n"
         "right: equal to eager torch on every sample. random: shape, dtype and support are compared. refused: at\n"
-        "least one sample raises NotImplementedError by name. dynamic: the output's shape depends on values. none: not\n"
-        "applicable (no derivative, or no sample that eager torch runs on dense CPU tensors).\n\n"
+        "least one sample raises NotImplementedError by name. dynamic: the output's shape, or a number that Python\n"
+        "needs, depends on values, which is refused by nature. none: not applicable (no derivative, no sample that\n"
+        "eager torch runs on dense CPU tensors, or 64-bit values, which JAX has switched off).\n\n"
     )
     parts = [
         head,
