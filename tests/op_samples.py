@@ -7,13 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.opinfo import definitions
 from torch.utils import _pytree as pytree
 
 import torch_shard as ts
+from tests.op_compare import (
+    Outcome,
+    Rules,
+    compare_support,
+    compare_types,
+    compare_values,
+    differ,
+    differentiable,
+    rules_of,
+)
 
 
 def _draw_anew(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -26,22 +35,6 @@ for _module in (common_methods_invocations, definitions.linalg):
         _module.wrapper_set_seed = _draw_anew
 
 MAX_ELEMENTS = 200_000
-# Outputs of which several are right, so that only what a function of them says is compared (op_db's own choice of it,
-# `output_process_fn_grad`, where there is one).
-ABSOLUTE = frozenset({"svd_lowrank", "pca_lowrank", "linalg.eigh", "linalg.svd", "svd", "linalg.qr", "qr", "geqrf"})
-NO_VALUES = ("empty", "new_empty", "empty_like", "empty_permuted", "empty_strided", "new_empty_strided", "resize_")
-# Their indices are any that point to the value.
-TIES = frozenset({"topk", "kthvalue", "mode", "median", "nanmedian", "sort", "max", "min", "cummax", "cummin", "msort"})
-LOW_PRECISION = {"bfloat16": 2e-2, "half": 2e-3}  # they round to 8 and 11 bits
-RTOL, ATOL = 1e-4, 2e-5  # float32, sums of up to some hundred terms; worse is judged against float64
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How one sample went: a status ('right', 'refused', 'wrong', 'error', 'random', ...) and why."""
-
-    status: str
-    reason: str = ""
 
 
 class Sample:
@@ -60,7 +53,7 @@ class Sample:
         # Without x64, JAX's 32-bit integers are torch's 64-bit ones in a capture.
         self.is_int32 = [t.dtype is torch.int32 for t in leaves if isinstance(t, torch.Tensor)]
         self.tensors = [_plain(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.wants = [_differentiable(t) and t.requires_grad for t in leaves if isinstance(t, torch.Tensor)]
+        self.wants = [differentiable(t) and t.requires_grad for t in leaves if isinstance(t, torch.Tensor)]
 
     def outputs(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The outputs, and the new values of the tensors that the operator writes."""
@@ -100,29 +93,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _weighted(out: torch.Tensor) -> torch.Tensor:
     if out.is_complex():
         return _weighted(out.real) + _weighted(1.5 * out.imag)
     return (out * torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)).sum()
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """How the results of an operator are compared: values at all, by magnitude, indices by what they point to."""
-
-    values: bool
-    absolute: bool
-    ties: bool
-    rtol: float
-
-
-def rules_of(op: Any) -> Rules:
-    """The rules for an operator."""
-    return Rules(op.name not in NO_VALUES, op.name in ABSOLUTE, op.name in TIES, LOW_PRECISION.get(op.name, RTOL))
 
 
 def check(run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], rules: Rules) -> Outcome:
@@ -135,7 +109,7 @@ def check(run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], ru
         random = False
         for seed in range(1, 5 if rules.values else 1):
             torch.manual_seed(seed)
-            random = random or any(map(_differ, wanted, run(*_copies(inputs))))
+            random = random or any(map(differ, wanted, run(*_copies(inputs))))
     except Exception as error:
         return Outcome("skipped", f"eager torch raises {type(error).__name__}: {_first_line(error)}")
     try:
@@ -146,13 +120,13 @@ def check(run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], ru
         if isinstance(error, (TypeError, OverflowError)) and "64 bits" in str(error):
             return Outcome("skipped", "64 bits, which JAX has switched off")
         return Outcome("error", f"{type(error).__name__}: {_first_line(error)}")
-    problem = _compare_types(found, wanted)
+    problem = compare_types(found, wanted)
     if problem or not rules.values:
         return Outcome("wrong", problem) if problem else Outcome("right")
     if random:
-        problem = _compare_support(found, [run(*_copies(inputs)) for _ in range(10)])
+        problem = compare_support(found, [run(*_copies(inputs)) for _ in range(10)])
         return Outcome("wrong", problem) if problem else Outcome("random")
-    return _compare_values(run, inputs, found, wanted, rules)
+    return compare_values(run, inputs, found, wanted, rules)
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -161,10 +135,6 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().resolve_conj().resolve_neg()
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return not torch.allclose(_real(one).double(), _real(other).double(), rtol=1e-3, equal_nan=True)
 
 
 def _first_line(error: BaseException) -> str:
@@ -178,119 +148,6 @@ def _refusal(error: BaseException) -> str:
     if named:
         return "no lowering: " + ", ".join(sorted(set(named)))
     return next((line for line in lines if line.startswith("Here ")), lines[0] if lines else "no message")[:160]
-
-
-_NARROW = {
-    torch.int64: torch.int32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-    torch.uint64: torch.uint32,
-}
-
-
-def _compare_types(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> str:
-    if len(found) != len(wanted):
-        return f"{len(found)} outputs, not {len(wanted)}"
-    for f, w in zip(found, wanted, strict=True):
-        if f.shape != w.shape:
-            return f"shape {tuple(f.shape)}, not {tuple(w.shape)}"
-        if _NARROW.get(f.dtype, f.dtype) != _NARROW.get(w.dtype, w.dtype):
-            return f"{f.dtype}, not {w.dtype}"
-    return ""
-
-
-def _compare_support(found: list[torch.Tensor], draws: list[list[torch.Tensor]]) -> str:
-    """Random results: the same signs, whole numbers where torch's are, finite where torch's are."""
-    for position, f in enumerate(found):
-        many = torch.stack([_real(d[position]) for d in draws]).double()
-        one = _real(f).double()
-        if many.isfinite().all() and not one.isfinite().all():
-            return "not finite"
-        if (many >= 0).all() and not (one >= 0).all():
-            return "negative draws"
-        if (many == many.round()).all() and not (one == one.round()).all():
-            return "fractional draws"
-    return ""
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _compare_values(run: Callable, inputs: list, found: list, wanted: list, rules: Rules) -> Outcome:
-    exact: list[torch.Tensor] | None = None
-    for position, (f, w) in enumerate(zip(found, wanted, strict=True)):
-        if _beyond_32_bits(w):
-            return Outcome("skipped", "values beyond 32 bits")
-        f, w = (f.abs(), w.abs()) if rules.absolute and _differentiable(w) else (f, w)
-        if _close(f, w, rules.rtol, ATOL) or (rules.ties and _points_at(inputs[0], found[position - 1], f, w)):
-            continue
-        if exact is None:
-            exact = _in_float64(run, inputs, wanted)
-        if exact is None or not _as_good(f, w, exact[position].abs() if rules.absolute else exact[position]):
-            return Outcome("wrong", f"output {position}: {_difference(f, w)}")
-    return Outcome("right")
-
-
-def _points_at(source: torch.Tensor, values: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether indices that are not torch's point to the same values, along some dim."""
-    if wanted.dtype is not torch.int64 or values.shape != found.shape:
-        return False
-    for dim in range(source.ndim):
-        shape = [n for d, n in enumerate(source.shape) if d != dim]
-        for index in {found, found.unsqueeze(dim)} if found.ndim >= source.ndim - 1 else set():
-            if index.ndim == source.ndim and [n for d, n in enumerate(index.shape) if d != dim] == shape:
-                taken = source.gather(dim, index.long()).reshape(values.shape)
-                if torch.equal(taken.to(values.dtype), values):
-                    return True
-    return source.ndim == 0
-
-
-def _beyond_32_bits(wanted: torch.Tensor) -> bool:
-    is_wide = wanted.dtype in (torch.int64, torch.uint64) and wanted.numel()
-    return bool(is_wide and (wanted.max() > 2**31 - 1 or wanted.min() < -(2**31)))
-
-
-def _close(found: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    if not _differentiable(wanted):
-        return torch.equal(found.to(wanted.dtype), wanted)
-    f, w = _real(found).double(), _real(wanted).double()
-    finite = w.isfinite()
-    if not torch.equal(torch.where(finite, 0, w).nan_to_num(nan=7), torch.where(f.isfinite(), 0, f).nan_to_num(nan=7)):
-        return False
-    scale = max(1.0, w[finite].abs().max().item()) if finite.any() else 1.0
-    return bool(((f - w).abs()[finite] <= rtol * w.abs()[finite] + atol * scale).all())
-
-
-def _in_float64(run: Callable, inputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-    try:
-        exact = run(*(t.clone().to(wide.get(t.dtype, t.dtype)) for t in inputs))
-    except Exception:
-        return None
-    return exact if [e.shape for e in exact] == [w.shape for w in wanted] else None
-
-
-def _as_good(found: torch.Tensor, wanted: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether an ill-conditioned result is as near to the exact one as eager torch's, up to a factor of ten."""
-    if not _differentiable(wanted):
-        return False
-    f, w, e = (_real(t).double() for t in (found, wanted, exact))
-    if not (f.isfinite() == w.isfinite()).all() or not (w.isfinite() == e.isfinite()).all():
-        return False
-    finite = e.isfinite()
-    error, accepted = ((t - e).abs()[finite] for t in (f, w))
-    return bool((error <= 10 * accepted.max() + RTOL * e.abs()[finite]).all()) and accepted.max() < 0.1 * (
-        1 + e[finite].abs().max()
-    )
-
-
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
-    f, w = np.asarray(_real(found)).ravel(), np.asarray(_real(wanted)).ravel()
-    with np.errstate(all="ignore"):
-        off = ~np.isclose(f.astype(np.float64), w.astype(np.float64), rtol=RTOL, atol=ATOL, equal_nan=True)
-    i = int(np.argmax(off))
-    return f"{off.sum()} of {off.size} differ, {f[i]:.6g} not {w[i]:.6g}"
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
@@ -337,7 +194,10 @@ def _check_sample(op: Any, sample: Any, gradient: bool, first: bool) -> Iterator
     except NotImplementedError as error:
         yield "forward", Outcome("skipped", str(error))
         return
-    if gradient and any(prepared.wants):
+    if gradient and any(prepared.wants) and rules.absolute:
+        yield "forward", check(prepared.outputs, prepared.tensors, rules)
+        yield "gradient", check(prepared.gradients, prepared.tensors, dataclasses.replace(rules, absolute=False))
+    elif gradient and any(prepared.wants):
         both = check(prepared.outputs_and_gradients, prepared.tensors, rules)
         if both.status in ("right", "random"):
             yield from (("forward", both), ("gradient", both))

@@ -31,7 +31,10 @@ def _distance_gradient(grad, diff, dist, p):
 @lowers(aten._cdist_backward.default)
 def cdist_backward(grad, x1, x2, p, cdist):
     diff = x1[..., :, None, :] - x2[..., None, :, :]
-    return jnp.sum(_distance_gradient(grad[..., None], diff, cdist[..., None], p), axis=-2)
+    per_point = jnp.sum(_distance_gradient(grad[..., None], diff, cdist[..., None], p), axis=-2)
+    added = per_point.ndim - x1.ndim
+    spread = [i for i, n in enumerate(per_point.shape) if i < added or (x1.shape[i - added] == 1 and n != 1)]
+    return jnp.sum(per_point, tuple(spread)).reshape(x1.shape)
 
 
 @lowers(aten._pdist_forward.default)
