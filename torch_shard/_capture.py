@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
 from torch_shard._graph import outputs_of
+from torch_shard._kernels import REPLACED
 from torch_shard._simplify import simplify
 from torch_shard._source import current_user_line, user_frame
 from torch_shard._surroundings import reference_kernels, surroundings
@@ -130,7 +131,7 @@ def _capture(
         return list(outputs)
 
     with _errors_for_users(), reference_kernels(), _explained(explain), enable_python_dispatcher(), mode:
-        with_views = make_fx(traced, _allow_non_fake_inputs=True)(*fakes)
+        with_views = make_fx(traced, decomposition_table=REPLACED, _allow_non_fake_inputs=True)(*fakes)
     if explain:
         _explain_backward(with_views)
     constants = _constants_to_inputs(with_views)

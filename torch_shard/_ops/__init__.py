@@ -9,6 +9,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _bags,
     _conv,
     _distances,
+    _grouped,
     _indexing,
     _linalg,
     _linear,

@@ -1,0 +1,38 @@
+"""Operators that a capture puts in the place of ATen's own where ATen's shape rules refuse what its kernels take."""
+
+import torch
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("torch_shard::grouped_mm", mutates_args=())
+def _grouped_mm(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_grouped_mm.register_fake
+def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    groups = () if offs is None or (x.ndim, y.ndim) != (2, 2) else (len(offs),)
+    batch = (len(x),) if x.ndim == y.ndim == 3 else ()
+    return torch.empty((*groups, *batch, x.shape[-2], y.shape[-1]), dtype=dtype, device="cpu")
+
+
+def grouped_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`aten._grouped_mm`, whose own shape rule takes nothing but bfloat16."""
+    if bias is not None:
+        raise NotImplementedError("grouped_mm with a bias, which PyTorch's own kernels refuse too: add it after.")
+    if (offs is None) != (x.ndim == y.ndim == 3):
+        raise ValueError(
+            f"grouped_mm takes offs exactly where an operand has two dims; got shapes {tuple(x.shape)} and "
+            f"{tuple(y.shape)} {'without' if offs is None else 'with'} offs."
+        )
+    return torch.ops.torch_shard.grouped_mm(x, y, offs, out_dtype or x.dtype)
+
+
+REPLACED = {aten._grouped_mm.default: grouped_mm}
