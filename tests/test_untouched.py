@@ -83,7 +83,7 @@ def test_the_import_replaces_nothing_of_torch() -> None:
     """
     changed, _, added = run(program).strip().partition("] ")
     assert changed == "["
-    assert added == "['apply_jax', 'apply_jax_', 'jax', 'shard_']"
+    assert added == "['apply_jax', 'apply_jax_', 'is_jax', 'jax', 'shard_']"
 
 
 def test_the_import_starts_no_backend() -> None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
+from torch_shard._recurrent import WHOLE
 from torch_shard._source import current_user_line
 
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
@@ -59,6 +60,7 @@ class Watch(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
+        func = WHOLE.get(func, func)
         with self._explain(self._where()) if self._explain else contextlib.nullcontext(), _written(func, kwargs):
             return func(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _nn,
     _pooling,
     _random,
+    _recurrent,
     _sampling,
     _segments,
     _special,

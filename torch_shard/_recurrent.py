@@ -1,0 +1,170 @@
+"""LSTM, GRU and RNN as one operator per layer and direction, however long the sequence.
+
+PyTorch's own composites unroll: one piece of graph per time step. Here the product with the inputs is one linear layer
+over all steps, and what depends on the step before is an operator that a lowering can loop over. Dropout between
+layers stays PyTorch's own.
+
+Shapes: T steps, B batch, C input width, H hidden width, G gates times H, P width of the output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+Tensors = list[torch.Tensor]
+
+
+@torch.library.custom_op("torch_shard::recurrence", mutates_args=())
+def _recurrence(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool) -> Tensors:
+    raise NotImplementedError("only captured, never run")
+
+
+@_recurrence.register_fake
+def _recurrence_shapes(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool) -> Tensors:
+    return [gates.new_empty(len(gates), *s.shape) for s in state]
+
+
+@torch.library.custom_op("torch_shard::recurrence_backward", mutates_args=())
+def _backward(
+    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, outputs: Tensors, grads: Tensors
+) -> Tensors:
+    raise NotImplementedError("only captured, never run")
+
+
+@_backward.register_fake
+def _backward_shapes(
+    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, outputs: Tensors, grads: Tensors
+) -> Tensors:
+    return [torch.empty_like(t) for t in (gates, *state, *weights)]
+
+
+class _Recurrence(torch.autograd.Function):
+    """All states of one layer in one direction: `(gates_TBG, state, weights) -> (h_TBP, c_TBH for an LSTM)`.
+
+    Weights are `(w_hh, b_hh, w_hr)`, the latter two where there are any.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, num_state: int, reverse: bool, *tensors: torch.Tensor) -> tuple:
+        gates, state, weights = tensors[0], list(tensors[1 : 1 + num_state]), list(tensors[1 + num_state :])
+        outputs = torch.ops.torch_shard.recurrence(kind, gates, state, weights, reverse)
+        ctx.options = kind, num_state, reverse
+        ctx.save_for_backward(*tensors, *outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        kind, num_state, reverse = ctx.options
+        tensors, outputs = ctx.saved_tensors[:-num_state], ctx.saved_tensors[-num_state:]
+        if torch.is_grad_enabled():  # for a derivative of this derivative
+            wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True) if needed]
+            unrolled = _unrolled(kind, num_state, reverse, *tensors)
+            found = iter(torch.autograd.grad(unrolled, wanted, grads, create_graph=True, materialize_grads=True))
+            return None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:])
+        gates, state, weights = tensors[0], list(tensors[1 : 1 + num_state]), list(tensors[1 + num_state :])
+        options = kind, gates, state, weights, reverse, list(outputs), list(grads)
+        return None, None, None, *torch.ops.torch_shard.recurrence_backward(*options)
+
+
+def _unrolled(kind: str, num_state: int, reverse: bool, *tensors: torch.Tensor) -> Tensors:
+    """The same in plain operators."""
+    gates, state, weights = tensors[0], tensors[1 : 1 + num_state], tensors[1 + num_state :]
+    steps: list[tuple[torch.Tensor, ...]] = []
+    for given in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
+        state = _cell(kind, given, state, weights)
+        steps.append(state)
+    return [torch.stack(values) for values in zip(*(reversed(steps) if reverse else steps), strict=True)]
+
+
+def _cell(kind: str, given: torch.Tensor, state: tuple, weights: tuple) -> tuple[torch.Tensor, ...]:
+    h, (w_hh, bias, projection) = state[0], split_weights(kind, state, weights)
+    own = F.linear(h, w_hh, bias)
+    if kind == "lstm":
+        i, f, g, o = (given + own).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return (h if projection is None else F.linear(h, projection)), c
+    if kind == "gru":
+        (given_r, given_z, given_n), (own_r, own_z, own_n) = given.chunk(3, -1), own.chunk(3, -1)
+        n = (given_n + (given_r + own_r).sigmoid() * own_n).tanh()
+        return ((h - n) * (given_z + own_z).sigmoid() + n,)
+    return ((given + own).tanh() if kind == "rnn_tanh" else (given + own).relu(),)
+
+
+def split_weights(kind: str, state: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """`(w_hh, b_hh or None, w_hr or None)`, of tensors or arrays."""
+    has_projection = kind == "lstm" and state[0].shape[-1] != state[1].shape[-1]
+    projection = weights[-1] if has_projection else None
+    return weights[0], (weights[1] if len(weights) == 2 + has_projection else None), projection
+
+
+def _direction(kind: str, x_TBC: torch.Tensor, state: Tensors, params: Tensors, reverse: bool, biased: bool) -> Tensors:
+    w_ih, w_hh, *others = params
+    gates = F.linear(x_TBC, w_ih, others.pop(0) if biased else None)
+    return _Recurrence.apply(kind, len(state), reverse, gates, *state, w_hh, *others)  # pyright: ignore
+
+
+def _net(
+    kind: str,
+    x: torch.Tensor,
+    hx: Any,
+    params: Tensors,
+    biased: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    states = list(hx) if kind == "lstm" else [hx]
+    num_runs = num_layers * (1 + bidirectional)
+    each = len(params) // num_runs
+    x, finals = x.transpose(0, 1) if batch_first else x, []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(1 + bidirectional):
+            run = layer * (1 + bidirectional) + direction
+            own = params[run * each : (run + 1) * each]
+            found = _direction(kind, x, [s[run] for s in states], own, direction == 1, biased)
+            outputs.append(found[0])
+            finals.append([steps[0 if direction else -1] for steps in found])
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = F.dropout(x, dropout)
+    last = [torch.stack(values) for values in zip(*finals, strict=True)]
+    return x.transpose(0, 1) if batch_first else x, *last
+
+
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether our operator means the same as PyTorch's composite, which stays in all other cases."""
+    if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences; arguments by name
+        return False
+    x, hx, params = args[0], args[1] if isinstance(args[1], (tuple, list)) else [args[1]], args[2]
+    tensors = [x, *hx, *params]
+    return (
+        x.ndim == 3
+        and x.shape[0 if not args[8] else 1] > 0
+        and all(h.ndim == 3 and h.shape[1] == x.shape[1 if not args[8] else 0] for h in hx)
+        and all(t.is_floating_point() and t.dtype == x.dtype for t in tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(map(is_functorch_wrapped_tensor, tensors))
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _replacing(kind: str, composite: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _net(kind, *args) if not kwargs and _is_plain(args) else composite(*args, **kwargs)
+
+    return call
+
+
+WHOLE = {
+    composite: _replacing(kind, composite)
+    for kind in NUM_GATES
+    for composite in {getattr(torch._VF, kind), getattr(torch, kind)}
+}
