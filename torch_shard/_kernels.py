@@ -1,6 +1,9 @@
 """Operators that a capture puts in the place of ATen's own where ATen's shape rules refuse what its kernels take."""
 
+from collections.abc import Sequence
+
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 aten = torch.ops.aten
 
@@ -36,3 +39,13 @@ def grouped_mm(
 
 
 REPLACED = {aten._grouped_mm.default: grouped_mm}
+
+
+def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors have one floating-point dtype and are used as they are: no autocast, no transform of torch's."""
+    return (
+        all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(map(is_functorch_wrapped_tensor, tensors))
+        and torch.autograd.forward_ad._current_level < 0
+    )

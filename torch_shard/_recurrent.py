@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import is_functorch_wrapped_tensor
+
+from torch_shard._kernels import is_plain
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 Tensors = list[torch.Tensor]
@@ -139,7 +140,7 @@ def _net(
     return x.transpose(0, 1) if batch_first else x, *last
 
 
-def _is_plain(args: tuple[Any, ...]) -> bool:
+def _fits(args: tuple[Any, ...]) -> bool:
     """Whether our operator means the same as PyTorch's composite, which stays in all other cases."""
     if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences; arguments by name
         return False
@@ -149,16 +150,13 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
         x.ndim == 3
         and x.shape[0 if not args[8] else 1] > 0
         and all(h.ndim == 3 and h.shape[1] == x.shape[1 if not args[8] else 0] for h in hx)
-        and all(t.is_floating_point() and t.dtype == x.dtype for t in tensors)
-        and not torch.is_autocast_enabled("cpu")
-        and not any(map(is_functorch_wrapped_tensor, tensors))
-        and torch.autograd.forward_ad._current_level < 0
+        and is_plain(tensors)
     )
 
 
 def _replacing(kind: str, composite: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _net(kind, *args) if not kwargs and _is_plain(args) else composite(*args, **kwargs)
+        return _net(kind, *args) if not kwargs and _fits(args) else composite(*args, **kwargs)
 
     return call
 

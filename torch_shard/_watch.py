@@ -11,11 +11,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._attention import WHOLE as ATTENTION
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
-from torch_shard._recurrent import WHOLE
+from torch_shard._recurrent import WHOLE as RECURRENT
 from torch_shard._source import current_user_line
 
+WHOLE = {**ATTENTION, **RECURRENT}
+"""Functions of torch that a capture replaces by one operator where it can, instead of their many."""
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 

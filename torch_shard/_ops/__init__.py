@@ -6,6 +6,7 @@ covers is refused by name.
 """
 
 from torch_shard._ops import (  # noqa: F401  (they fill the table)
+    _attention,
     _bags,
     _conv,
     _distances,

@@ -18,12 +18,12 @@ def grouped_mm(x, y, offs, dtype):
 
     What lies behind the last group is zero; torch leaves it as it finds it.
     """
-    options = {"preferred_element_type": jax_dtype(dtype)}
+    dtype = jax_dtype(dtype)
     if offs is None:
-        return jnp.matmul(x, y, **options)
+        return jnp.matmul(x, y, preferred_element_type=dtype)
     sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
     if x.ndim == 2 and y.ndim == 2:
-        return jax.lax.ragged_dot_general(x, y, sizes, _SUMMED, **options)
+        return jax.lax.ragged_dot_general(x, y, sizes, _SUMMED, preferred_element_type=dtype)
     if x.ndim == 2:
-        return jax.lax.ragged_dot(x, y, sizes, **options)
-    return jax.lax.ragged_dot(y.T, jnp.swapaxes(x, 1, 2), sizes, **options).T
+        return jax.lax.ragged_dot(x, y, sizes, preferred_element_type=dtype)
+    return jax.lax.ragged_dot(y.T, jnp.swapaxes(x, 1, 2), sizes, preferred_element_type=dtype).T
