@@ -49,3 +49,35 @@ def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
         and not any(map(is_functorch_wrapped_tensor, tensors))
         and torch.autograd.forward_ad._current_level < 0
     )
+
+
+@torch.library.custom_op("torch_shard::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_cross_entropy_backward.register_fake
+def _logits_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(logits)
+
+
+@torch.library.custom_op("torch_shard::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_cross_entropy.register_fake
+def _loss_shapes(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(() if reduction else target.shape), logits.new_empty(())

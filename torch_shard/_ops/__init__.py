@@ -7,6 +7,7 @@ covers is refused by name.
 
 from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _attention,
+from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _bags,
     _conv,
     _distances,
@@ -15,6 +16,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _linalg,
     _linear,
     _linear_cross_entropy,
+    _losses,
     _nn,
     _pooling,
     _random,
@@ -22,6 +24,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _sampling,
     _segments,
     _special,
+)
 )
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (

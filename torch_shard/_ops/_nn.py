@@ -1,4 +1,4 @@
-"""Normalisation, attention's softmax, losses and embeddings, with the statistics and masks that PyTorch returns."""
+"""Normalisation, attention's softmax and embeddings, with the statistics and masks that PyTorch returns."""
 
 import jax
 import jax.numpy as jnp
@@ -143,40 +143,6 @@ def _normalize(x, mean, rstd, weight, bias):
     out = (x - _channels(mean, x.ndim)) * _channels(rstd, x.ndim)
     out = out if weight is None else out * _channels(weight, x.ndim)
     return out if bias is None else out + _channels(bias, x.ndim)
-
-
-@lowers(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss_forward(logp, target, weight, reduction, ignore_index):
-    """Returns `(loss, total weight)`; reduction 0 is none, 1 mean, 2 sum. The class dim is 1, or 0 without a batch.
-
-    The class is picked by comparison, not by index: that fuses with the softmax and stays on the shard.
-    """
-    picked, weights = _picked_classes(logp, target, weight, ignore_index)
-    axis = min(1, logp.ndim - 1)
-    loss = -jnp.sum(jnp.where(picked, logp * weights, 0), axis=axis)
-    is_label = (target == ignore_index) | ((target >= 0) & (target < logp.shape[axis]))
-    loss = jnp.where(is_label.reshape(loss.shape), loss, jnp.nan)  # torch raises; a program can only be loud
-    total = jnp.sum(jnp.where(picked, weights, 0))
-    if reduction == 0:
-        return loss, jnp.zeros((), logp.dtype)
-    return jnp.sum(loss) / (total if reduction == 1 else 1), total.astype(logp.dtype)
-
-
-@lowers(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-def nll_loss_backward(grad, logp, target, weight, reduction, ignore_index, total_weight):
-    picked, weights = _picked_classes(logp, target, weight, ignore_index)
-    grad = grad / total_weight if reduction == 1 else grad
-    spread = jnp.expand_dims(grad, min(1, logp.ndim - 1)) if grad.ndim else grad
-    return jnp.where(picked, -spread * weights, 0).astype(logp.dtype)
-
-
-def _picked_classes(logp, target, weight, ignore_index):
-    """Whether an entry of `logp` is that of its target, and the weight of each class, both like `logp`."""
-    axis = min(1, logp.ndim - 1)
-    classes = jax.lax.broadcasted_iota(target.dtype, logp.shape, axis)
-    target = jnp.expand_dims(target, axis) if target.ndim < logp.ndim else target
-    weights = jnp.ones((), logp.dtype) if weight is None else jnp.expand_dims(weight, range(1, logp.ndim - axis))
-    return (classes == target) & (target != ignore_index), weights
 
 
 @lowers(aten.embedding.default)

@@ -1,0 +1,88 @@
+"""Negative log-likelihood and cross entropy over class indices.
+
+Classes are picked by a gather, which stays on the shards of a split class dim; what is wanted for the targets alone is
+computed for them alone. PyTorch refuses a target that is no class; a program can only be loud, by NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torch_shard import _kernels  # noqa: F401  (defines the operators of cross entropy)
+from torch_shard._ops._registry import lowers
+
+aten = torch.ops.aten
+
+
+def _class_axis(x):
+    return min(1, x.ndim - 1)
+
+
+def _weights(x, target, weight, ignore_index):
+    """The weight of each target: 0 where it is ignored, NaN where it is no class."""
+    num_classes = x.shape[_class_axis(x)]
+    own = jnp.ones((), x.dtype) if weight is None else weight[jnp.clip(target, 0, num_classes - 1)]
+    is_class = (target >= 0) & (target < num_classes)
+    return jnp.where(target == ignore_index, 0, jnp.where(is_class, own, jnp.nan))
+
+
+def _at_targets(x, target):
+    axis = _class_axis(x)
+    index = jnp.expand_dims(jnp.clip(target, 0, x.shape[axis] - 1), axis)
+    return jnp.take_along_axis(x, index.reshape((1,) if x.ndim == 1 else index.shape), axis, mode="clip")
+
+
+def _reduced(own, target, weights, reduction):
+    """Loss and total weight from the log-probabilities of the targets; reduction 0 is none, 1 mean, 2 sum."""
+    loss = jnp.where(weights == 0, 0, -own.reshape(target.shape) * weights)
+    total = jnp.sum(weights)
+    if reduction == 0:
+        return loss, jnp.zeros((), own.dtype)
+    return jnp.sum(loss) / (total if reduction == 1 else 1), total.astype(own.dtype)
+
+
+@lowers(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss_forward(logp, target, weight, reduction, ignore_index):
+    """Returns `(loss, total weight)`. The class dim is 1, or 0 without a batch."""
+    return _reduced(_at_targets(logp, target), target, _weights(logp, target, weight, ignore_index), reduction)
+
+
+@lowers(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(grad, logp, target, weight, reduction, ignore_index, total_weight):
+    scale = _scale(grad, logp, target, weight, reduction, ignore_index, total_weight)
+    return jnp.where(_is_target(logp, target), -scale, 0).astype(logp.dtype)
+
+
+@lowers(torch.ops.torch_shard.cross_entropy.default)
+def cross_entropy(logits, target, weight, reduction, ignore_index):
+    """`nll_loss_forward` of the log-softmax."""
+    shifted, _, total = _softmax(logits)
+    own = (_at_targets(shifted, target) - jnp.log(total)).astype(logits.dtype)
+    return _reduced(own, target, _weights(logits, target, weight, ignore_index), reduction)
+
+
+@lowers(torch.ops.torch_shard.cross_entropy_backward.default)
+def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index, total_weight):
+    """The gradient of `cross_entropy` by the logits."""
+    scale = _scale(grad, logits, target, weight, reduction, ignore_index, total_weight)
+    _, exps, total = _softmax(logits)
+    return (exps * (scale / total) - jnp.where(_is_target(logits, target), scale, 0)).astype(logits.dtype)
+
+
+def _softmax(logits):
+    """Logits less the highest, their exponentials, and the sums of these: the same in both passes, so computed once."""
+    compute = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    shifted = compute - jnp.max(compute, _class_axis(logits), keepdims=True)
+    exps = jnp.exp(shifted)
+    return shifted, exps, jnp.sum(exps, _class_axis(logits), keepdims=True)
+
+
+def _scale(grad, x, target, weight, reduction, ignore_index, total_weight):
+    """What each target's gradient is multiplied by, with a class dim of size 1."""
+    grad = grad / total_weight if reduction == 1 else grad
+    weights = _weights(x, target, weight, ignore_index)
+    return jnp.expand_dims(jnp.where(weights == 0, 0, grad * weights), _class_axis(x))
+
+
+def _is_target(x, target):
+    return jax.lax.broadcasted_iota(target.dtype, x.shape, _class_axis(x)) == jnp.expand_dims(target, _class_axis(x))
