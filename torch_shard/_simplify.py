@@ -63,6 +63,36 @@ def _rewrite_view(node: Node) -> Node | None:
     return _view(node, source, _shape(node)) if source is not args_of(node)[0] else None
 
 
+def _merge_cross_entropy(node: Node) -> Node | None:
+    """The loss straight from the logits: the log-softmax of all classes is nowhere needed."""
+    logp = args_of(node)[0]
+    if not _is_over_classes(logp):
+        return None
+    with node.graph.inserting_before(node):
+        args = (args_of(logp)[0], *args_of(node)[1:])
+        merged = node.graph.call_function(torch.ops.torch_shard.cross_entropy.default, args)
+    merged.meta = dict(node.meta)
+    return merged
+
+
+def _merge_cross_entropy_backward(node: Node) -> Node | None:
+    """The gradient of logits straight from them, with no tensor of the gradient of their log-softmax."""
+    grad, logp = args_of(node)[:2]
+    if grad.target not in NLL_BACKWARD or args_of(grad)[1] is not logp or not _is_over_classes(logp):
+        return None
+    args = (args_of(grad)[0], args_of(logp)[0], *args_of(grad)[2:])
+    return _call(node, torch.ops.torch_shard.cross_entropy_backward.default, args, _shape(node))
+
+
+def _is_over_classes(node: Node) -> bool:
+    """Whether `node` is the log-softmax over the dim of the classes, in the dtype of its logits."""
+    rank = len(_shape(node))
+    if node.target is not aten._log_softmax.default or not rank:
+        return False
+    logits, dim, _ = args_of(node)
+    return dim % rank == min(1, rank - 1) and _dtype(node) == _dtype(logits)
+
+
 def _swap_below_view(node: Node) -> Node | None:
     """Swapping the last two dims of a merged batch: swap first, merge then."""
     merged = args_of(node)[0]
@@ -130,45 +160,15 @@ def _solve_for_determinant(node: Node) -> None:
         node.kwargs = {**node.kwargs, "adjoint": True}
 
 
-def _merge_cross_entropy(node: Node) -> Node | None:
-    """The loss straight from the logits: the log-softmax of all classes is nowhere needed."""
-    logp = args_of(node)[0]
-    if not _is_over_classes(logp):
-        return None
-    with node.graph.inserting_before(node):
-        args = (args_of(logp)[0], *args_of(node)[1:])
-        merged = node.graph.call_function(torch.ops.torch_shard.cross_entropy.default, args)
-    merged.meta = dict(node.meta)
-    return merged
-
-
-def _merge_cross_entropy_backward(node: Node) -> Node | None:
-    """The gradient of logits straight from them, with no tensor of the gradient of their log-softmax."""
-    grad, logp = args_of(node)[:2]
-    if grad.target not in NLL_BACKWARD or args_of(grad)[1] is not logp or not _is_over_classes(logp):
-        return None
-    args = (args_of(grad)[0], args_of(logp)[0], *args_of(grad)[2:])
-    return _call(node, torch.ops.torch_shard.cross_entropy_backward.default, args, _shape(node))
-
-
-def _is_over_classes(node: Node) -> bool:
-    """Whether `node` is the log-softmax over the dim of the classes, in the dtype of its logits."""
-    rank = len(_shape(node))
-    if node.target is not aten._log_softmax.default or not rank:
-        return False
-    logits, dim, _ = args_of(node)
-    return dim % rank == min(1, rank - 1) and _dtype(node) == _dtype(logits)
-
-
 _PRODUCTS: dict[Any, Callable[[Node], Node | None]] = {
+    aten.nll_loss_forward.default: _merge_cross_entropy,
+    aten.nll_loss2d_forward.default: _merge_cross_entropy,
+    aten._log_softmax_backward_data.default: _merge_cross_entropy_backward,
     aten.bmm.default: _unmerge_bmm,
     aten.mm.default: _unflatten_mm,
     aten.addmm.default: _unflatten_addmm,
     aten.sum.dim_IntList: _unflatten_sum,
     aten.linalg_lu_solve.default: _solve_for_determinant,
-    aten.nll_loss_forward.default: _merge_cross_entropy,
-    aten.nll_loss2d_forward.default: _merge_cross_entropy,
-    aten._log_softmax_backward_data.default: _merge_cross_entropy_backward,
 }
 
 

@@ -60,10 +60,10 @@ class Watch(TorchFunctionMode):
         if _INNERMOST.watch is not self:  # a capture inside of a capture
             return func(*args, **(kwargs or {}))
         args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
+        func = WHOLE.get(func, func)
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
-        func = WHOLE.get(func, func)
         with self._explain(self._where()) if self._explain else contextlib.nullcontext(), _written(func, kwargs):
             return func(*args, **kwargs)
 
