@@ -1,6 +1,8 @@
 """Tiny Hugging Face models with random weights: each with its batches, its loss and its plan on a (4, 2) mesh."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,9 @@ import transformers
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
-import torch_shard as ts
+from tests.cases import BATCH, Case
 
-BATCH, LENGTH, VOCAB = 8, 8, 64
+LENGTH, VOCAB = 8, 64
 Batch = dict[str, torch.Tensor]
 
 TEXT = {
@@ -24,7 +26,6 @@ TEXT = {
 }
 GROUPED = {**TEXT, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADED = {**GROUPED, "head_dim": 8}
-UNTIED = {"tie_word_embeddings": False}
 IMAGE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -49,10 +50,11 @@ SEQ2SEQ = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
+MOE = ("batched_mm",)
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
@@ -128,7 +130,7 @@ class HFModel:
         rules: Of the plan; everything else is replicated.
         loss_fn: Of a model and a batch.
         attention: The implementations of attention that it has.
-        rtol: Of gradients, relative to the largest gradient of the tensor.
+        experts: The implementations of experts that compile for fixed shapes; none for a dense model.
     """
 
     name: str
@@ -137,20 +139,12 @@ class HFModel:
     fields: dict[str, Any]
     batch: Callable[[], Batch]
     rules: dict[str, P]
-    loss_fn: Callable[[nn.Module, Batch], torch.Tensor] = loss_fn
-    attention: tuple[str, ...] = ("eager", "sdpa")
-    rtol: float = 5e-4  # some thousand float32 terms in another order, amplified by softmax and norms
+    loss_fn: Callable[[nn.Module, Batch], torch.Tensor] = model_loss
+    attention: tuple[str, ...] = ("sdpa", "eager")
+    experts: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def plan(self) -> ts.ShardingPlan:
-        return ts.ShardingPlan(self.rules, default=P())
-
-    def build(self, attention: str = "eager", experts: str | None = None) -> nn.Module:
+    def build(self, attention: str, experts: str | None = None) -> nn.Module:
         """The model with random weights, all of them: no bias is zero and no scale is one."""
-        torch.manual_seed(0)
         config = getattr(transformers, self.config)(**self.fields)
         model = getattr(transformers, self.model)._from_config(config, attn_implementation=attention)
         if experts is not None:
@@ -158,11 +152,18 @@ class HFModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        return model.train()
+        return model
 
-    def batches(self, num: int) -> list[Batch]:
-        torch.manual_seed(1)
-        return [self.batch() for _ in range(num)]
+    def cases(self) -> list[Case]:
+        """A case for each implementation of attention and experts; first the one that users get."""
+        choices = itertools.product(self.attention, self.experts or (None,))
+        return [self._case(attention, experts) for attention, experts in choices]
+
+    def _case(self, attention: str, experts: str | None) -> Case:
+        name = "-".join(filter(None, (self.name, attention, experts)))
+        build = functools.partial(self.build, attention, experts)
+        # rtol: some thousand float32 terms in another order, amplified by softmax and norms
+        return Case(name, build, self.batch, self.rules, loss_fn=self.loss_fn, rtol=5e-5)
 
 
 def causal(name: str, fields: dict[str, Any], rules: dict[str, P], **more: Any) -> HFModel:
@@ -188,7 +189,12 @@ HF_MODELS = [
     causal("Qwen2", GROUPED, LLAMA_RULES | VOCABULARY),
     causal("Qwen3", HEADED, LLAMA_RULES | VOCABULARY),
     causal("Mistral", {**GROUPED, "sliding_window": 4}, LLAMA_RULES | VOCABULARY),
-    causal("Gemma2", {**HEADED, "sliding_window": 4, "query_pre_attn_scalar": 8}, LLAMA_RULES),
+    causal(
+        "Gemma2",
+        {**HEADED, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        LLAMA_RULES,
+        attention=("eager",),
+    ),
     HFModel(
         "Gemma3",
         "Gemma3ForCausalLM",
@@ -206,6 +212,7 @@ HF_MODELS = [
         "Mixtral",
         {**GROUPED, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1},
         ATTENTION_RULES | EXPERTS,
+        experts=MOE,
     ),
     causal(
         "Qwen2Moe",
@@ -217,6 +224,7 @@ HF_MODELS = [
             "shared_expert_intermediate_size": 32,
         },
         LLAMA_RULES | EXPERTS,
+        experts=MOE,
     ),
     causal(
         "DeepseekV3",
@@ -237,12 +245,14 @@ HF_MODELS = [
             "pad_token_id": 0,
         },
         megatron("q_b_proj kv_b_proj gate_proj up_proj", "o_proj down_proj") | EXPERTS,
+        experts=MOE,
     ),
     causal(
         "GptOss",
         {**HEADED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
         ATTENTION_RULES | EXPERTS | {"**.sinks": P("model")},
         attention=("eager",),
+        experts=MOE,
     ),
     HFModel(
         "Bert",
@@ -269,7 +279,7 @@ HF_MODELS = [
         "ViTConfig",
         {**IMAGE, **NO_DROPOUT, "num_labels": 4},
         classes_of(16),
-        {},
+        megatron("q_proj k_proj v_proj fc1", "o_proj fc2"),
     ),
     HFModel(
         "CLIP",
