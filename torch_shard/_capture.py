@@ -170,7 +170,26 @@ def _decompositions(keep: Keep) -> dict:
     """PyTorch's core rules, and its other rules for what nobody lowers, except for the operators to keep whole."""
     core = core_aten_decompositions()
     table = {op: rule for op, rule in core.items() if not keep(op, True)}
-    return table | {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
+    others = {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
+    return table | others | {op: functools.partial(_view_of_any_layout, op) for op in _VIEWS}
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def _view_of_any_layout(view: Any, x: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A view that PyTorch's strides allow, of a tensor to which a decomposition gave other strides.
+
+    Here the graph is functional, so that a copy does as well.
+    """
+    if x.is_contiguous():
+        return NotImplemented
+    try:
+        with _disable_current_modes():
+            torch.empty_strided(x.shape, x.stride(), device="meta").view(shape)
+    except (RuntimeError, ValueError):
+        return view(x.clone(memory_format=torch.contiguous_format), shape)
+    return NotImplemented
 
 
 def _constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:

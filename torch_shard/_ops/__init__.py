@@ -7,10 +7,10 @@ covers is refused by name.
 
 from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _attention,
-from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _bags,
     _conv,
     _distances,
+    _extremes,
     _grouped,
     _indexing,
     _linalg,
@@ -24,7 +24,6 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _sampling,
     _segments,
     _special,
-)
 )
 from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (
