@@ -18,6 +18,7 @@ from torch_shard._source import current_user_line
 aten = torch.ops.aten
 _TORCH = pathlib.Path(torch.__file__).parent
 _LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
+_CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 _MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent))
 
 
@@ -57,7 +58,7 @@ class Values(TorchDispatchMode):
         frame = _asking_frame()
         if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
             return None
-        truth = passing_truth(frame)
+        truth = True if frame.f_code is _CHECK_ALL else passing_truth(frame)
         if truth is not None:
             self.skipped.append(current_user_line())
         return truth
