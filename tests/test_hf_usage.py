@@ -115,3 +115,26 @@ def test_logits_of_an_evaluation(family: Any) -> None:
         loss, wanted = with_logits(model.eval(), batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert_close(metrics["logits"], wanted["logits"].numpy(), 1e-4, 1e-6, "logits")
+
+
+def with_hidden_states(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = model(**batch, output_hidden_states=True)
+    return out.loss + out.hidden_states[1].square().mean(), {"num": torch.tensor(len(out.hidden_states))}
+
+
+def test_hidden_states_are_collected_as_in_torch() -> None:
+    """transformers hooks its modules when it first needs to, and notes in an attribute that it has."""
+    case = LLAMA.cases()[0]
+    model, batch = case.model(), case.batches(1)[0]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    for sizes in [(1, 1), (4, 2)]:
+        on_mesh: dict[str, Any] = {"mesh": make_mesh(sizes), "plan": case.plan}
+        step = ts.make_train_step(model, with_hidden_states, optimizer(), **on_mesh)
+        _, metrics = step(step.init(), batch)
+        assert metrics["num"] == 3
+        evaluated = ts.make_eval_step(model, with_hidden_states, **on_mesh)(step.init(), batch)
+        np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=1e-5)
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    loss, eager = with_hidden_states(model, batch)
+    np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    assert eager["num"] == 3

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
-_OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+_OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS
 _ABSENT = object()
 
 
@@ -31,7 +32,7 @@ class Change:
 
 
 class Journal:
-    """The attributes of modules as they were before a capture."""
+    """The attributes and hooks of modules as they were before a capture."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = {}
@@ -110,7 +111,7 @@ def settle(changes: list[Change], was_read: Any) -> list[Change]:
         was_read: Tells whether forward also read a tensor.
 
     Returns:
-        The changed numbers and strings: harmless only if the program does not depend on them.
+        The changed numbers, strings and hooks: harmless only if the program does not depend on them.
 
     Raises:
         NotImplementedError: A tensor is carried from one call to the next in a plain attribute.
@@ -129,7 +130,7 @@ def settle(changes: list[Change], was_read: Any) -> list[Change]:
             "the metrics, or register a buffer.",
             change.path,
         )
-    return [c for c in changes if isinstance(c.new, NUMBERS)]
+    return [c for c in changes if isinstance(c.new, NUMBERS) or c.name in _HOOKS]
 
 
 def _has_tensor(value: Any) -> bool:
