@@ -31,6 +31,7 @@ from torch_shard._graph import outputs_of
 from torch_shard._kernels import REPLACED
 from torch_shard._simplify import simplify
 from torch_shard._source import current_user_line, user_frame
+from torch_shard._strided import stride_in_order
 from torch_shard._surroundings import reference_kernels, surroundings
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
@@ -137,6 +138,7 @@ def _capture(
     constants = _constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
+        stride_in_order(with_views)
         functional = _functionalize(with_views, inputs, keep, explain)
     num_outputs = len(outputs_of(with_views.graph))
     written = _return_writes(functional, num_outputs, len(specs))
