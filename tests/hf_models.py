@@ -254,6 +254,12 @@ HF_MODELS = [
         attention=("eager",),
         experts=MOE,
     ),
+    causal(
+        "Bloom",
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+        {"**.query_key_value.weight": P("model", None), "**.dense.weight": P(None, "model")},
+        attention=("eager",),
+    ),
     HFModel(
         "Bert",
         "BertForMaskedLM",
