@@ -405,6 +405,12 @@ def batch_norm_cumulative() -> nn.Module:
 
 
 @row(STATE, built)
+def sync_batch_norm() -> nn.Module:
+    """Over the whole batch, however it is split."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm())
+
+
+@row(STATE, built)
 def batch_norm_without_statistics() -> nn.Module:
     norm = nn.BatchNorm1d(WIDTH, track_running_stats=False, affine=False)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH))

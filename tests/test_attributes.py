@@ -65,6 +65,16 @@ class Warmup(One):
         return self.a(x) * min(1.0, self.calls / 3)
 
 
+class WarmupByList(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        return self.a(x) * min(1.0, len(self.seen) / 3)
+
+
 class FirstBatch(One):
     """A layer that is set from the data of its first batch."""
 
@@ -99,6 +109,7 @@ class Grows(One):
 
 REFUSED = [
     (Warmup, "changes the plain attribute calls on each call and depends on it.*register_buffer"),
+    (WarmupByList, "changes the plain attribute seen on each call and depends on it"),
     (FirstBatch, "changes the plain attribute ready on each call and depends on it"),
     (Remembers, r"reads the plain attribute hidden, a tensor, and writes it.*register_buffer\('hidden'"),
     (Grows, r"buffer queue is \(1, 8\) torch.float32 and forward makes it \(2, 8\)"),
