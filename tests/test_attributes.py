@@ -3,11 +3,13 @@
 import functools
 from typing import Any
 
+import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
+from tests.cases import make_mesh
 from tests.eager import assert_follows, eager_trajectory
 from tests.semantics import WIDTH, built
 
@@ -124,6 +126,27 @@ def test_what_a_compiled_program_cannot_carry_is_refused_by_name(build: type[One
     with pytest.raises(NotImplementedError, match=f"(?s){message}"):
         assert_follows(case, model, eager_trajectory(case, 1), (1, 1))
     assert {name: repr(value) for name, value in vars(model).items()} == before
+
+
+def test_containers_of_numbers_may_change_between_steps() -> None:
+    class Scales(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = [1.0, 2.0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) * sum(self.scales)
+
+    case = built(Scales)
+    model, mesh = case.model(), make_mesh((1, 1))
+    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.0), mesh=mesh, plan=case.plan)
+    state = step.init()
+    for change in ([1.0, 2.0], [1.0, 2.0], [3.0]):
+        model.scales[:] = change
+        state, metrics = step(state, case.batches(1)[0])
+        wanted = case.loss_fn(model, case.batches(1)[0])
+        torch.testing.assert_close(torch.tensor(float(metrics["loss"])), wanted.detach())
+    assert step.num_compiles == 2
 
 
 def test_adapters_take_writes_back_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,8 @@ def settle(changes: list[Change], was_read: Any) -> list[Change]:
         was_read: Tells whether forward also read a tensor.
 
     Returns:
-        The changed numbers, strings and hooks: harmless only if the program does not depend on them.
+        The changed numbers, strings, containers of them and hooks: harmless only if the program does not depend on
+        them.
 
     Raises:
         NotImplementedError: A tensor is carried from one call to the next in a plain attribute.
@@ -130,29 +131,42 @@ def settle(changes: list[Change], was_read: Any) -> list[Change]:
             "the metrics, or register a buffer.",
             change.path,
         )
-    return [c for c in changes if isinstance(c.new, NUMBERS) or c.name in _HOOKS]
+    return [c for c in changes if c.name in _HOOKS or _is_plain(c.new)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if type(value) in (*_CONTAINERS, tuple) else [value]
 
 
 def _has_tensor(value: Any) -> bool:
-    leaves = list(value.values()) if isinstance(value, dict) else value if type(value) in _CONTAINERS else [value]
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string or a container of such."""
+    return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))
 
 
 class PlainAttributes:
-    """The numbers, strings and tensors that a module's parts have as plain attributes: a program depends on them."""
+    """The numbers, strings, containers of them and tensors among a module's plain attributes: what a program reads."""
 
     def __init__(self, module: nn.Module) -> None:
         self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, value)
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
             for name, m in module.named_modules()
             for attribute, value in vars(m).items()
-            if attribute != "training" and isinstance(value, (*NUMBERS, torch.Tensor))
+            if attribute not in _OF_TORCH
+            and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
         ]
 
     def changed(self) -> str | None:
         """The path of one that has another value now; a tensor written in place is read anew, and not another."""
         for path, attributes, attribute, value in self._values:
             now = attributes.get(attribute)
-            if now is not value and (isinstance(value, torch.Tensor) or type(now) is not type(value) or now != value):
+            if now is value:
+                continue
+            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not _is_plain(now) or now != value:
                 return path
         return None
