@@ -264,8 +264,8 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if _is_input(node):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise NotImplementedError(
-                f"{current_user_line()}\n.data of an input or a parameter, {tuple(tensor.shape)} {tensor.dtype}, is set "
-                f"to {tuple(value.shape)} {value.dtype}, but a compiled program keeps shapes and dtypes."
+                f"{current_user_line()}\n.data of an input or a parameter, {tuple(tensor.shape)} {tensor.dtype}, is "
+                f"set to {tuple(value.shape)} {value.dtype}, but a compiled program keeps shapes and dtypes."
             )
         tensor.data.copy_(value)
         return
