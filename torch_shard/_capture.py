@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
 from torch_shard._graph import outputs_of
+from torch_shard._inputs import constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
 from torch_shard._simplify import simplify
 from torch_shard._source import current_user_line, user_frame
@@ -135,13 +136,13 @@ def _capture(
         with_views = make_fx(traced, decomposition_table=REPLACED, _allow_non_fake_inputs=True)(*fakes)
     if explain:
         _explain_backward(with_views)
-    constants = _constants_to_inputs(with_views)
+    constants = constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
         stride_in_order(with_views)
         functional = _functionalize(with_views, inputs, keep, explain)
     num_outputs = len(outputs_of(with_views.graph))
-    written = _return_writes(functional, num_outputs, len(specs))
+    written = return_writes(functional, num_outputs, len(specs))
     simplify(functional)
     closure = tuple(map(watch.original, constants))
     return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped)
@@ -192,46 +193,6 @@ def _view_of_any_layout(view: Any, x: torch.Tensor, shape: Sequence[int]) -> Any
     except (RuntimeError, ValueError):
         return view(x.clone(memory_format=torch.contiguous_format), shape)
     return NotImplemented
-
-
-def _constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
-    """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
-    found: dict[str, torch.Tensor] = {}
-    placeholders: dict[str, torch.fx.Node] = {}
-    last_input = [n for n in graph.graph.nodes if n.op == "placeholder"][-1:]
-    for node in list(graph.graph.nodes):
-        if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), torch.Tensor):
-            continue
-        if node.target not in found:
-            found[node.target] = value
-            anchor = [*last_input, *placeholders.values()][-1:]
-            point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
-            with point:
-                placeholders[node.target] = graph.graph.placeholder(f"closure{len(found)}")
-        node.replace_all_uses_with(placeholders[node.target])
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return list(found.values())
-
-
-def _return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
-    """Make the new values of inputs that were written in place outputs; return the positions of those inputs."""
-    inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    writes = {}
-    for node in list(graph.graph.nodes):
-        if node.target is aten.copy_.default and node.args[0] in inputs:
-            writes[inputs.index(node.args[0])] = node.args[1]
-            node.replace_all_uses_with(node.args[1])
-            graph.graph.erase_node(node)
-    outputs = outputs_of(graph.graph)[:num_outputs]
-    graph.graph.output_node().args = ([*outputs, *writes.values()],)
-    if any(position >= num_inputs for position in writes):
-        raise NotImplementedError(
-            "The captured function writes in place to a tensor that is neither an argument, a parameter nor a "
-            "buffer. The compiled program could not keep that write. Register the tensor as a buffer "
-            "(register_buffer), or write to a clone."
-        )
-    return tuple(writes)
 
 
 def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:

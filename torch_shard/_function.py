@@ -5,18 +5,16 @@ The callable is captured for the shapes that it meets and lowered; its derivativ
 parameters) is read anew by whoever traces: see `Closure`.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
 
 from torch_shard._attributes import new_values
-from torch_shard._bridge import to_array
-from torch_shard._capture import Graph, ModuleFlags, Spec, capture
+from torch_shard._capture import Graph, Spec, capture
+from torch_shard._closure import CLOSURE
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
@@ -60,75 +58,6 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
         + "\n".join(lines)
         + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax."
     )
-
-
-class Closure(threading.local):
-    """Who reads the tensors that a callable reaches by itself: inside `jax.jit` they must be inputs, not constants."""
-
-    def __init__(self) -> None:
-        self.readers: list[Reader] = []
-
-    @property
-    def token(self) -> Any:
-        """The call from a capture into JAX that is being traced, or None."""
-        return self.readers[-1].token if self.readers else None
-
-    def read(self, program: Program) -> list[jax.Array]:
-        """The current values of the tensors that a program closes over."""
-        if self.readers:
-            self.readers[-1].modules.append(program.graph.modules)
-        return self.values(program.graph.closure)
-
-    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
-        """The current values of these tensors: inputs of the trace under way, if there is one."""
-        return self.readers[-1].values(tensors) if self.readers else [to_array(t) for t in tensors]
-
-
-CLOSURE = Closure()
-
-
-class MoreInputs(Exception):
-    """A trace met tensors that have to become inputs of the program."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
-
-
-class Reader:
-    """Reads closed-over tensors from the inputs of a trace, and notes what the trace depends on.
-
-    Args:
-        tensors: The closed-over tensors.
-        values: Their values in the trace.
-        token: Of a call from a capture into JAX. Such a call is traced several times, also when the capture is over
-            and its modules hold other tensors again: the programs of the first time serve every time.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array], token: Any = None) -> None:
-        self.token = CLOSURE.token if token is None else token
-        self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
-        self.modules: list[ModuleFlags] = []
-
-    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
-        """The inputs that stand for these tensors.
-
-        Raises:
-            MoreInputs: Some are not inputs yet.
-        """
-        missing = [t for t in tensors if id(t) not in self._values]
-        if missing:
-            raise MoreInputs(missing)
-        return [self._values[id(t)] for t in tensors]
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator["Reader"]:
-        """Read for the traces within."""
-        CLOSURE.readers.append(self)
-        try:
-            yield self
-        finally:
-            CLOSURE.readers.pop()
 
 
 def ambient() -> tuple[Any, ...]:
@@ -201,7 +130,7 @@ class FlatFunction:
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
             raise ValueError(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
-        return program.run(key, *arrays, *CLOSURE.read(program))
+        return program.run(key, *arrays, *CLOSURE.read(program.graph))
 
     @functools.cached_property
     def jax(self) -> Callable[..., list[jax.Array]]:

@@ -12,8 +12,9 @@ import jax
 import torch
 
 from torch_shard._calls import call_pure, is_adapted, pure_of
+from torch_shard._closure import CLOSURE, MoreInputs, Reader
 from torch_shard._convert import adopt_torch_nodes
-from torch_shard._function import CLOSURE, MoreInputs, Reader, ambient
+from torch_shard._function import ambient
 from torch_shard._mesh import check_mesh
 from torch_shard._watch import bound_tensors, flags_hold
 

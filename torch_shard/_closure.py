@@ -1,0 +1,82 @@
+"""Tensors that a callable reaches by itself: who traces it reads them anew, as inputs of the trace."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._bridge import to_array
+from torch_shard._capture import Graph
+from torch_shard._watch import ModuleFlags
+
+
+class Closure(threading.local):
+    """Who reads the tensors that a callable reaches by itself: inside `jax.jit` they must be inputs, not constants."""
+
+    def __init__(self) -> None:
+        self.readers: list[Reader] = []
+
+    @property
+    def token(self) -> Any:
+        """The call from a capture into JAX that is being traced, or None."""
+        return self.readers[-1].token if self.readers else None
+
+    def read(self, graph: Graph) -> list[jax.Array]:
+        """The current values of the tensors that a captured callable closes over."""
+        if self.readers:
+            self.readers[-1].modules.append(graph.modules)
+        return self.values(graph.closure)
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+        """The current values of these tensors: inputs of the trace under way, if there is one."""
+        return self.readers[-1].values(tensors) if self.readers else [to_array(t) for t in tensors]
+
+
+CLOSURE = Closure()
+
+
+class MoreInputs(Exception):
+    """A trace met tensors that have to become inputs of the program."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+class Reader:
+    """Reads closed-over tensors from the inputs of a trace, and notes what the trace depends on.
+
+    Args:
+        tensors: The closed-over tensors.
+        values: Their values in the trace.
+        token: Of a call from a capture into JAX. Such a call is traced several times, also when the capture is over
+            and its modules hold other tensors again: the programs of the first time serve every time.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array], token: Any = None) -> None:
+        self.token = CLOSURE.token if token is None else token
+        self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
+        self.modules: list[ModuleFlags] = []
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+        """The inputs that stand for these tensors.
+
+        Raises:
+            MoreInputs: Some are not inputs yet.
+        """
+        missing = [t for t in tensors if id(t) not in self._values]
+        if missing:
+            raise MoreInputs(missing)
+        return [self._values[id(t)] for t in tensors]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator["Reader"]:
+        """Read for the traces within."""
+        CLOSURE.readers.append(self)
+        try:
+            yield self
+        finally:
+            CLOSURE.readers.pop()

@@ -1,0 +1,47 @@
+"""The inputs of a captured graph: what it closes over, and what it writes in place."""
+
+import torch
+
+from torch_shard._graph import outputs_of
+
+aten = torch.ops.aten
+
+
+def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
+    found: dict[str, torch.Tensor] = {}
+    placeholders: dict[str, torch.fx.Node] = {}
+    last_input = [n for n in graph.graph.nodes if n.op == "placeholder"][-1:]
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), torch.Tensor):
+            continue
+        if node.target not in found:
+            found[node.target] = value
+            anchor = [*last_input, *placeholders.values()][-1:]
+            point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
+            with point:
+                placeholders[node.target] = graph.graph.placeholder(f"closure{len(found)}")
+        node.replace_all_uses_with(placeholders[node.target])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return list(found.values())
+
+
+def return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+    """Make the new values of inputs that were written in place outputs; return the positions of those inputs."""
+    inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    writes = {}
+    for node in list(graph.graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in inputs:
+            writes[inputs.index(node.args[0])] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.graph.erase_node(node)
+    outputs = outputs_of(graph.graph)[:num_outputs]
+    graph.graph.output_node().args = ([*outputs, *writes.values()],)
+    if any(position >= num_inputs for position in writes):
+        raise NotImplementedError(
+            "The captured function writes in place to a tensor that is neither an argument, a parameter nor a "
+            "buffer. The compiled program could not keep that write. Register the tensor as a buffer "
+            "(register_buffer), or write to a clone."
+        )
+    return tuple(writes)
