@@ -148,7 +148,6 @@ def drawn(module: nn.Module, x: torch.Tensor, seed: int = 0) -> tuple[torch.Tens
     return out.cpu(), slope.cpu()
 
 
-@pytest.mark.xfail(strict=True, reason="operators without a lowering")
 def test_rrelu_draws_a_slope_for_each_negative_entry() -> None:
     x = torch.linspace(-2, 2, 4000)
     out, slope = drawn(nn.RReLU(0.1, 0.4), x)
