@@ -469,15 +469,6 @@ LOSSES = {
         row(lambda: nn.TripletMarginWithDistanceLoss(distance_function=cosine_distance), *PAIR, normal(5, 4))
     ],
 }
-NO_LOWERING = "operators without a lowering"
-BROKEN = {
-    "RReLU": NO_LOWERING,
-    "Embedding max norm": NO_LOWERING,
-    "AdaptiveLogSoftmaxWithLoss": "shapes that depend on values",
-    "CTCLoss": NO_LOWERING,
-    "CTCLoss infinite": NO_LOWERING,
-    "MultiLabelMarginLoss": "the value is wrong",
-}
 NOT_MODULES_TO_CALL = {
     nn.Module: "the base class: it has no forward",
     nn.Container: "the base class of old containers: it has no forward",

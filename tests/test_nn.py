@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
-from tests.nn_table import BROKEN, NOT_MODULES_TO_CALL, ROWS, Row
+from tests.nn_table import NOT_MODULES_TO_CALL, ROWS, Row
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,9 +32,8 @@ def run(module: nn.Module, leaves: Tensors, fixed: Tensors, inputs: Sequence[str
     """The scalar, with every output and every buffer after the call."""
     held = {n: fixed[n].clone() for n in fixed if n not in inputs}  # so that buffers may be written in place
     tensors = {**leaves, **held}
-    given = [tensors[n] if n in tensors else fixed[n] for n in inputs]
-    # A fresh tensor for each input: some modules write to theirs.
-    args = [x * 1 if x.is_floating_point() else x for x in given]
+    tensors |= {n: x * 1 for n, x in leaves.items()}  # some modules write to their inputs or parameters
+    args = [tensors[n] if n in tensors else fixed[n] for n in inputs]
     outputs = torch.func.functional_call(module, {n: t for n, t in tensors.items() if n not in inputs}, tuple(args))
     flat = [x for x in torch_pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
     return scalar_of(flat), (flat, held)
@@ -62,7 +61,8 @@ def compiled(modules: list[nn.Module], leaves: Tensors, fixed: Tensors, inputs: 
     """All modes in one program, which compiles what they share only once."""
     fns = [functools.partial(run, module, inputs=inputs) for module in modules]
     adapted = [ts.jax_view(ts.jax_value_and_grad(fn, has_aux=True)) for fn in fns]
-    jitted = jax.jit(lambda *args: [fn(*args) for fn in adapted])
+    key = jax.random.key(0)  # some take one though they draw nothing in eval mode
+    jitted = jax.jit(lambda *args: [fn(*args, key=key) for fn in adapted])
     return ts.torch_view(jitted(*ts.jax_view(ts.torch_view((leaves, fixed)))))
 
 
@@ -75,14 +75,8 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=floor, check_dtype=False, msg=lambda text: f"{what}: {text}")
 
 
-def _param(row: Row) -> Any:
-    reason = BROKEN.get(row.name)
-    marks = () if reason is None else pytest.mark.xfail(strict=True, reason=reason)
-    return pytest.param(row, id=row.name, marks=marks)
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
-@pytest.mark.parametrize("row", [_param(row) for row in ROWS])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_module_equals_eager_torch(row: Row) -> None:
     modules, *rest = made(row)
     for module, ((found_value, found_aux), found_grads) in zip(modules, compiled(modules, *rest), strict=True):

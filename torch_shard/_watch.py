@@ -14,11 +14,13 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._attention import WHOLE as ATTENTION
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
+from torch_shard._ctc import WHOLE as CTC
+from torch_shard._plain import WHOLE as PLAIN
 from torch_shard._recurrent import WHOLE as RECURRENT
 from torch_shard._source import current_user_line
 
-WHOLE = {**ATTENTION, **RECURRENT}
-"""Functions of torch that a capture replaces by one operator where it can, instead of their many."""
+WHOLE = {**ATTENTION, **CTC, **PLAIN, **RECURRENT}
+"""What a capture calls instead of functions of torch."""
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 

@@ -9,6 +9,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _attention,
     _bags,
     _conv,
+    _ctc,
     _distances,
     _extremes,
     _grouped,

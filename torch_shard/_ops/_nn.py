@@ -161,6 +161,14 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
     return jnp.zeros((num_weights, grad.shape[-1]), grad.dtype).at[flat].add(rows)
 
 
+@lowers(aten.embedding_renorm.default)
+def embedding_renorm(weight, indices, max_norm, norm_type):
+    """Rows that are looked up, scaled down to a norm of at most `max_norm`."""
+    used = jnp.zeros((weight.shape[0], 1), bool).at[indices.reshape(-1)].set(True)
+    norm = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
+    return jnp.where(used & (norm > max_norm), weight * (max_norm / (norm + 1e-7)), weight)
+
+
 @lowers(aten.gelu.default)
 def gelu(x, *, approximate="none"):
     return jax.nn.gelu(x) if approximate == "tanh" else x * _normal_cdf(x)
