@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn import _reduction
 
 
 def multilabel_margin_loss(
@@ -15,9 +16,9 @@ def multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """`torch.nn.functional.multilabel_margin_loss`; PyTorch's rule for traces counts what stands behind the first -1."""
+    """`torch.nn.functional.multilabel_margin_loss`, whose rule for traces counts what stands behind the first -1."""
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+        reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     x, labels = (t if t.ndim == 2 else t.reshape(1, -1) for t in (input, target))
     is_label = (labels < 0).cumsum(-1) == 0
     labels = torch.where(is_label, labels, 0)
@@ -57,4 +58,5 @@ def _numbered(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> 
     return multilabel_margin_loss(input, target, reduction=("none", "mean", "sum")[reduction])
 
 
-WHOLE = {F.multilabel_margin_loss: multilabel_margin_loss, torch._C._nn.multilabel_margin_loss: _numbered}
+_BUILTIN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+WHOLE = {F.multilabel_margin_loss: multilabel_margin_loss, _BUILTIN.multilabel_margin_loss: _numbered}
