@@ -50,8 +50,9 @@ def causal_attention(q, k, v, scale):
 
 @lowers(torch.ops.torch_shard.causal_attention_backward.default)
 def causal_attention_backward(grad, q, k, v, out, log_total, scale):
-    """Weights are computed again from their logarithmic totals; the barrier keeps XLA from saving them instead."""
-    shape, (q, k, v, out, log_total) = q.shape, jax.lax.optimization_barrier((q, k, v, out, log_total))
+    """Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`."""
+    shape, tensors = q.shape, (grad, q, k, v, out, log_total)
+    grad, q, k, v, out, log_total = jax.lax.optimization_barrier(tensors)
     q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
     along = jnp.sum((grad * out).astype(jnp.float32), -1, keepdims=True)
     grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
