@@ -32,9 +32,7 @@ def _distance_gradient(grad, diff, dist, p):
 def cdist_backward(grad, x1, x2, p, cdist):
     diff = x1[..., :, None, :] - x2[..., None, :, :]
     per_point = jnp.sum(_distance_gradient(grad[..., None], diff, cdist[..., None], p), axis=-2)
-    added = per_point.ndim - x1.ndim
-    spread = [i for i, n in enumerate(per_point.shape) if i < added or (x1.shape[i - added] == 1 and n != 1)]
-    return jnp.sum(per_point, tuple(spread)).reshape(x1.shape)
+    return per_point if diff.size else jnp.zeros(x1.shape, x1.dtype)  # autograd sums over what was broadcast
 
 
 @lowers(aten._pdist_forward.default)

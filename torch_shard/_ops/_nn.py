@@ -19,7 +19,7 @@ def softmax(x, dim, half_to_float):
 
 def _softmax(x, dim):
     compute = jnp.promote_types(x.dtype, jnp.float32)  # torch computes half precision softmax in float32
-    exps = jnp.exp(x.astype(compute) - jnp.max(x, axis=dim, keepdims=True).astype(compute))
+    exps = jnp.exp(x.astype(compute) - jnp.max(x, axis=dim, keepdims=True, initial=-jnp.inf).astype(compute))
     return (exps / jnp.sum(exps, axis=dim, keepdims=True)).astype(x.dtype)
 
 
@@ -27,7 +27,7 @@ def _softmax(x, dim):
 def safe_softmax(x, dim, dtype=None):
     """Softmax that gives zeros for a row of nothing but -inf."""
     x = x.astype(jax_dtype(dtype)) if dtype is not None else x
-    highest = jnp.max(x, axis=dim, keepdims=True)
+    highest = jnp.max(x, axis=dim, keepdims=True, initial=-jnp.inf)
     exps = jnp.exp(x - jnp.where(jnp.isneginf(highest), 0, highest))
     total = jnp.sum(exps, axis=dim, keepdims=True)
     return exps / jnp.where(total == 0, 1, total)
