@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
-from torch_shard._graph import outputs_of
+from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
 from torch_shard._simplify import simplify
@@ -141,6 +141,7 @@ def _capture(
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
         stride_in_order(with_views)
         functional = _functionalize(with_views, inputs, keep, explain)
+    check_outputs(with_views.graph, functional.graph)
     num_outputs = len(outputs_of(with_views.graph))
     written = return_writes(functional, num_outputs, len(specs))
     simplify(functional)

@@ -20,3 +20,17 @@ def outputs_of(graph: Graph) -> list[Any]:
 def fill_in(arguments: Any, value_of: Callable[[Node], Any]) -> Any:
     """Arguments with each node replaced by its value."""
     return map_arg(arguments, value_of)
+
+
+def check_outputs(before: Graph, after: Graph) -> None:
+    """Refuse a graph without mutation whose results have other shapes than those of the graph that it stands for.
+
+    PyTorch loses some writes on the way, of operators that write to several tensors at once.
+    """
+    for old, new in zip(outputs_of(before), outputs_of(after), strict=False):
+        shapes = [tuple(n.meta["val"].shape) for n in (old, new) if isinstance(n, Node) and "val" in n.meta]
+        if len(set(shapes)) > 1:
+            raise NotImplementedError(
+                f"PyTorch cannot write this without writes in place: {new} would have shape {shapes[1]}, not "
+                f"{shapes[0]}. Use the results of operators instead of their out= or in-place forms."
+            )

@@ -186,6 +186,11 @@ def adaptive_avg_pool(x, output_size):
     return x
 
 
-@lowers(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool_backward(grad, x):
-    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:] if x.ndim < 5 else grad.shape[-3:]), x)[1](grad)[0]
+@lowers(aten._adaptive_avg_pool2d_backward.default)
+def adaptive_avg_pool2d_backward(grad, x):
+    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:]), x)[1](grad)[0]
+
+
+@lowers(aten._adaptive_avg_pool3d_backward.default)
+def adaptive_avg_pool3d_backward(grad, x):
+    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-3:]), x)[1](grad)[0]
