@@ -117,6 +117,8 @@ def check(run: Callable[..., list[torch.Tensor]], inputs: list[torch.Tensor], ru
     except NotImplementedError as error:
         return Outcome("refused", _refusal(error))
     except Exception as error:
+        if isinstance(error, TypeError) and "has no JAX counterpart" in str(error):
+            return Outcome("refused", str(error).partition(";")[0])
         if isinstance(error, (TypeError, OverflowError)) and "64 bits" in str(error):
             return Outcome("skipped", "64 bits, which JAX has switched off")
         return Outcome("error", f"{type(error).__name__}: {_first_line(error)}")
@@ -206,7 +208,7 @@ def _check_sample(op: Any, sample: Any, gradient: bool, first: bool) -> Iterator
             yield "gradient", check(prepared.gradients, prepared.tensors, rules)
     else:
         yield "forward", check(prepared.outputs, prepared.tensors, rules)
-    if first and not sample.broadcasts_input:
+    if first and rules.values and not sample.broadcasts_input:
         for name, call in variants(op):
             outcome = check(Sample(call, sample).outputs, prepared.tensors, rules)
             yield "forward", dataclasses.replace(outcome, reason=f"{name}: {outcome.reason}")

@@ -57,6 +57,8 @@ def _add(ref, values):
 
 def _write_along(x, dim, index, source, write):
     """`write` at `x.at[places]` for the places that a scatter along `dim` means."""
+    if index.size == 0:  # of any rank
+        return x
     if x.ndim == 0:
         return _write_along(x[None], 0, index.reshape(1), source.reshape(1), write)[0]
     index = index.reshape(1) if index.ndim == 0 else index
