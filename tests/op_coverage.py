@@ -18,6 +18,7 @@ import warnings
 from typing import Any
 
 TABLE = pathlib.Path(__file__).with_suffix(".md")
+COLUMNS = ("op", "forward", "gradient", "reason")
 TIMEOUT_S = 240.0
 OPS_PER_WORKER = 60
 WORST_FIRST = ("wrong", "error", "refused", "random", "right", "dynamic")
@@ -131,6 +132,13 @@ def rows(results: dict[str, list]) -> list[tuple[str, str, str, str]]:
     return table
 
 
+def committed() -> list[tuple[str, str, str, str]]:
+    """The rows of the table in the repository."""
+    lines = TABLE.read_text().split(_markdown(COLUMNS, []))[1].splitlines()
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [(op, forward, gradient, reason) for op, forward, gradient, reason in found]
+
+
 def totals(table: list[tuple[str, str, str, str]]) -> list[tuple[str, ...]]:
     """Counts of each status over all operators, nn.functional, and those with a static output shape."""
     static = [row for row in table if "dynamic" not in row[1:3]]
@@ -170,7 +178,7 @@ def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
             ("", "right", "random", "refused", "dynamic", "wrong", "error", "none", "right of judged"), totals(table)
         ),
     ]
-    return "\n".join([*parts, _markdown(("op", "forward", "gradient", "reason"), table)])
+    return "\n".join([*parts, _markdown(COLUMNS, table)])
 
 
 def _markdown(header: tuple[str, ...], lines: list) -> str:
@@ -182,7 +190,7 @@ def main() -> None:
     parser.add_argument("--ops", default="", help="a regular expression that names must match")
     parser.add_argument("--samples", type=int, default=6, help="samples of each operator")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}; with --ops, their rows of it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -198,7 +206,8 @@ def main() -> None:
         print(" | ".join(line))
     print(f"{time.monotonic() - start:.0f} s")
     if options.write:
-        TABLE.write_text(render(table, options.samples))
+        others = [row for row in committed() if row[0] not in names] if options.ops else []
+        TABLE.write_text(render(sorted([*others, *table]), options.samples))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ class Watch(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
-        with self._explain(self._where()) if self._explain else contextlib.nullcontext(), _written(func, kwargs):
+        _refuse_lost_writes(func, kwargs)
+        with self._explain(self._where()) if self._explain else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: Any) -> Any:
@@ -137,16 +138,12 @@ class Watch(TorchFunctionMode):
         return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
 
 
-@contextlib.contextmanager
-def _written(func: Callable, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Refuse an operator that leaves its `out=` alone: some do where tensors have no data, and the write is lost."""
-    given = kwargs.get("out")
-    outs = [t for t in (given if isinstance(given, (tuple, list)) else [given]) if isinstance(t, torch.Tensor)]
-    before = [t._version for t in outs]
-    yield
-    if any(t._version == version for t, version in zip(outs, before, strict=True)):
-        name = getattr(func, "__name__", str(func))
-        raise NotImplementedError(f"{name}(out=...) cannot be traced: PyTorch loses the write. Use its result instead.")
+def _refuse_lost_writes(func: Callable, kwargs: dict[str, Any]) -> None:
+    """These leave `out=` alone where tensors have no data: PyTorch assigns a new tensor in its place."""
+    if kwargs.get("out") is not None and getattr(func, "__name__", "") == "linalg_matrix_rank":
+        raise NotImplementedError(
+            "torch.linalg.matrix_rank(out=...) cannot be captured: PyTorch's tracer loses the write. Use its result."
+        )
 
 
 class _Innermost(threading.local):
