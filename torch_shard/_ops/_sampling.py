@@ -140,10 +140,11 @@ def _resample(x, taps):
     for position, (index, weight) in enumerate(taps):
         axis = x.ndim - len(taps) + position
         spread = (-1, *(1,) * (x.ndim - 1 - axis))
-        x = sum(
+        parts = [
             jnp.take(x, index[:, tap], axis=axis) * jnp.asarray(weight[:, tap].reshape(spread), x.dtype)
             for tap in range(index.shape[1])
-        )
+        ]
+        x = functools.reduce(jnp.add, parts)
     return x
 
 
