@@ -198,7 +198,10 @@ def _check_sample(op: Any, sample: Any, gradient: bool, first: bool) -> Iterator
         return
     if gradient and any(prepared.wants) and rules.absolute:
         yield "forward", check(prepared.outputs, prepared.tensors, rules)
-        yield "gradient", check(prepared.gradients, prepared.tensors, dataclasses.replace(rules, absolute=False))
+        yield (
+            "gradient",
+            check(prepared.gradients, prepared.tensors, dataclasses.replace(rules, absolute=False, thin=False)),
+        )
     elif gradient and any(prepared.wants):
         both = check(prepared.outputs_and_gradients, prepared.tensors, rules)
         if both.status in ("right", "random"):
