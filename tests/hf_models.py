@@ -50,7 +50,7 @@ SEQ2SEQ = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-MOE = ("batched_mm",)
+MOE = ("grouped_mm", "batched_mm")
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 

@@ -11,6 +11,7 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _conv,
     _ctc,
     _distances,
+    _division,
     _extremes,
     _grouped,
     _indexing,
