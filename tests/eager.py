@@ -41,7 +41,8 @@ def eager_trajectory(case: Case, num_steps: int) -> list[dict[str, Any]]:
 
 def _copy(tensor: torch.Tensor | None) -> np.ndarray:
     assert tensor is not None
-    return tensor.detach().clone().numpy()
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor.clone()).numpy()
 
 
 def assert_close(found: Any, wanted: np.ndarray, rtol: float, floor: float, name: str) -> None:

@@ -543,6 +543,21 @@ class Lists(nn.Module):
 PARAMETERS.append(built(Lists))
 
 
+class Sparse(nn.Module):
+    """Embeddings that ask for sparse gradients: the values are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.bag = nn.Embedding(WIDTH, WIDTH, sparse=True), nn.EmbeddingBag(WIDTH, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = x.argsort(1)
+        return self.tokens(places).mean(1) + self.bag(places[:, :3])
+
+
+PARAMETERS.append(built(Sparse))
+
+
 @row(PARAMETERS, built)
 def lazy_after_a_call() -> nn.Module:
     m = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(WIDTH))

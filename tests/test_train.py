@@ -1,6 +1,7 @@
 """The training step: one program, the state where the plan says, randomness, ties, export, and every refusal."""
 
 import copy
+import dataclasses
 import logging
 import re
 from typing import Any
@@ -320,6 +321,17 @@ def test_a_batch_that_does_not_divide() -> None:
         r"(?s)mesh \(batch=4, model=2\).*batch\[0\] \(6, 12\): dim 0 = 6 is not a multiple of batch=4.*drop_last"
     ):
         step(step.init(), (x[:6], y))
+
+
+def test_a_batch_of_an_unknown_kind() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    step = make(CASE["mlp"])
+    with refuses(r"leaf of type Pair.*register_dataclass\(Pair\)", TypeError):
+        step(step.init(), Pair(torch.ones(8, 8), torch.ones(8, 4)))
 
 
 def test_a_mesh_without_the_batch_axis() -> None:

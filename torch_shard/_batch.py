@@ -38,8 +38,20 @@ def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
     if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
         adopt_torch_nodes(batch)
         leaves, tree = jax.tree.flatten(batch)
+    _check_leaves(leaves)
     signature = BatchSignature(tree, tuple(map(_describe, leaves)))
     return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
+
+
+def _check_leaves(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if _describe(leaf) is leaf and type(leaf).__hash__ is None:
+            kind = type(leaf).__name__
+            hint = f"jax.tree_util.register_dataclass({kind}) once" if dataclasses.is_dataclass(leaf) else "a dict"
+            raise TypeError(
+                f"The batch has a leaf of type {kind}, which is neither an array nor a container that JAX knows. Pass "
+                f"its parts in a tuple or a dict, or make it known: {hint}."
+            )
 
 
 def _describe(leaf: Any) -> Any:

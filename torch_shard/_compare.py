@@ -233,7 +233,10 @@ def _copied(leaf: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
-    return np.array(host_array(value.detach().cpu()) if isinstance(value, torch.Tensor) else value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.array(host_array(value.to_dense() if value.is_sparse else value))
+    return np.array(value)
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:

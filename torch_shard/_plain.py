@@ -1,6 +1,8 @@
 """Functions of torch in plain operators, where PyTorch's own way is no way for a trace."""
 
+import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,5 +60,22 @@ def _numbered(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> 
     return multilabel_margin_loss(input, target, reduction=("none", "mean", "sum")[reduction])
 
 
+def _with_dense_gradient(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An embedding whose gradient has the same values, but is not a sparse tensor, which JAX does not have."""
+    signature = inspect.signature(function)
+
+    def embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["sparse"] = False
+        return function(*given.args, **given.kwargs)
+
+    return embedding
+
+
 _BUILTIN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-WHOLE = {F.multilabel_margin_loss: multilabel_margin_loss, _BUILTIN.multilabel_margin_loss: _numbered}
+WHOLE = {
+    F.multilabel_margin_loss: multilabel_margin_loss,
+    _BUILTIN.multilabel_margin_loss: _numbered,
+    F.embedding: _with_dense_gradient(F.embedding),
+    F.embedding_bag: _with_dense_gradient(F.embedding_bag),
+}
