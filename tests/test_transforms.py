@@ -314,3 +314,16 @@ def test_unhashable_static_values_are_named() -> None:
 
     with pytest.raises(TypeError, match="argument of type Odd, which is neither a tensor nor hashable"):
         ts.jax_grad(lambda x, o: x.sum())(X, Odd())
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.vmap])
+def test_torchs_own_transforms_of_what_closes_over_parameters(transform: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = model(x).sin()
+        return out if transform is torch.vmap else out.sum()
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(ts.jax_jit(transform(fn))(x).cpu(), transform(fn)(x).detach())

@@ -250,7 +250,7 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
             "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
             "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
         )
-    with _disable_current_modes(), mode:
+    with _disable_current_modes(), torch._C._DisableFuncTorch(), mode:  # below the levels of torch.func
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
