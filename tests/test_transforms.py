@@ -316,6 +316,7 @@ def test_unhashable_static_values_are_named() -> None:
         ts.jax_grad(lambda x, o: x.sum())(X, Odd())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.vmap])
 def test_torchs_own_transforms_of_what_closes_over_parameters(transform: Any) -> None:
     torch.manual_seed(0)
