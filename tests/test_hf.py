@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
-pytest.importorskip("transformers", reason="of the extra `hf`")
-
 from tests.cases import Case
 from tests.eager import assert_follows, eager_trajectory
 from tests.hf_models import HF_MODELS

@@ -5,15 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
-
-pytest.importorskip("transformers", reason="of the extra `hf`")
-pytest.importorskip("peft", reason="of the extra `hf`")
-
-import peft
 
 import torch_shard as ts
 from tests.cases import Case, make_mesh
