@@ -28,7 +28,10 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a bug of XLA's CPU backend")
-@pytest.mark.xfail(strict=True, reason="XLA:CPU (jaxlib 0.10.2): row 1 of the padded sum gets the values of row 0")
+@pytest.mark.xfail(
+    strict=False,  # LLVM vectorises by the CPU that it finds: wrong on some, right on others
+    reason="XLA:CPU (jaxlib 0.10.2): row 1 of the padded sum gets the values of row 0",
+)
 def test_xla_cpu_pads_two_rows_of_a_sum_of_slices(operands) -> None:
     a, b = operands
     np.testing.assert_allclose(jax.jit(cut_add_pad)(0, a, b), np.pad(a[:, :4] + b[:, :4], ((0, 0), (8, 8))))

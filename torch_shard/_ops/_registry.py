@@ -98,6 +98,8 @@ def _refusing(op: Any, lowering: Lowering) -> Lowering:
         try:
             return lowering(*(_as_float(a) for a in args) if is_special else args, **kwargs)
         except Exception as error:
+            if "incompatible devices" in str(error):  # no fault of the lowering, and JAX says which is where
+                raise
             raise NotImplementedError(
                 f"{op} has no lowering to JAX for these arguments ({type(error).__name__}: {_first_line(error)}). "
                 "Write this with other torch operators, or compute it in JAX with torch_shard.call_jax."
