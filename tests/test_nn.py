@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import pytest
 import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
@@ -57,13 +59,27 @@ def eager(module: nn.Module, values: Tensors, fixed: Tensors, inputs: Sequence[s
     return (value, aux), dict(zip(leaves, grads, strict=True))
 
 
-def compiled(modules: list[nn.Module], leaves: Tensors, fixed: Tensors, inputs: Sequence[str]) -> list[Any]:
+def split(arrays: Any) -> Any:
+    """Every array over a mesh of 2 by 2: its first even dim over `batch`, the next over `model`."""
+    mesh = ts.make_mesh(batch=2, model=2)
+
+    def place(array: jax.Array) -> jax.Array:
+        axes = iter(("batch", "model"))
+        spec = P(*(next(axes, None) if size and size % 2 == 0 else None for size in array.shape))
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, arrays)
+
+
+def compiled(
+    modules: list[nn.Module], leaves: Tensors, fixed: Tensors, inputs: Sequence[str], place: Any = lambda arrays: arrays
+) -> list[Any]:
     """All modes in one program, which compiles what they share only once."""
     fns = [functools.partial(run, module, inputs=inputs) for module in modules]
     adapted = [ts.jax_view(ts.jax_value_and_grad(fn, has_aux=True)) for fn in fns]
     key = jax.random.key(0)  # some take one though they draw nothing in eval mode
     jitted = jax.jit(lambda *args: [fn(*args, key=key) for fn in adapted])
-    return ts.torch_view(jitted(*ts.jax_view(ts.torch_view((leaves, fixed)))))
+    return ts.torch_view(jitted(*place(ts.jax_view(ts.torch_view((leaves, fixed))))))
 
 
 def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
@@ -76,10 +92,13 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
+@pytest.mark.parametrize(
+    "place", [pytest.param(lambda arrays: arrays, id="whole"), pytest.param(split, id="split", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_module_equals_eager_torch(row: Row) -> None:
+def test_module_equals_eager_torch(row: Row, place: Any) -> None:
     modules, *rest = made(row)
-    for module, ((found_value, found_aux), found_grads) in zip(modules, compiled(modules, *rest), strict=True):
+    for module, ((found_value, found_aux), found_grads) in zip(modules, compiled(modules, *rest, place), strict=True):
         mode = "train" if module.training else "eval"
         (value, aux), grads = eager(module, *rest)
         assert_close(found_value, value, row.rtol, f"{mode}: value")

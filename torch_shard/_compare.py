@@ -147,6 +147,8 @@ def compare_with_torch(
         ... )
         >>> found.raise_if_different()
     """
+    if steps < 1:
+        raise ValueError(f"compare_with_torch: steps must be at least 1, got {steps}.")
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))

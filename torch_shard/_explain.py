@@ -88,6 +88,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
         An `Explanation`; operators without a lowering are part of it.
 
     Raises:
+        TypeError: `model` is no module.
         NotImplementedError: Python depends on the value of a tensor; with file and line.
 
     Example:
@@ -97,6 +98,8 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
         >>> found.refused, found.random
         ((), False)
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"explain_capture: model must be a Module, got {type(model).__name__}.")
     _, signature = flatten_batch(batch)
     fn, specs = joint_loss(model, loss_fn, signature, train=train, caller="explain_capture")
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
