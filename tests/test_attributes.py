@@ -1,7 +1,6 @@
 """What forward does to the plain attributes of modules: right or refused, and the module is left as it was."""
 
 import functools
-from typing import Any
 
 import optax
 import pytest
@@ -163,15 +162,33 @@ def test_adapters_take_writes_back_too(caplog: pytest.LogCaptureFixture) -> None
     assert "forward writes the plain attribute last" in caplog.text
 
 
-def test_a_tensor_that_a_capture_left_in_a_cache_is_named() -> None:
+def test_caches_that_a_capture_filled_serve_the_next() -> None:
     @functools.lru_cache
-    def table(size: int) -> torch.Tensor:
-        return torch.arange(size).float()
+    def tables(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.full((size, size), -1.0).triu(1)
+        mask[0, 0] = torch.tensor([5.0, 7.0]).sum()
+        return torch.arange(size).float(), mask
 
-    ts.jax_jit(lambda x: x + table(3))(torch.ones(3))
+    def fn(x: torch.Tensor, scale: float) -> torch.Tensor:
+        places, mask = tables(3)
+        return (x * places + mask) * scale
+
+    x = torch.ones(3)
+    found = [ts.jax_jit(lambda x, s=scale: fn(x, s))(x).cpu() for scale in (1.0, 2.0)]
+    ts.jax_jit(lambda x: torch.ones(3))(x)  # a capture of something else in between
+    found.append(ts.jax_jit(lambda x: fn(x, 3.0))(x).cpu())
+    tables.cache_clear()
+    for scale, out in zip((1.0, 2.0, 3.0), found, strict=True):
+        torch.testing.assert_close(out, fn(x, scale))
+
+
+def test_a_tensor_that_a_capture_left_behind_without_a_value_is_named() -> None:
+    kept: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        return x + kept[0]
+
+    ts.jax_jit(fn)(torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"(?s)test_attributes.py.*earlier capture left behind.*lru_cache"):
-        ts.jax_jit(lambda x: x * table(3))(torch.ones(3))
-    table.cache_clear()
-    table(3)
-    found: Any = ts.jax_jit(lambda x: x * table(3))(torch.ones(3))
-    assert found.tolist() == [0.0, 1.0, 2.0]
+        ts.jax_jit(lambda x: fn(x))(torch.ones(3))

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -30,11 +29,12 @@ from torch_shard._attributes import Change, settle
 from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
+from torch_shard._places import annotated, explain_backward, explained
 from torch_shard._simplify import simplify
 from torch_shard._source import current_user_line, user_frame
 from torch_shard._strided import stride_in_order
 from torch_shard._surroundings import reference_kernels, surroundings
-from torch_shard._values import Values
+from torch_shard._values import Constants, Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
@@ -106,7 +106,9 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     part = functools.partial
-    watch = Watch(part(_is_of_capture, mode), part(_make_standin, mode), _set_data, _annotated if explain else None)
+    watch = Watch(
+        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
+    )
     with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
         _MODES.append(mode)
         try:
@@ -124,18 +126,19 @@ def _capture(
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
-    values = Values(_node_of, _root)
+    values = Values(_node_of, lambda: _tracer().root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
+        mode.tracer = _tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
         with watch.watching(), surroundings(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
 
-    with _errors_for_users(), reference_kernels(), _explained(explain), enable_python_dispatcher(), mode:
+    with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
         with_views = make_fx(traced, decomposition_table=REPLACED, _allow_non_fake_inputs=True)(*fakes)
     if explain:
-        _explain_backward(with_views)
+        explain_backward(with_views)
     constants = constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
@@ -153,10 +156,6 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _explained(explain: bool) -> contextlib.AbstractContextManager:
-    return fx_traceback.preserve_node_meta() if explain else contextlib.nullcontext()
-
-
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
 
@@ -164,7 +163,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explai
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
-    with _errors_for_users(), _explained(explain), enable_python_dispatcher(), torch.no_grad():
+    with _errors_for_users(), explained(explain), enable_python_dispatcher(), torch.no_grad():
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
 
@@ -203,10 +202,10 @@ def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def _root() -> Any:
-    """What holds the constants of the trace under way."""
+def _tracer() -> Any:
+    """The tracer under way; its `root` holds the constants of the trace."""
     mode: Any = get_proxy_mode()
-    return mode.tracer.root
+    return mode.tracer
 
 
 def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
@@ -243,28 +242,30 @@ def _is_input(node: torch.fx.Node | None) -> bool:
     return node is not None and node.op != "call_function"
 
 
-def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode not in _MODES:
+def _revive(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
+    if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
+        return tensor
+    tracer: Any = getattr(tensor.fake_mode, "tracer", None)
+    slot: Any = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
+    with _disable_current_modes(), torch.no_grad():
+        value = None if slot is None else _constant(tracer, slot.proxy.node)
+    if value is None:
         raise NotImplementedError(
             f"{current_user_line()}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
             "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
             "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
         )
+    return value
+
+
+def _constant(tracer: Any, node: torch.fx.Node) -> torch.Tensor | None:
+    return Constants(node.graph, tracer.root).value(node)
+
+
+def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     with _disable_current_modes(), torch._C._DisableFuncTorch(), mode:  # below the levels of torch.func
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
-
-
-def _annotated(where: str) -> contextlib.AbstractContextManager:
-    return fx_traceback.annotate({"where": where})
-
-
-def _explain_backward(graph: torch.fx.GraphModule) -> None:
-    """A node of the backward pass stands where the forward node with its sequence number does."""
-    places = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.graph.nodes) if n.meta.get("custom")}
-    for node in graph.graph.nodes:
-        if not node.meta.get("custom") and node.meta.get("seq_nr") in places:
-            where = places[node.meta["seq_nr"]]["where"]
-            node.meta["custom"] = {"where": f"{where} (in its backward)"}
 
 
 # How PyTorch says, in different places, that it has no values to give.

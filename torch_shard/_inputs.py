@@ -21,6 +21,7 @@ def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
             point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
             with point:
                 placeholders[node.target] = graph.graph.placeholder(f"closure{len(found)}")
+                placeholders[node.target].meta["value"] = value
         node.replace_all_uses_with(placeholders[node.target])
         graph.graph.erase_node(node)
     graph.recompile()

@@ -92,21 +92,21 @@ class Constants:
         value = self._values.get(node)
         return None if _storages(value) & self._unknown else value
 
+    def _literal(self, node: Node) -> torch.Tensor | None:
+        """What `torch.tensor(...)` of Python numbers has written down in the graph."""
+        found = getattr(self._root, str(node.target)) if node.op == "get_attr" else node.meta.get("value")
+        return found if type(found) is torch.Tensor else None
+
     def _run(self, node: Node) -> None:
         inputs = node.all_input_nodes
-        if _is_literal(node):
-            self._values[node] = getattr(self._root, str(args_of(node)[0].target)).clone()
+        if node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
+            self._values[node] = literal.clone()
         elif node.op == "call_function" and not _is_random(node):
             if all(self._known(i) is not None for i in inputs):
                 args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
                 self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             elif _writes(node):
                 self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
-
-
-def _is_literal(node: Node) -> bool:
-    """`torch.tensor(...)` of Python numbers, written down in the graph."""
-    return node.target is aten.lift_fresh_copy.default and args_of(node)[0].op == "get_attr"
 
 
 def _is_random(node: Node) -> bool:

@@ -38,6 +38,7 @@ class Watch(TorchFunctionMode):
     Args:
         is_of_capture: Whether a tensor belongs to the capture, rather than being closed over.
         make_standin: A fake of the capture for a closed-over tensor.
+        revive: The value of a fake that an earlier capture left behind; any other tensor itself.
         set_data: What `x.data = y` means in the capture.
         explain: Called with the place of each torch call; gives a scope for its nodes. None to go without.
     """
@@ -46,13 +47,14 @@ class Watch(TorchFunctionMode):
         self,
         is_of_capture: Callable[[torch.Tensor], bool],
         make_standin: Callable[[torch.Tensor], torch.Tensor],
+        revive: Callable[[torch.Tensor], torch.Tensor],
         set_data: Callable[[torch.Tensor, torch.Tensor], None],
         explain: Callable[[str], contextlib.AbstractContextManager] | None,
     ) -> None:
         super().__init__()
-        self._is_of_capture, self._make_standin = is_of_capture, make_standin
+        self._is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
         self._set_data, self._explain = set_data, explain
-        self._standins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
         self.journal = Journal()
@@ -79,7 +81,8 @@ class Watch(TorchFunctionMode):
 
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
-            self._standins[id(tensor)] = (self._make_standin(tensor), tensor)
+            original = self._revive(tensor)
+            self._standins[id(tensor)] = (self._make_standin(original), original, tensor)
         return self._standins[id(tensor)][0]
 
     def was_read(self, tensor: torch.Tensor) -> bool:
@@ -88,7 +91,7 @@ class Watch(TorchFunctionMode):
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
         """The tensor that a constant of the graph stands for."""
-        return next((tensor for fake, tensor in self._standins.values() if fake is constant), constant)
+        return next((tensor for fake, tensor, _ in self._standins.values() if fake is constant), constant)
 
     @contextlib.contextmanager
     def innermost(self) -> Iterator[None]:
@@ -165,7 +168,7 @@ def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> I
     watch = _INNERMOST.watch
     assert watch is not None
     before = {id(t): watch._standins.pop(id(t), None) for t in tensors}
-    watch._standins.update((id(t), (fake, t)) for t, fake in zip(tensors, fakes, strict=True))
+    watch._standins.update((id(t), (fake, t, t)) for t, fake in zip(tensors, fakes, strict=True))
     outer, watch.bound = watch.bound, tuple(fakes)
     try:
         yield
