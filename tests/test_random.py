@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_shard as ts
 from tests.cases import make_mesh
+from tests.eager import record_grads
 
 WIDTH = 16
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -91,3 +93,70 @@ def test_manual_seed_repeats_a_run_of_adapters() -> None:
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(runs[0][0], runs[0][1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(runs[0][0], runs[2][0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, of nested ones
+@pytest.mark.parametrize(
+    ("where", "use_reentrant"),
+    [("step", False), ("step", True), ("adapters", False), ("eager", False), ("eager", True)],
+)
+def test_a_checkpoint_draws_the_same_numbers_again(where: str, use_reentrant: bool) -> None:
+    """The gradient of `w * mask` is the mask; nested, with another draw in between that must not shift."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def inner(z: torch.Tensor) -> torch.Tensor:
+                return checkpoint(lambda a: F.dropout(a, 0.5) + 0 * torch.rand_like(a), z, use_reentrant=use_reentrant)
+
+            out = checkpoint(lambda z: inner(F.dropout(z, 0.25)), self.w * x, use_reentrant=use_reentrant)
+            return out + 0 * F.dropout(x, 0.5)
+
+    def loss_fn(model: Any, x: torch.Tensor) -> Any:
+        out = model(x)
+        return out.sum(), {"out": out.detach()}
+
+    model, x = Masked(), torch.ones(8, WIDTH)
+    if where == "step":
+        plan = ts.ShardingPlan({"w": P("batch", "model")})
+        step = ts.make_train_step(model, loss_fn, record_grads(), mesh=make_mesh((4, 2)), plan=plan)
+        state, metrics = step(step.init(), x)
+        grad, out = np.asarray(state.opt_state["w"]), np.asarray(metrics["out"])
+    elif where == "adapters":
+
+        def of_weights(w: torch.Tensor) -> Any:
+            return loss_fn(lambda x: torch.func.functional_call(model, {"w": w}, (x,)), x)
+
+        (_, aux), found = ts.jax_jit(ts.jax_value_and_grad(of_weights, has_aux=True))(model.w.detach())
+        grad, out = found.cpu().numpy(), aux["out"].cpu().numpy()
+    else:
+        model.to("jax")
+        loss, aux = loss_fn(model, x.to("jax"))
+        loss.backward()
+        grad, out = model.w.grad.cpu().numpy(), aux["out"].cpu().numpy()  # pyright: ignore
+    assert 0 < np.mean(out > 0) < 1
+    np.testing.assert_allclose(grad, out, rtol=1e-6)
+
+
+def test_seeding_within_a_captured_function_is_refused() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand(2)
+
+    with pytest.raises(NotImplementedError, match=r"(?s)test_random\.py.*seeded within a captured function"):
+        ts.jax_jit(fn)(torch.ones(2))
+
+
+def test_states_of_the_generator_replay_draws() -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        state = torch.get_rng_state()
+        first, second = torch.rand(4), torch.rand(4)
+        torch.set_rng_state(state)
+        return [x + first, x + second, x + torch.rand(4)]
+
+    first, second, again = (out.cpu() for out in ts.jax_jit(fn)(torch.zeros(4)))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)

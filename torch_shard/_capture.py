@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
 from torch_shard._graph import check_outputs, outputs_of
-from torch_shard._inputs import constants_to_inputs, return_writes
+from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
 from torch_shard._places import annotated, explain_backward, explained
 from torch_shard._simplify import simplify
@@ -147,6 +147,7 @@ def _capture(
     check_outputs(with_views.graph, functional.graph)
     num_outputs = len(outputs_of(with_views.graph))
     written = return_writes(functional, num_outputs, len(specs))
+    carry_random_places(with_views.graph, functional.graph)
     simplify(functional)
     closure = tuple(map(watch.original, constants))
     return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped)

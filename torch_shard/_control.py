@@ -1,4 +1,8 @@
-"""`torch.cond` in captures: one conditional of the compiled program, of which only one branch runs."""
+"""What functions of PyTorch mean in a capture.
+
+`torch.cond` is one conditional of the compiled program, of which only one branch runs; the state of the random
+generator is a place in the program's own stream.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +13,7 @@ import torch
 from torch_shard._calls import call_pure
 from torch_shard._function import TorchFunction
 from torch_shard._surroundings import SUBSTITUTES
+from torch_shard._values import get_rng_state, refuse_seed, set_rng_state
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
@@ -31,4 +36,12 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
     return call_pure(choose, (pred, tuple(operands)), {}, random=True)
 
 
-SUBSTITUTES.append((torch, "cond", cond))
+SUBSTITUTES.extend(
+    [
+        (torch, "cond", cond),
+        (torch, "get_rng_state", get_rng_state),
+        (torch, "set_rng_state", set_rng_state),
+        (torch, "manual_seed", refuse_seed),
+        (torch, "seed", refuse_seed),
+    ]
+)

@@ -3,6 +3,7 @@
 Importing this module registers the device.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -254,11 +255,16 @@ class _DeviceModule:
     def manual_seed_all(self, seed: int) -> None:
         GENERATOR.seed(seed)
 
-    def get_rng_state(self, device: Any = None) -> list:
-        return []
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generator
 
-    def set_rng_state(self, state: Any, device: Any = None) -> None:
-        pass
+    def device(self, device: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return GENERATOR.state
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        GENERATOR.state = state
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -46,3 +46,26 @@ def return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int
             "(register_buffer), or write to a clone."
         )
     return tuple(writes)
+
+
+def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
+    """Give each random node of a rewritten graph the place in the random stream that it had before.
+
+    Raises:
+        NotImplementedError: The rewriting changed how many there are, and some draw the numbers of others again.
+    """
+    old, new = ([n for n in graph.nodes if _is_random(n)] for graph in (before, after))
+    places = [n.meta.get("random_place") for n in old]
+    if len(old) != len(new) or None in places:
+        if len(set(places)) != len(places):
+            raise NotImplementedError(
+                "A random operator that PyTorch decomposes is computed again in a checkpoint, and would draw other "
+                "numbers there. Use torch.utils.checkpoint without it, or torch_shard.jax_checkpoint."
+            )
+        places = list(range(len(new)))
+    for node, place in zip(new, places, strict=True):
+        node.meta["random_place"] = place
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,6 +1,5 @@
 """Random keys for eager work on the jax device; compiled steps carry theirs in their state."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -16,12 +15,22 @@ class _Generator:
         self.seed(None)
 
     def seed(self, seed: int | None) -> None:
-        self._seed, self._count = seed, itertools.count()
+        self._seed, self._count = seed, 0
+
+    @property
+    def state(self) -> torch.Tensor:
+        """Seed and position, to come back to; a checkpoint draws the same numbers again."""
+        return torch.tensor([torch.initial_seed() if self._seed is None else self._seed, self._count]).view(torch.uint8)
+
+    @state.setter
+    def state(self, state: torch.Tensor) -> None:
+        self._seed, self._count = state.view(torch.int64).tolist()
 
     def next_seed(self) -> np.ndarray:
         """Two fresh words of key data, uint32."""
         seed = torch.initial_seed() if self._seed is None else self._seed
-        return np.random.SeedSequence([seed % 2**64, next(self._count)]).generate_state(2)
+        self._count += 1
+        return np.random.SeedSequence([seed % 2**64, self._count - 1]).generate_state(2)
 
 
 GENERATOR = _Generator()

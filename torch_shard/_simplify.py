@@ -39,7 +39,6 @@ def simplify(graph: GraphModule) -> None:
         if node.op == "call_function" and (better := _rewrite(node)) is not None:
             node.replace_all_uses_with(better)
             graph.graph.erase_node(node)
-    _number_random_nodes(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
 
@@ -218,12 +217,3 @@ def _call(at: Node, target: torch._ops.OpOverload, args: tuple, shape: tuple[int
         node = at.graph.call_function(target, args)
     node.meta = {**at.meta, "val": at.meta["val"].new_empty(shape)}
     return node
-
-
-def _number_random_nodes(graph: GraphModule) -> None:
-    """Give each random node its place in the program, before dead ones go: the place selects its random stream."""
-    place = 0
-    for node in graph.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            node.meta["random_place"] = place
-            place += 1

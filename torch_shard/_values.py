@@ -1,7 +1,10 @@
 """Where a captured callable asks for the value of a tensor: known from the program alone, not needed, or refused."""
 
+import dataclasses
+import operator
 import pathlib
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -39,13 +42,34 @@ class Values(TorchDispatchMode):
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
+        self.position = 0
+        """How many random operators have run; a checkpoint sets it back to draw the same numbers again."""
+
+    def __enter__(self) -> Any:
+        _CURRENT.stack.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _CURRENT.stack.pop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
             answer = self._answer(func, args)
             if answer is not None:
                 return answer
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note_draw(result)
+        return result
+
+    def _note_draw(self, result: Any) -> None:
+        first = torch_pytree.tree_leaves(result)[0]
+        node = self._node_of(first) if isinstance(first, torch.Tensor) else None
+        if node is not None:
+            node = args_of(node)[0] if node.target is operator.getitem else node
+            node.meta["random_place"] = self.position
+        self.position += 1
 
     def _answer(self, func: Any, args: Any) -> Any:
         nodes = [node for tensor in args if (node := self._node_of(tensor)) is not None]
@@ -62,6 +86,45 @@ class Values(TorchDispatchMode):
         if truth is not None:
             self.skipped.append(current_user_line())
         return truth
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Values] = []
+
+
+_CURRENT = _Current()
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomState:
+    """What `torch.get_rng_state` gives in a capture: a position in the stream of random numbers."""
+
+    position: int
+
+
+def get_rng_state() -> RandomState:
+    """The position of the capture under way."""
+    return RandomState(_CURRENT.stack[-1].position)
+
+
+def set_rng_state(state: Any) -> None:
+    """Go back to a position, so that what is computed again draws the same numbers."""
+    if not isinstance(state, RandomState):
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere torch.set_rng_state is given a state from outside of the captured function, "
+            "whose stream JAX cannot follow. Take it with torch.get_rng_state within the function."
+        )
+    _CURRENT.stack[-1].position = state.position
+
+
+def refuse_seed(*args: Any, **kwargs: Any) -> Any:
+    """`torch.manual_seed` and `torch.seed` in a capture."""
+    raise NotImplementedError(
+        f"{current_user_line()}\nHere torch is seeded within a captured function. The random numbers of a compiled "
+        "program come from its own key (step.init(seed=...), or torch.manual_seed before an adapter is called); to "
+        "draw the same numbers twice, use torch.get_rng_state and torch.set_rng_state within the function."
+    )
 
 
 def _asking_frame() -> FrameType | None:
