@@ -334,3 +334,23 @@ def test_a_foreach_optimizer_runs() -> None:
         (parameter**2).sum().backward()
         optimizer.step()
     assert_same(found.detach(), wanted.detach())
+
+
+def test_a_parameter_with_hooks_does_not_move() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda grad: grad * 100)
+    with pytest.raises(NotImplementedError, match=r"parameter of shape \(2, 2\) has gradient hooks"):
+        model.to("jax")
+
+
+def test_sums_of_bools_are_bools() -> None:
+    x = torch.tensor([True, False], device="jax")
+    assert_same(x + x, x.cpu() + x.cpu())
+
+
+def test_unfolding_has_a_backward_pass() -> None:
+    x = torch.randn(1, 2, 5, 5)
+    found, wanted = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    for leaf in (found, wanted):
+        (nn.functional.unfold(leaf, 3, padding=1) ** 2).sum().backward()
+    assert_same(found.grad, wanted.grad)

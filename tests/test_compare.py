@@ -107,6 +107,16 @@ def test_compute_dtype_is_compared_with_autocast() -> None:
     assert found.tolerance > 1e-3
 
 
+def test_kinds_of_infinities_differ() -> None:
+    key = ("loss", "loss")
+    values = [math.nan, math.inf, -math.inf, 1.0]
+    for wanted in values:
+        for found in values:
+            same = wanted == found or (math.isnan(wanted) and math.isnan(found))
+            assert _apart(key, {key: np.array(wanted)}, {key: np.array(found)}) == (0 if same else math.inf)
+    assert _apart(key, {}, {key: np.array(1.0)}) == math.inf
+
+
 @pytest.mark.parametrize("fault", [1e-2, math.nan, math.inf])
 def test_distances(fault: float) -> None:
     key, other = ("parameter", "a"), ("parameter", "b")

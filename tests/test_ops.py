@@ -182,3 +182,23 @@ def test_draws_without_replacement_do_not_repeat() -> None:
 def test_every_random_operator_takes_a_key() -> None:
     seeded = {op for op in LOWERINGS if torch.Tag.nondeterministic_seeded in op.tags}
     assert seeded <= RANDOM
+
+
+CASTS: dict[str, Callable[[], torch.Tensor]] = {
+    "uint8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.uint8),
+    "int8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.int8),
+    "int16": lambda: torch.tensor([40000.0, -3.0, 1.5]).to(torch.int16),
+    "bool": lambda: torch.tensor([0.0, -0.0, 0.5, torch.nan]).bool(),
+    "complex to real": lambda: torch.tensor([1 + 2j, 2j]).real,
+    "cumsum of uint8": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0).int(),
+    "cumsum of bool": lambda: torch.tensor([[True, False, True]]).cumsum(-1).int(),
+    "cumprod of int8": lambda: torch.full((3,), 20, dtype=torch.int8).cumprod(0).int(),
+    "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
+    "sum of bools": lambda: torch.tensor([True, False]) + torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_conversions_and_totals_have_torchs_dtypes(name: str) -> None:
+    found = ts.jax_jit(lambda x: (CASTS[name](), x)[0])(torch.ones(()))
+    torch.testing.assert_close(found.cpu(), CASTS[name](), rtol=0, atol=0)

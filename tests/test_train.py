@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import random
 import re
 from typing import Any
 
@@ -579,3 +580,42 @@ def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
         assert step.num_compiles == 1
     for parameter, value in found[0].items():
         torch.testing.assert_close(found[1][parameter], value, rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_that_share_memory_are_refused_by_name() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.arange(16.0)
+            self.register_buffer("whole", base)
+            self.register_buffer("part", base[4:12])
+            self.layer = nn.Linear(8, 4)
+
+    with refuses("whole and part share memory", NotImplementedError):
+        ts.make_train_step(Views(), squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+
+
+def test_parts_of_one_storage_are_not_shared_memory() -> None:
+    model = nn.Linear(8, 4)
+    storage = torch.randn(36)
+    model.weight, model.bias = nn.Parameter(storage[:32].view(4, 8)), nn.Parameter(storage[32:])
+    ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+
+
+def test_dicts_of_a_batch_keep_their_order() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert list(batch) == ["y", "x"]
+        assert list(batch["y"]) == ["b", "a"]
+        return F.mse_loss(model(batch["x"]), torch.stack(list(batch["y"].values()), 1))
+
+    model, plan = nn.Linear(8, 2), ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=plan)
+    batch = {"y": {"b": torch.ones(8), "a": torch.zeros(8)}, "x": torch.randn(8, 8)}
+    _, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics["loss"], loss_fn(model, batch).item(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["random", "numpy"])
+def test_python_random_numbers_are_refused(draw: Any) -> None:
+    with refuses("draws from Python's `random` or from numpy.random", NotImplementedError):
+        ts.jax_jit(lambda x: x * draw())(torch.ones(2))

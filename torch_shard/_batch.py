@@ -20,6 +20,8 @@ class BatchSignature:
 
     tree: Any
     leaves: tuple[Any, ...]
+    order: Any = None
+    """The keys of the batch's dicts in the order in which they were put in; JAX sorts them."""
 
     @property
     def specs(self) -> list[Spec]:
@@ -29,7 +31,8 @@ class BatchSignature:
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The batch, with these tensors as its array leaves."""
         given = iter(tensors)
-        return jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
+        batch = jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
+        return _reordered(batch, self.order)
 
 
 def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
@@ -39,8 +42,23 @@ def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
         adopt_torch_nodes(batch)
         leaves, tree = jax.tree.flatten(batch)
     _check_leaves(leaves)
-    signature = BatchSignature(tree, tuple(map(_describe, leaves)))
+    signature = BatchSignature(tree, tuple(map(_describe, leaves)), _order(batch))
     return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
+
+
+def _order(batch: Any) -> Any:
+    """The order of keys of a batch and of the containers in it."""
+    if type(batch) is dict:
+        return tuple((key, _order(value)) for key, value in batch.items())
+    return tuple(map(_order, batch)) if type(batch) in (list, tuple) else None
+
+
+def _reordered(batch: Any, order: Any) -> Any:
+    if type(batch) is dict:
+        return {key: _reordered(batch[key], inner) for key, inner in order}
+    if type(batch) in (list, tuple):
+        return type(batch)(_reordered(value, inner) for value, inner in zip(batch, order, strict=True))
+    return batch
 
 
 def _check_leaves(leaves: list[Any]) -> None:

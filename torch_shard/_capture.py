@@ -8,10 +8,12 @@ semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._decomp import core_aten_decompositions, decomposition_table
@@ -111,11 +113,17 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     )
     with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
         _MODES.append(mode)
+        drawn = random.getstate(), str(np.random.get_state())
         try:
             graph = _capture(fn, specs, keep, explain, mode, watch)
         finally:
             _MODES.remove(mode)
             changes = watch.journal.restore()
+        if drawn != (random.getstate(), str(np.random.get_state())):
+            raise NotImplementedError(
+                "The captured function draws from Python's `random` or from numpy.random. It runs once, so a compiled "
+                "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
+            )
         return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
 
 

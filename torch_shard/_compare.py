@@ -179,7 +179,7 @@ def compare_batches(
     (step, on_mesh), (_, on_one) = train(mesh), train(alone)
     random = step.draws_random
     in_torch = on_one if random else _in_torch(step, loss_fn, batches, optimizers[1], compute_dtype)
-    rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in in_torch[-1]]
+    rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in {**in_torch[-1], **on_mesh[-1]}]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -_order(row.worst))),
@@ -266,7 +266,7 @@ def _difference(key: tuple[str, str], reference: list[Values], one: list[Values]
     return Difference(
         kind=kind,
         name=name,
-        size=max(_largest(values[key]) for values in reference),
+        size=max(_largest(values.get(key, np.nan)) for values in reference),
         one_device=None if one is None else max(_apart(key, r, v) for r, v in zip(reference, one, strict=True)),
         mesh=max(_apart(key, r, v) for r, v in zip(reference, mesh, strict=True)),
     )
@@ -277,8 +277,13 @@ def _apart(key: tuple[str, str], reference: Values, found: Values) -> float:
 
     (A bias before a batch norm has a gradient of zero; what is left of it is the rounding of other gradients.)
     """
+    if key not in reference or key not in found:
+        return math.inf
     wanted, got = (np.asarray(v[key], np.complex128) for v in (reference, found))
-    if wanted.shape != got.shape or (np.isfinite(wanted) != np.isfinite(got)).any():
+    if wanted.shape != got.shape:
+        return math.inf
+    alike = (wanted == got) | (np.isnan(wanted) & np.isnan(got)) | (np.isfinite(wanted) & np.isfinite(got))
+    if not alike.all():
         return math.inf
     largest_of_kind = max(_largest(v) for (kind, _), v in reference.items() if kind == key[0])
     finite = np.isfinite(wanted)

@@ -3,7 +3,6 @@
 Importing this module registers the device.
 """
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from torch.utils import backend_registration
 from torch_shard._autocast_eager import register_autocast
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._convert import to_host
-from torch_shard._keys import GENERATOR, next_key
+from torch_shard._device_module import DeviceModule
+from torch_shard._keys import next_key
 from torch_shard._ops import (
     RANDOM,
     STORAGE_KWARGS,
@@ -55,10 +55,15 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
     if lowering is None:
         return _decompose(func, args, kwargs)
     refuse_generator(func, kwargs)
-    args = [_operand(arg) for arg in args]
-    kwargs = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
+    arrays = [_operand(arg) for arg in args]
+    options = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     key = (next_key(),) if func in RANDOM else ()
-    return lowering(*key, *args, **kwargs)
+    try:
+        return lowering(*key, *arrays, **options)
+    except NotImplementedError:
+        if func in RANDOM:
+            raise
+        return torch_pytree.tree_map_only(torch.Tensor, to_array, _on_host(func, args, kwargs))
 
 
 def _operand(value: Any) -> Any:
@@ -197,6 +202,18 @@ def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: An
     return _empty(x.shape, dtype=dtype or x.dtype)
 
 
+def _parameter(source: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that is moving to the device, if it is one."""
+    if not isinstance(source, torch.nn.Parameter):
+        return None
+    if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
+        raise NotImplementedError(
+            f"A parameter of shape {tuple(source.shape)} has gradient hooks, which would be lost as it moves to the "
+            "jax device. Move the model first, then register its hooks."
+        )
+    return source
+
+
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, JaxTensor):
         return target.copy_(to_host(source.jax()))  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,7 +221,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     if not isinstance(source, JaxTensor) and source.ndim and target._storage.is_written:
         array = jax.device_put(jnp.broadcast_to(array, target.shape), target.sharding)  # as load_state_dict expects
     target._storage.write(array)
-    target._moved_from = source if isinstance(source, torch.nn.Parameter) else None
+    target._moved_from = _parameter(source)
     return target
 
 
@@ -215,7 +232,7 @@ def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any =
         return host.to(device=device, dtype=dtype or host.dtype)
     array = x.jax() if isinstance(x, JaxTensor) else to_array(x)
     result = wrap_array(array if dtype is None else array.astype(jax_dtype(dtype)))
-    result._moved_from = x if isinstance(x, torch.nn.Parameter) else None
+    result._moved_from = _parameter(x)
     return result
 
 
@@ -234,48 +251,12 @@ _SPECIAL: dict[Any, Callable] = {
 }
 
 
-class _DeviceModule:
-    """What torch asks of a device type. It says that no device is there: that keeps CPU torch as it is."""
-
-    def is_available(self) -> bool:
-        return False
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 0
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        GENERATOR.seed(seed)
-
-    _initialized = True  # torch.utils.checkpoint then keeps the state of the generator
-
-    def device(self, device: Any) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return GENERATOR.state
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        GENERATOR.state = state
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-
 def _register_device() -> None:
     """Give torch the device type `jax`. torchax registers one on import: ours takes its place."""
     JaxTensor.run_operator = staticmethod(_runner)
     import_torchax()
     del torch.jax  # pyright: ignore[reportAttributeAccessIssue]
-    torch._register_device_module("jax", _DeviceModule())
+    torch._register_device_module("jax", DeviceModule())
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _FALLBACK.fallback(lambda func, *args, **kwargs: _runner(func)(*args, **kwargs), "PrivateUse1")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,22 @@ def holdings(module: nn.Module) -> Holdings:
         frozen={name: p for name, p in params.items() if not p.requires_grad},
         buffers=dict(module.named_buffers()),
     )
+
+
+def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two names whose tensors overlap in memory without being one tensor, so that a write to one shows in the other.
+
+    Args:
+        tensors: As in `Holdings.all`; those on the jax device are left out.
+    """
+    spans = []
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu" and tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), name))
+    spans.sort()
+    pairs = itertools.pairwise(spans)
+    return next(((first[2], second[2]) for first, second in pairs if second[0] < first[1]), None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._function import ambient
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
-from torch_shard._module import LossFn, holdings
+from torch_shard._module import LossFn, holdings, shared_memory
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
 
@@ -43,6 +43,12 @@ class Step:
         self.layout = BatchLayout(mesh, spec, self.caller)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
+        if (names := shared_memory(self._held.all)) is not None:
+            raise NotImplementedError(
+                f"{self.caller}: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views "
+                "of one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in "
+                "forward."
+            )
         self._modules = list(model.modules())
         self._params = list(self._held.params.values())
         self._trains = [t.requires_grad for t in self._params]

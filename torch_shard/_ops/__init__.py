@@ -8,6 +8,7 @@ covers is refused by name.
 from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _attention,
     _bags,
+    _casts,
     _conv,
     _ctc,
     _distances,
