@@ -266,7 +266,7 @@ def _difference(key: tuple[str, str], reference: list[Values], one: list[Values]
     return Difference(
         kind=kind,
         name=name,
-        size=max(_largest(values.get(key, np.nan)) for values in reference),
+        size=max(_largest(values.get(key, np.zeros(0))) for values in reference),
         one_device=None if one is None else max(_apart(key, r, v) for r, v in zip(reference, one, strict=True)),
         mesh=max(_apart(key, r, v) for r, v in zip(reference, mesh, strict=True)),
     )
