@@ -13,6 +13,7 @@ from torch_shard._attributes import PlainAttributes
 from torch_shard._batch import BatchSignature
 from torch_shard._capture import Spec
 from torch_shard._function import Program, ambient
+from torch_shard._guards import Guard
 from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._watch import ModuleFlags, flags_hold
@@ -35,18 +36,20 @@ class LossOutputs:
 class LossProgram:
     """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
 
-    def __init__(self, program: Program, names: list[str], model: torch.nn.Module) -> None:
+    def __init__(self, program: Program, names: list[str], model: torch.nn.Module, guard: Guard) -> None:
         self.program, self.names = program, names
         self.closure = program.graph.closure
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
-        self._attributes = PlainAttributes(model)
+        self._attributes, self._guard = PlainAttributes(model), guard
 
     def outdated(self) -> str | None:
         """What has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
+        if (name := self._guard.changed()) is not None:
+            return f"{name}, which the loss reads, has another value"
         changed = self._attributes.changed()
         return None if changed is None else f"the attribute {changed} has another value"
 
@@ -125,7 +128,16 @@ def loss_program(
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
         fn, specs = joint_loss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, caller=caller)
-        programs[key] = LossProgram(Program(fn, specs, f"{caller}: the loss"), list(held.all), model)
+        what = f"{caller}: the loss"
+        guard, program = Guard(model, loss_fn), Program(fn, specs, what)
+        if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
+            if Program(fn, specs, what).graph.module.code != program.graph.module.code:
+                raise NotImplementedError(
+                    f"{what} changes {name} on each call and depends on it, but a compiled program is the same for "
+                    "every call. Pass it in the batch, or make it a buffer of the model."
+                )
+            guard = Guard(model, loss_fn)
+        programs[key] = LossProgram(program, list(held.all), model, guard)
     return programs[key]
 
 
