@@ -354,3 +354,15 @@ def test_unfolding_has_a_backward_pass() -> None:
     for leaf in (found, wanted):
         (nn.functional.unfold(leaf, 3, padding=1) ** 2).sum().backward()
     assert_same(found.grad, wanted.grad)
+
+
+def test_rrelu() -> None:
+    x = torch.linspace(-2, 2, 8)
+    found = x.to("jax").requires_grad_()
+    out = nn.functional.rrelu(found, training=False)
+    assert_same(out.detach(), nn.functional.rrelu(x))
+    (slope,) = torch.autograd.grad(nn.functional.rrelu(found, training=True).sum(), found)
+    slope = slope.cpu()
+    assert (slope[x > 0] == 1).all()
+    assert ((slope[x < 0] > 1 / 8) & (slope[x < 0] < 1 / 3)).all()
+    assert len(slope.unique()) == 5

@@ -240,7 +240,18 @@ def _item(x: JaxTensor) -> Any:
     return x.jax().item()
 
 
+def _rrelu(
+    x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any
+) -> torch.Tensor:
+    """It writes to `noise` and returns something else, as no other operator does."""
+    if not training:
+        return torch.where(x < 0, x * ((lower + upper) / 2), x)
+    noise.copy_(torch.where(x < 0, torch.empty_like(x).uniform_(lower, upper), 1))
+    return x * noise
+
+
 _SPECIAL: dict[Any, Callable] = {
+    aten.rrelu_with_noise.default: _rrelu,
     aten.empty.memory_format: _empty,
     aten.empty_strided.default: _empty,
     aten.empty_like.default: _empty_like,
