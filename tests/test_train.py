@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.nn.utils import prune
 
 import torch_shard as ts
 from tests.cases import BATCH, CASES, make_mesh, squared_error
@@ -619,3 +620,15 @@ def test_dicts_of_a_batch_keep_their_order() -> None:
 def test_python_random_numbers_are_refused(draw: Any) -> None:
     with refuses("draws from Python's `random` or from numpy.random", NotImplementedError):
         ts.jax_jit(lambda x: x * draw())(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_modules_that_keep_computed_tensors_are_exported() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    prune.l1_unstructured(model[1], "weight", 0.5)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    batch = torch.ones(8, 8), torch.ones(8, 4)
+    state, _ = step(step.init(), batch)
+    trained = step.export(state)
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], squared_error(trained, batch).item(), rtol=1e-5)

@@ -109,6 +109,9 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         value = values[name]
         is_param = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value
+    for m in module.modules():  # the old weight_norm and pruning keep what they computed, which torch cannot copy
+        computed = [v for v in vars(m).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+        memo.update((id(v), v.detach().clone()) for v in computed)
     return copy.deepcopy(module, memo)
 
 
