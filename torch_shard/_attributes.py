@@ -157,7 +157,7 @@ class PlainAttributes:
             (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
             for name, m in module.named_modules()
             for attribute, value in vars(m).items()
-            if attribute not in _OF_TORCH
+            if attribute not in _OF_TORCH | _HOOKS
             and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
         ]
 
