@@ -62,17 +62,17 @@ class Journal:
 
 def _contents(container: Any) -> Any:
     """What tells whether a container has changed, and restores it."""
-    return [(k, _Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(_Same, container))
+    return [(k, Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(Same, container))
 
 
-class _Same:
+class Same:
     """Equal if it is the same object: tensors have no equality that is one truth."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)

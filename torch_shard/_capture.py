@@ -106,18 +106,11 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    part = functools.partial
-    watch = Watch(
-        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
-    )
-    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
-        _MODES.append(mode)
-        drawn = random.getstate(), str(np.random.get_state())
+    drawn = random.getstate(), str(np.random.get_state())
+    with _fakes(explain) as (mode, watch):
         try:
             graph = _capture(fn, specs, keep, explain, mode, watch)
         finally:
-            _MODES.remove(mode)
             changes = watch.journal.restore()
         if drawn != (random.getstate(), str(np.random.get_state())):
             raise NotImplementedError(
@@ -125,6 +118,44 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
                 "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
             )
         return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
+
+
+@contextlib.contextmanager
+def _fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, Watch]]:
+    """The fakes of one capture, and what stands for tensors that are none."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    part = functools.partial
+    watch = Watch(
+        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
+    )
+    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
+        _MODES.append(mode)
+        try:
+            yield mode, watch
+        finally:
+            _MODES.remove(mode)
+
+
+def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
+    """Run `fn` within a capture on fakes of what it closes over, as `capture` would, but write no graph.
+
+    Returns:
+        What `fn` returned, and the modules that ran.
+    """
+    values = Values(lambda tensor: None, lambda: None)
+    with _fakes(False) as (mode, watch), enable_python_dispatcher(), mode, watch.watching(), values:
+        return fn(), watch.modules()
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like one of the capture under way that it has not met yet: it belongs to the capture around."""
+    with _disable_current_modes(), _MODES[-2]:
+        return _empty_like(tensor)
 
 
 def _capture(
@@ -274,7 +305,8 @@ def _constant(tracer: Any, node: torch.fx.Node) -> torch.Tensor | None:
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     with _disable_current_modes(), torch._C._DisableFuncTorch(), mode:  # below the levels of torch.func
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+        fake = _empty_like(tensor) if isinstance(tensor, FakeTensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 # How PyTorch says, in different places, that it has no values to give.

@@ -6,7 +6,7 @@ parameters) is read anew by whoever traces: see `Closure`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +24,26 @@ FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
 
 class Program:
-    """A captured callable with its lowering."""
+    """A captured callable with its lowering.
 
-    def __init__(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
+    Args:
+        fn: The callable.
+        specs: Its inputs.
+        what: Its name, for errors.
+        others: Operators that the caller runs in a way of its own.
+    """
+
+    def __init__(self, fn: FlatFn, specs: Sequence[Spec], what: str, others: Collection[Any] = ()) -> None:
         self.graph: Graph = capture(fn, specs, keep=keeps_whole)
         self._check_numbers(fn, specs, what)
-        if missing_lowerings(self.graph.module):
+        if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
         self.random = draws_random(self.graph.module)
-        self.run: Lowered = lower(self.graph.module)
+
+    @functools.cached_property
+    def run(self) -> Lowered:
+        """The JAX function `(key, *arrays) -> list of arrays`."""
+        return lower(self.graph.module)
 
     def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
         """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from torch_shard._attributes import PlainAttributes
@@ -16,6 +18,9 @@ from torch_shard._function import Program, ambient
 from torch_shard._guards import Guard
 from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
+from torch_shard._regions import Regions
+from torch_shard._repeats import Repeats, Rolled, capture_layers
+from torch_shard._rolled import Rows, array_of
 from torch_shard._watch import ModuleFlags, flags_hold
 
 RESERVED = ("loss", "grad_norm")
@@ -27,17 +32,20 @@ class LossOutputs:
 
     loss: jax.Array
     metrics: dict[str, Any]
-    grads: dict[str, jax.Array]
-    buffers: dict[str, jax.Array]
-    written: dict[str, jax.Array]
+    grads: Mapping[str, jax.Array]
+    buffers: Mapping[str, jax.Array]
+    written: Mapping[str, jax.Array]
     """Parameters that forward wrote in place."""
 
 
 class LossProgram:
     """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
 
-    def __init__(self, program: Program, names: list[str], model: torch.nn.Module, guard: Guard) -> None:
-        self.program, self.names = program, names
+    def __init__(
+        self, program: Program, rolled: Rolled | None, names: list[str], model: torch.nn.Module, guard: Guard
+    ) -> None:
+        self.program, self.rolled, self.names = program, rolled, names
+        self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
@@ -60,17 +68,20 @@ class LossProgram:
 
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
         """XLA options that the program needs to be right on these devices."""
-        return compiler_options(self.program.graph.module, {device.platform for device in mesh.devices.flat})
+        regions = () if self.rolled is None else self.rolled.graphs
+        platforms = {device.platform for device in mesh.devices.flat}
+        return compiler_options([self.program.graph.module, *regions], platforms)
 
     def run(
         self,
         key: Any,
-        tensors: dict[str, jax.Array],
+        tensors: Mapping[str, jax.Array],
         batch: Sequence[jax.Array],
         closure: Sequence[jax.Array],
     ) -> LossOutputs:
         """To be traced by JAX."""
-        outputs = self.program.run(key, *(tensors[n] for n in self.names), *batch, *closure)
+        inputs = _Inputs(self.names, tensors, [*batch, *closure])
+        outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
         grads, rest = rest[: len(shape.grads)], rest[len(shape.grads) :]
@@ -81,12 +92,32 @@ class LossProgram:
             if position < len(self.names)
         }
         return LossOutputs(
-            loss=loss,
-            metrics=jax.tree.unflatten(shape.metrics, metrics),
-            grads=dict(zip(shape.grads, grads, strict=True)),
-            buffers=dict(zip(shape.buffers, buffers, strict=True)),
-            written=written,
+            loss=array_of(loss),
+            metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
+            grads=Rows(zip(shape.grads, grads, strict=True)),
+            buffers=Rows(zip(shape.buffers, buffers, strict=True)),
+            written=Rows(written),
         )
+
+
+class _Inputs:
+    """The inputs of a loss program by number: named tensors, then the batch and the closure."""
+
+    def __init__(self, names: list[str], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
+        self._names, self._tensors, self._others = names, tensors, others
+
+    def __getitem__(self, number: int) -> jax.Array:
+        is_named = number < len(self._names)
+        return self._tensors[self._names[number]] if is_named else self._others[number - len(self._names)]
+
+    def all(self) -> list[jax.Array]:
+        return [self[number] for number in range(len(self._names) + len(self._others))]
+
+    def stacked(self, numbers: Sequence[int]) -> jax.Array:
+        stacked = getattr(self._tensors, "stacked", None)
+        if stacked is not None and max(numbers) < len(self._names):
+            return stacked(tuple(self._names[number] for number in numbers))
+        return jnp.stack([self[number] for number in numbers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +141,7 @@ def loss_program(
     compute_dtype: torch.dtype | None = None,
     train: bool,
     caller: str,
+    repeats: Repeats = Repeats(scan=False),
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -120,31 +152,40 @@ def loss_program(
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
         caller: The public function, for errors.
+        repeats: What to do with repeated layers.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, ambient())
+    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, repeats, ambient())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
-        fn, specs = joint_loss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, caller=caller)
+        options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
+        joint = functools.partial(joint_loss, model, loss_fn, signature, **options)
         what = f"{caller}: the loss"
-        guard, program = Guard(model, loss_fn), Program(fn, specs, what)
+        guard, (program, rolled) = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-            if Program(fn, specs, what).graph.module.code != program.graph.module.code:
-                raise NotImplementedError(
-                    f"{what} changes {name} on each call and depends on it, but a compiled program is the same for "
-                    "every call. Pass it in the batch, or make it a buffer of the model."
-                )
-            guard = Guard(model, loss_fn)
-        programs[key] = LossProgram(program, list(held.all), model, guard)
+            _refuse_counting(joint, what, name)
+            guard, (program, rolled) = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
+        programs[key] = LossProgram(program, rolled, list(held.all), model, guard)
     return programs[key]
+
+
+def _refuse_counting(joint: Callable[..., Any], what: str, name: str) -> None:
+    """Refuse a loss that depends on a value that it changes with each call: two captures then differ."""
+    first, second = (Program(*joint(None), what).graph.module.code for _ in range(2))
+    if first != second:
+        raise NotImplementedError(
+            f"{what} changes {name} on each call and depends on it, but a compiled program is the same for every "
+            "call. Pass it in the batch, or make it a buffer of the model."
+        )
 
 
 def joint_loss(
     model: torch.nn.Module,
     loss_fn: LossFn,
     signature: BatchSignature,
+    regions: Regions | None = None,
     *,
     compute_dtype: torch.dtype | None = None,
     train: bool,
@@ -152,8 +193,9 @@ def joint_loss(
 ) -> tuple[Callable[..., Any], list[Spec]]:
     """What `loss_program` captures: loss, gradients, buffers and metrics as a torch function, and its inputs."""
     held = holdings(model)
-    specs = [Spec(tuple(t.shape), t.dtype) for t in held.all.values()] + signature.specs
-    return _joint(model, loss_fn, held, signature, compute_dtype, train, caller), specs
+    specs = [Spec(tuple(t.shape), t.dtype, train and n in held.trainable) for n, t in held.all.items()]
+    specs += signature.specs
+    return _joint(model, loss_fn, held, signature, regions, compute_dtype, train, caller), specs
 
 
 def _identity(fn: LossFn) -> Any:
@@ -168,6 +210,7 @@ def _joint(
     loss_fn: LossFn,
     held: Holdings,
     signature: BatchSignature,
+    regions: Regions | None,
     compute_dtype: torch.dtype | None,
     train: bool,
     caller: str,
@@ -185,7 +228,10 @@ def _joint(
 
     def training(*inputs: torch.Tensor) -> Any:
         tensors = dict(zip(names, inputs, strict=False))
-        leaves = {name: _leaf(tensors[name], hooks[name]) for name in hooks}
+        leaves = {name: tensors[name] for name in hooks}
+        for name, found in hooks.items():
+            for hook in found:
+                leaves[name].register_hook(hook)
 
         def run(module: torch.nn.Module) -> Any:
             loss, metrics, tree = forward(module, inputs[len(names) :])
@@ -194,7 +240,8 @@ def _joint(
             outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
             return outputs, _Shape(list(leaves), list(held.buffers), tree, without)
 
-        return call_with(model, run, tensors | leaves)
+        with regions.active() if regions else contextlib.nullcontext():
+            return call_with(model, run, tensors)
 
     def evaluation(*inputs: torch.Tensor) -> Any:
         def run(module: torch.nn.Module) -> Any:
@@ -202,7 +249,8 @@ def _joint(
             buffers = _buffers(module, held)
             return [loss, *buffers, *metrics], _Shape([], list(held.buffers), tree, ())
 
-        with eval_mode(model), torch.no_grad():
+        layers = regions.active() if regions else contextlib.nullcontext()
+        with layers, eval_mode(model), torch.no_grad():
             return call_with(model, run, dict(zip(names, inputs, strict=False)))
 
     return training if train else evaluation
@@ -232,14 +280,6 @@ def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
     return list((parameter._backward_hooks or {}).values())
 
 
-def _leaf(value: torch.Tensor, hooks: list[Callable[..., Any]]) -> torch.Tensor:
-    """A leaf of autograd in the place of a parameter, with the parameter's hooks."""
-    leaf = value.detach().requires_grad_()
-    for hook in hooks:
-        leaf.register_hook(hook)
-    return leaf
-
-
 def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str) -> tuple[Any, tuple[str, ...]]:
     if not loss.requires_grad:
         raise ValueError(
@@ -249,7 +289,7 @@ def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str)
     loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
     found = [leaf.grad for leaf in leaves.values()]
     without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
-    grads = [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(leaves.values(), found, strict=True)]
+    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)]
     return grads, without
 
 

@@ -26,24 +26,26 @@ def missing_lowerings(graph: GraphModule) -> list[Node]:
 
 
 def lower(graph: GraphModule) -> Lowered:
-    """The function `(key, *arrays) -> list of arrays` that `graph` means.
+    """The function `(key, *arrays, place=0) -> list of arrays` that `graph` means.
 
     Args:
         graph: Functional, with lowerings for all its operators (see `missing_lowerings`).
 
     Returns:
-        A function to be traced by JAX. `key` is a random key, or None where the graph draws no random numbers.
+        A function to be traced by JAX. `key` is a random key, or None where the graph draws no random numbers; `place`
+        is where the graph begins in the stream of random numbers, int32 scalar.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    steps = [(node, _step(node)) for node in nodes]
+    steps = [(node, sources_of(node), operation(node), node.meta.get("random_place")) for node in nodes]
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     outputs = outputs_of(graph.graph)
 
-    def run(key: jax.Array | None, *arrays: jax.Array) -> list[Any]:
+    def run(key: jax.Array | None, *arrays: jax.Array, place: Any = 0) -> list[Any]:
         values: dict[Node, Any] = dict(zip(inputs, arrays, strict=True))
-        with _matmul_precision():
-            for node, step in steps:
-                values[node] = step(key, values)
+        with matmul_precision():
+            for node, sources, operate, own_place in steps:
+                at = None if own_place is None else place + own_place
+                values[node] = operate(key, at, [values[source] for source in sources])
         return [values[node] for node in outputs]
 
     return run
@@ -54,10 +56,18 @@ def draws_random(graph: GraphModule) -> bool:
     return any("random_place" in node.meta for node in graph.graph.nodes)
 
 
-def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
+def sources_of(node: Node) -> list[Node]:
+    """The nodes among the arguments of a node, in order, as often as they stand there."""
+    found: list[Node] = []
+    fill_in((node.args, node.kwargs), lambda source: found.append(source))
+    return found
+
+
+def operation(node: Node) -> Callable[[Any, Any, Sequence[Any]], Any]:
+    """What a node does: `(random key, place in its stream, values of its sources) -> value`."""
     if node.target is operator.getitem:
-        source, index = args_of(node)
-        return lambda key, values: values[source][index]
+        index = args_of(node)[1]
+        return lambda key, place, values: values[0][index]
     target: Any = node.target
     lowering = find_lowering(target)
     assert lowering is not None, target
@@ -67,13 +77,14 @@ def _step(node: Node) -> Callable[[Any, dict[Node, Any]], Any]:
     kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
-    def step(key: Any, values: dict[Node, Any]) -> Any:
-        args, given = fill_in((static_args, kwargs), values.__getitem__)
-        first = (jax.random.fold_in(key, node.meta["random_place"]),) if target in RANDOM else ()
+    def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
+        given = iter(values)
+        args, named = fill_in((static_args, kwargs), lambda _: next(given))
+        first = (jax.random.fold_in(key, place),) if target in RANDOM else ()
         with jax.named_scope(target._opname):
-            return _conform(node, lowering(*first, *args, **given))
+            return _conform(node, lowering(*first, *args, **named))
 
-    return step
+    return operate
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
@@ -130,7 +141,7 @@ def _precision_name(torch_name: str) -> str:
     return {"highest": "highest", "high": "high", "medium": "default"}[torch_name]
 
 
-def _matmul_precision() -> Any:
+def matmul_precision() -> Any:
     """Torch's own setting for float32 products, unless JAX has been told otherwise."""
     chosen = jax.config.values["jax_default_matmul_precision"] or _precision_name(torch.get_float32_matmul_precision())
     return jax.default_matmul_precision(chosen)
@@ -147,7 +158,7 @@ def place_of(node: Node) -> str:
 _MAY_PAD = ("aten::constant_pad_nd", "torch_shard::call", "torch_shard::ctc_backward")
 
 
-def compiler_options(graph: GraphModule, platforms: set[str]) -> dict[str, Any] | None:
-    """XLA options that a program needs to be right on these platforms, for a top-level `jax.jit`."""
-    names = {getattr(node.target, "_name", "").split(".")[0] for node in graph.graph.nodes}
+def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> dict[str, Any] | None:
+    """XLA options that a program of these graphs needs to be right on these platforms, for a top-level `jax.jit`."""
+    names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
     return {"xla_cpu_use_fusion_emitters": False} if platforms == {"cpu"} and names & set(_MAY_PAD) else None

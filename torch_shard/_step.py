@@ -1,5 +1,6 @@
 """What training and evaluation steps share: batches onto the mesh, one compiled program per signature."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings, shared_memory
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
+from torch_shard._repeats import Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Step:
         plan: ShardingPlan,
         spec: PartitionSpec | None,
         compute_dtype: torch.dtype | None,
+        repeats: Repeats,
     ) -> None:
         check_mesh(mesh, caller=self.caller)
         _check_type(self.caller, "model", model, torch.nn.Module)
@@ -40,6 +43,8 @@ class Step:
         _check_compute_dtype(self.caller, compute_dtype)
         self.model, self.loss_fn, self.mesh, self.compute_dtype = model, loss_fn, mesh, compute_dtype
         self.plan: ResolvedPlan = plan.resolve(model, mesh)
+        names = list(holdings(model).all)
+        self.repeats = dataclasses.replace(repeats, specs=tuple((n, self.plan[n].spec) for n in names))
         self.layout = BatchLayout(mesh, spec, self.caller)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
@@ -107,6 +112,7 @@ class Step:
             compute_dtype=self.compute_dtype,
             train=self.train,
             caller=self.caller,
+            repeats=self.repeats,
         )
         self._check_reach(program)
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
@@ -138,7 +144,7 @@ class Compiled:
     def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
         self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
         self.outdated, self.without_grad = program.outdated, program.without_grad
-        self.random = program.program.random
+        self.random = program.random
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from torch_shard._module import LossFn, with_values
 from torch_shard._ops import jax_dtype
 from torch_shard._placement import put, refuse_meta
 from torch_shard._plan import ShardingPlan
+from torch_shard._repeats import Repeats
 from torch_shard._step import Step
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def make_train_step(
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
+    scan_layers: bool | str = "auto",
+    remat: str = "none",
 ) -> "TrainStep":
     """Make the function that trains `model` by one step, as one compiled program.
 
@@ -92,7 +95,8 @@ def make_train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss']
     """
-    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype)
+    repeats = Repeats(scan_layers, remat)
+    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats)
 
 
 def make_eval_step(
@@ -103,6 +107,7 @@ def make_eval_step(
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
+    scan_layers: bool | str = "auto",
 ) -> "EvalStep":
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
 
@@ -117,7 +122,7 @@ def make_eval_step(
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
     """
-    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype)
+    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, Repeats(scan_layers))
 
 
 class TrainStep(Step):
@@ -126,9 +131,17 @@ class TrainStep(Step):
     caller, train = "make_train_step", True
 
     def __init__(
-        self, model: Any, loss_fn: Any, optimizer: Any, mesh: Any, plan: Any, spec: Any, compute_dtype: Any
+        self,
+        model: Any,
+        loss_fn: Any,
+        optimizer: Any,
+        mesh: Any,
+        plan: Any,
+        spec: Any,
+        compute_dtype: Any,
+        repeats: Repeats,
     ) -> None:
-        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype)
+        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
@@ -218,7 +231,7 @@ class TrainStep(Step):
             out = program.run(key, state.tensors, batch, closure)
             held = {**state.params, **out.written}
             params = {name: held[name] for name in state.params}
-            grads = jax.lax.with_sharding_constraint(out.grads, self.shardings.params)
+            grads = jax.lax.with_sharding_constraint(dict(out.grads), self.shardings.params)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, **self._extra(out.loss))
             updated: Any = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient

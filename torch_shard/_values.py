@@ -96,6 +96,18 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 
+def skip_draws(count: int) -> int:
+    """Let the capture under way go over random operators that run elsewhere; returns the position of the first."""
+    values = _CURRENT.stack[-1]
+    values.position += count
+    return values.position - count
+
+
+def num_draws() -> int:
+    """How many random operators the capture under way has run."""
+    return _CURRENT.stack[-1].position
+
+
 @dataclasses.dataclass(frozen=True)
 class RandomState:
     """What `torch.get_rng_state` gives in a capture: a position in the stream of random numbers."""

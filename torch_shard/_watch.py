@@ -89,6 +89,10 @@ class Watch(TorchFunctionMode):
         """Whether the callable closed over this tensor."""
         return id(tensor) in self._standins
 
+    def standins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The closed-over tensors so far: `(fake, tensor)`, in the order in which they were met."""
+        return [(fake, tensor) for fake, tensor, _ in self._standins.values()]
+
     def original(self, constant: torch.Tensor) -> torch.Tensor:
         """The tensor that a constant of the graph stands for."""
         return next((tensor for fake, tensor, _ in self._standins.values() if fake is constant), constant)
@@ -183,6 +187,11 @@ def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> I
 def bound_tensors() -> tuple[torch.Tensor, ...]:
     """The fakes that `binding` has given to closed-over tensors."""
     return () if _INNERMOST.watch is None else _INNERMOST.watch.bound
+
+
+def current_watch() -> Watch | None:
+    """Of the innermost capture under way."""
+    return _INNERMOST.watch
 
 
 @contextlib.contextmanager

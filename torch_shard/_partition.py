@@ -1,0 +1,151 @@
+"""A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from torch_shard._graph import outputs_of
+
+aten = torch.ops.aten
+# Nothing is computed by these: what they are of is saved instead.
+_FREE = frozenset(
+    [
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.full.default,
+        aten.full_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.arange.start_step,
+        aten.scalar_tensor.default,
+    ]
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "tensordot", "convolution", "einsum")
+
+
+def _is_free(node: Node) -> bool:
+    return node.target in _FREE or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_product(node: Node) -> bool:
+    name = getattr(node.target, "_opname", "")
+    return name in _PRODUCTS or "attention" in name or name in ("grouped_mm", "recurrence", "layer")
+
+
+SAVED: dict[str, Callable[[Node], bool]] = {
+    "none": lambda node: not _is_free(node),
+    "dots": _is_product,
+    "block": lambda node: False,
+}
+"""For each kind of rematerialisation, which results of the forward pass may be saved for the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The two passes of one layer.
+
+    Attributes:
+        forward: `(*inputs) -> (*results, *new values of written inputs, *saved values)`.
+        backward: `(*saved inputs, *saved values, *cotangents) -> gradients`; None if there are none.
+        inputs: Numbers of the inputs that the backward pass reads, cotangents not counted.
+        num_saved: How many values are saved.
+    """
+
+    forward: GraphModule
+    backward: GraphModule | None
+    inputs: tuple[int, ...]
+    num_saved: int
+
+
+def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, num_outputs: int, remat: str) -> Halves:
+    """Split a joint graph.
+
+    Args:
+        joint: `(*inputs and cotangents) -> (*results, *gradients, *new values of written inputs)`.
+        is_cotangent: For each input.
+        num_results: Results of the forward pass come first.
+        num_outputs: Results and gradients.
+        remat: Which values are saved, a key of `SAVED`; the others are computed again.
+    """
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    cotangents = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if is_one]
+    inputs = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if not is_one]
+    outputs = outputs_of(joint.graph)
+    grads = outputs[num_results:num_outputs]
+    saved = _saved(grads, set(cotangents), SAVED[remat])
+    values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
+    results = [*outputs[:num_results], *outputs[num_outputs:], *values]
+    read = [n for n in inputs if n in saved]
+    return Halves(
+        forward=_extract(joint, inputs, results),
+        backward=_extract(joint, [*read, *values, *cotangents], grads) if grads else None,
+        inputs=tuple(inputs.index(n) for n in read),
+        num_saved=len(values),
+    )
+
+
+def _saved(grads: list[Any], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
+    """What the backward pass must be given: values of the forward pass that may be saved, and inputs."""
+    behind = _with_cotangents(grads, cotangents)
+    saved: set[Node] = set()
+    seen: set[Node] = set()
+    todo = [n for n in grads if isinstance(n, Node)]
+    while todo:
+        node = todo.pop()
+        if node in seen or node in cotangents:
+            continue
+        seen.add(node)
+        if node not in behind and (node.op == "placeholder" or _is_saved(node, may_save)):
+            saved.add(node)
+        else:
+            todo.extend(node.all_input_nodes)
+    return saved
+
+
+def _is_saved(node: Node, may_save: Callable[[Node], bool]) -> bool:
+    """Only tensors can be saved: of an operator with several results, the ones that are read."""
+    if getattr(node.target, "__name__", "") == "getitem":
+        source = node.all_input_nodes[0]
+        return not isinstance(source.meta.get("val"), torch.Tensor) and may_save(source)
+    return isinstance(node.meta.get("val"), torch.Tensor) and may_save(node)
+
+
+def _with_cotangents(grads: list[Any], cotangents: set[Node]) -> set[Node]:
+    """The nodes that depend on a cotangent."""
+    graph = next(iter(cotangents)).graph if cotangents else None
+    found = set(cotangents)
+    for node in graph.nodes if graph else ():
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any]) -> GraphModule:
+    """The part of a graph that computes `outputs` from `inputs`."""
+    graph, copied = Graph(), {}
+    for node in inputs:
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta = dict(node.meta)
+    for node in joint.graph.nodes:
+        known = all(source in copied for source in node.all_input_nodes)
+        if node not in copied and node.op in ("call_function", "get_attr") and known:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output([copied[n] if isinstance(n, Node) else n for n in outputs])
+    module = GraphModule(joint, graph)
+    module.graph.eliminate_dead_code()
+    return module

@@ -1,0 +1,135 @@
+"""What a torch callable did, in a form that can be compared: two calls with equal records mean the same program.
+
+A record has every ATen operator in order, with its arguments (tensors by number, everything else by type and value),
+whether autograd was on and which tensors required a gradient, and the autograd graph behind the results (the class of
+each node and, for `autograd.Function`s, what their `ctx` holds). PyTorch derives the backward pass from exactly these,
+so equal records have equal derivatives too. What a record does not show is refused: hooks on tensors, and hooks that
+pack saved tensors.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_shard._attributes import NUMBERS, Same
+from torch_shard._kernels import REPLACED
+from torch_shard._watch import current_watch
+
+_VALUES = (*NUMBERS, complex, bytes, type(None))
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
+
+
+class CannotShare(BaseException):
+    """A call that cannot stand for, or be stood for by, another call; no `except Exception` of a model stops it."""
+
+
+class Record(TorchDispatchMode):
+    """The record of one call; `with record: ...`, then `record.close(result)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[Any] = []
+        self._numbers: dict[int, Any] = {}
+        self._alive: list[Any] = []
+        self.outside: list[torch.Tensor] = []
+        """Tensors that the call closed over, in the order in which operators met them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = self._encode((args, kwargs))
+        result = func(*args, **kwargs) if func not in REPLACED else REPLACED[func](*args, **kwargs)
+        self._events.append((func, torch.is_grad_enabled(), given, self._encode(result, new=True)))
+        return result
+
+    def close(self, result: Any) -> tuple[Any, ...]:
+        """The record as one hashable value, for a call that returned `result`."""
+        leaves, tree = torch_pytree.tree_flatten(result)
+        own = [leaf for leaf in leaves if self.made(leaf)]
+        nodes: dict[Any, int] = {}
+        behind = tuple(self._behind(t.grad_fn, nodes) for t in own if t.requires_grad)
+        returned = tuple(self._numbers.get(id(leaf)) for leaf in leaves)
+        return tuple(self._events), str(tree), returned, behind
+
+    def made(self, value: Any) -> bool:
+        """Whether `value` is a tensor that the call has made."""
+        return isinstance(self._numbers.get(id(value)), int)
+
+    def _encode(self, value: Any, *, new: bool = False) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._number(value, new), value.requires_grad
+        if isinstance(value, (tuple, list)):
+            return tuple(self._encode(v, new=new) for v in value)
+        if isinstance(value, dict):
+            return tuple((k, self._encode(v, new=new)) for k, v in value.items())
+        if isinstance(value, _CONSTANTS):
+            return value
+        return (type(value), repr(value)) if isinstance(value, _VALUES) else self._same(value)
+
+    def _same(self, value: Any) -> Same:
+        self._alive.append(value)
+        return Same(value)
+
+    def _number(self, tensor: torch.Tensor, new: bool) -> Any:
+        if id(tensor) not in self._numbers:
+            self._alive.append(tensor)
+            self._numbers[id(tensor)] = len(self._numbers) if new else self._meet(tensor)
+        return self._numbers[id(tensor)]
+
+    def _meet(self, tensor: torch.Tensor) -> Any:
+        """The number of a tensor that no operator has made: one from outside, or one of Python's numbers."""
+        watch = current_watch()
+        assert watch is not None
+        for fake, original in watch.standins():
+            if fake is tensor:
+                self.outside.append(original)
+                about = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+                return "outside", len(self.outside) - 1, about
+        if type(tensor) is torch.Tensor and tensor.numel() <= 64:
+            return "constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist())
+        raise CannotShare("it uses a tensor whose origin is not known")
+
+    def _behind(self, node: Any, nodes: dict[Any, int]) -> Any:
+        """The autograd graph from a node on, each node once."""
+        if node is None or node in nodes:
+            return nodes.get(node)
+        nodes[node] = len(nodes)
+        self._alive.append(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return self._numbers.get(id(leaf))
+        inputs = tuple((self._behind(n, nodes), index) for n, index in node.next_functions)
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            return node.name(), inputs
+        saved = tuple(self._numbers.get(id(t), "new") for t in node.saved_tensors)  # pyright: ignore
+        return type(node)._forward_cls, inputs, saved, self._encode(vars(node))  # pyright: ignore
+
+
+@contextlib.contextmanager
+def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
+    """Refuse, while `active()`, what a record does not show.
+
+    Raises:
+        CannotShare: A hook was registered on a tensor, or on what autograd saves.
+    """
+    register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if active():
+            raise CannotShare("it registers a hook on a tensor")
+        return register(tensor, hook)
+
+    def saved_hooks(hooks: Any) -> Any:
+        if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
+            raise CannotShare("it packs saved tensors by hooks of its own")
+        return enter(hooks)
+
+    with (
+        mock.patch.object(torch.Tensor, "register_hook", register_hook),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
+    ):
+        yield

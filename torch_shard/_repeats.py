@@ -1,0 +1,146 @@
+"""Capture a loss with its repeated layers as regions, roll them into loops, and say which layers are loops and why not."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from torch_shard._capture import Spec
+from torch_shard._function import FlatFn, Program
+from torch_shard._groups import LEAST, groups_of
+from torch_shard._lower import draws_random
+from torch_shard._regions import LAYER, LAYER_BACKWARD, MOST_KINDS, Again, Group, NewKind, Refused, Regions, Unused
+from torch_shard._rolled import Inputs, evaluate
+from torch_shard._rolls import Loop, roll
+from torch_shard._steps import Step, steps_of
+
+REMAT = ("none", "dots", "block")
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats:
+    """What to do with repeated layers.
+
+    Attributes:
+        scan: Whether they become loops: True, False, or "auto".
+        remat: What is computed again in the backward pass.
+        specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
+    """
+
+    scan: bool | str = "auto"
+    remat: str = "none"
+    specs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether layers are captured as regions at all."""
+        return self.scan is not False or self.remat != "none"
+
+    def groups(self, model: nn.Module) -> list[Group]:
+        """The layers of a model that may be one program."""
+        least = LEAST if self.scan == "auto" and self.remat == "none" else 2
+        return groups_of(model, dict(self.specs).get, least) if self.wanted else []
+
+
+class Rolled:
+    """A captured program of steps and loops."""
+
+    def __init__(self, program: Program, regions: Regions, repeats: Repeats) -> None:
+        self.groups = regions.groups
+        self.calls = regions.calls
+        steps, self._outputs = steps_of(program.graph.module, regions.calls, repeats.remat)
+        self._items: list[Step | Loop] = roll(steps) if repeats.scan is not False else list(steps)
+        self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
+
+    @property
+    def graphs(self) -> list[GraphModule]:
+        """Of the regions."""
+        return [call.region.graph.module for call in self.calls.values()]
+
+    def run(self, key: Any, inputs: Inputs) -> list[Any]:
+        """Arrays, and rows of stacked arrays."""
+        return evaluate(self._items, self._outputs, key, inputs)
+
+    @property
+    def loops(self) -> list[Loop]:
+        """In order, forward and backward."""
+        return [item for item in self._items if isinstance(item, Loop)]
+
+    def report(self) -> list[str]:
+        """Lines that say which layers are loops, and of the others why not."""
+        lines, scanned = [], {path for loop in self.loops for path in loop.layers}
+        for loop in self.loops:
+            layers = loop.layers
+            per = len(layers) // len(loop.iterations)
+            what = f"{len(loop.iterations)} iterations" + (f" of {per} layers" if per > 1 else "")
+            lines.append(f"{layers[0]} to {layers[-1]}: one loop, {what}")
+        for group in self.groups:
+            if group.refused is not None:
+                lines.append(f"{group.path} ({len(group.members)} layers): not scanned: {group.refused}")
+            alone = [path for path in group.members.values() if path not in scanned]
+            if group.refused is None and alone:
+                lines.append(f"{', '.join(alone)}: not scanned: no neighbour runs the same program on its result")
+        return lines
+
+
+def capture_layers(
+    model: nn.Module, repeats: Repeats, joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]], what: str
+) -> tuple[Program, Rolled | None]:
+    """Capture a loss, its repeated layers as regions where that is safe.
+
+    Args:
+        model: What the loss runs.
+        repeats: What to do with repeated layers.
+        joint: The function to capture, and its inputs, given the regions that it is to use.
+        what: Name of the function, for errors.
+
+    Raises:
+        ValueError: Layers were asked to be loops and cannot be; with the reasons.
+    """
+    groups = repeats.groups(model)
+    modules = {id(m): m for m in model.modules()}
+    while any(group.refused is None for group in groups):
+        regions = Regions(groups, modules)
+        try:
+            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD))
+            return program, Rolled(program, regions, repeats)
+        except Again as reason:
+            _learn(reason, regions)
+        except Exception as error:  # if it is no fault of the regions, the capture without them says it again
+            _refuse_all(groups, f"the loss cannot be captured with it as a whole: {str(error).partition(chr(10))[0]}")
+        finally:
+            regions.release()
+    _refuse_if_asked(groups, repeats, what)
+    return Program(*joint(None), what), None
+
+
+def _learn(reason: Again, regions: Regions) -> None:
+    if isinstance(reason, Refused):
+        reason.group.refused = reason.why
+    elif isinstance(reason, NewKind):
+        reason.group.kinds[reason.number] = None
+        if len(reason.group.kinds) > MOST_KINDS:
+            reason.group.refused = f"its layers are more than {MOST_KINDS} different programs"
+    elif isinstance(reason, Unused):
+        group, number = regions.origin_of(reason.call.region)
+        group.kinds[number] = reason.used
+
+
+def _refuse_if_asked(groups: list[Group], repeats: Repeats, what: str) -> None:
+    """Say why there are no regions where the user has asked for what needs them."""
+    asked = "scan_layers=True" if repeats.scan is True else f"remat={repeats.remat!r}" if repeats.remat != "none" else None
+    if asked is None:
+        return
+    reasons = [f"  {group.path} ({len(group.members)} layers): {group.refused}" for group in groups]
+    found = "\n".join(reasons) or "  The model has no numbered siblings (nn.ModuleList, nn.Sequential) that look alike."
+    raise ValueError(
+        f"{what}: {asked} needs repeated layers that are one program, and there are none:\n\n{found}\n\n"
+        'Use scan_layers="auto" and remat="none", or wrap what is to be computed again in torch.utils.checkpoint.'
+    )
+
+
+def _refuse_all(groups: list[Group], why: str) -> None:
+    for group in groups:
+        group.refused = group.refused or why

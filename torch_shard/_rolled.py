@@ -1,0 +1,185 @@
+"""Steps and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from torch_shard._lower import matmul_precision
+from torch_shard._rolls import Loop
+from torch_shard._steps import Step, Value
+
+
+class Inputs(Protocol):
+    """The inputs of a program by number; several may be had stacked."""
+
+    def __getitem__(self, number: int) -> jax.Array: ...
+
+    def stacked(self, numbers: Sequence[int]) -> jax.Array:
+        """`(n, *shape)`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of stacked results."""
+
+    stack: jax.Array
+    index: int
+
+    @property
+    def array(self) -> jax.Array:
+        """The row by itself."""
+        return self.stack[self.index]
+
+
+def array_of(value: Any) -> Any:
+    """A result as an array of its own."""
+    return value.array if isinstance(value, Row) else value
+
+
+def stack_of(values: Sequence[Any]) -> jax.Array:
+    """Results stacked: without a copy where they are the rows of one stack, in order."""
+    first = values[0]
+    if isinstance(first, Row) and all(isinstance(v, Row) and v.stack is first.stack for v in values):
+        rows = [v.index for v in values]
+        if rows == list(range(len(first.stack))):
+            return first.stack
+        if rows == list(range(len(first.stack)))[::-1]:
+            return jnp.flip(first.stack, 0)
+    return jnp.stack([array_of(v) for v in values])
+
+
+class Rows(Mapping[str, Any]):
+    """Results by name, of which some are rows of stacks."""
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return array_of(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def stacked(self, names: Sequence[str]) -> jax.Array:
+        """`(n, *shape)`."""
+        return stack_of([self._values[name] for name in names])
+
+
+def evaluate(items: Sequence[Step | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
+    """Run steps and loops.
+
+    Args:
+        items: In order.
+        outputs: `Value`s, or what is no tensor.
+        key: A random key, or None.
+        inputs: What `Value`s with a number are.
+
+    Returns:
+        For each output an array, or a `Row`.
+    """
+    run = _Run(items, outputs, inputs)
+    with matmul_precision():
+        for item in items:
+            if isinstance(item, Loop):
+                run.loop(item, key)
+            else:
+                run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
+        return [run.read(value) if isinstance(value, Value) else value for value in outputs]
+
+
+class _Run:
+    def __init__(self, items: Sequence[Step | Loop], outputs: Sequence[Any], inputs: Inputs) -> None:
+        self._inputs = inputs
+        self.done: dict[Step, Any] = {}
+        self._rows: dict[tuple[Step, tuple[int, ...]], Any] = {}
+        self._wanted: dict[Any, set[tuple[int, ...]]] = {}
+        for value in (*itertools.chain(*map(_reads, items)), *(v for v in outputs if isinstance(v, Value))):
+            self._wanted.setdefault(value.source, set()).add(value.path)
+
+    def read(self, value: Value) -> Any:
+        """The array or row that a value is."""
+        if isinstance(value.source, int):
+            return self._inputs[value.source]
+        if value.source not in self.done:
+            return self._rows[value.source, value.path]
+        return _at(self.done[value.source], value.path)
+
+    def _stack(self, values: Sequence[Value]) -> jax.Array:
+        numbers = [v.source for v in values if isinstance(v.source, int)]
+        if len(numbers) == len(values):
+            return self._inputs.stacked(numbers)
+        return stack_of([self.read(v) for v in values])
+
+    def loop(self, loop: Loop, key: Any) -> None:
+        """Run a loop; its results are kept as rows."""
+        count, steps = len(loop.iterations), loop.iterations[0]
+        backwards = _runs_backwards(loop)
+        in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
+        fixed = [array_of(self.read(v)) for v in loop.fixed]
+        each = [self._stack(in_order(values)) for values in loop.each]
+        places = {
+            i: jnp.asarray(in_order([span[i].place for span in loop.iterations]), jnp.int32)
+            for i, step in enumerate(steps)
+            if step.place is not None
+        }
+        results = self._results(loop)
+
+        def body(carry: list[Any], given: Any) -> Any:
+            each, places = given
+            found: list[Any] = []
+            known = {"carry": carry, "each": each, "fixed": fixed}
+            for i, step in enumerate(steps):
+                sources = [_at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]]
+                found.append(step.operate(key, places.get(i), sources))
+            return (
+                [_at(found[number], path) for _, number, path in loop.carries],
+                [_at(found[number], path) for number, path in results],
+            )
+
+        first = [array_of(self.read(value)) for value, _, _ in loop.carries]
+        last, stacks = jax.lax.scan(body, first, (each, places), length=count, reverse=backwards)
+        for (number, path), stack in zip(results, stacks, strict=True):
+            for q, span in enumerate(loop.iterations):
+                self._rows[span[number], path] = Row(stack, count - 1 - q if backwards else q)
+        for (_, number, path), value in zip(loop.carries, last, strict=True):
+            if (number, path) not in results:
+                self._rows[loop.iterations[-1][number], path] = value
+
+    def _results(self, loop: Loop) -> list[tuple[int, tuple[int, ...]]]:
+        """`(number of the step, path)` of what is read outside, and is not only handed on."""
+        handed = {(number, path) for _, number, path in loop.carries}
+        final = loop.iterations[-1]
+        found = {}
+        for span in loop.iterations:
+            for number, step in enumerate(span):
+                for path in sorted(self._wanted.get(step, ())):
+                    if span is not final or (number, path) not in handed:
+                        found[number, path] = None
+        return list(found)
+
+
+def _reads(item: Step | Loop) -> Iterable[Value]:
+    return item.reads if isinstance(item, Loop) else item.sources
+
+
+def _at(value: Any, path: Sequence[int]) -> Any:
+    for index in path:
+        value = value[index]
+    return value
+
+
+def _runs_backwards(loop: Loop) -> bool:
+    """Whether later iterations read inputs and rows that come first: then the scan goes from the last row to the first."""
+    votes = 0
+    for values in loop.each:
+        if all(isinstance(v.source, int) for v in values):
+            votes += 1 if values[0].source < values[-1].source else -1  # pyright: ignore[reportOperatorIssue]
+    return votes < 0

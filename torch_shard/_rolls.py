@@ -1,0 +1,181 @@
+"""Steps that repeat become loops: the same steps, each reading what the iteration before made.
+
+Where iterations may begin is guessed from the order of the layers; that they are one loop is then proved from what each
+step reads, or it is not one.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch_shard._steps import Step, Value
+
+LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention have two, some hybrids three or four
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a step in a loop finds a source: `(kind, number)`, or for `own` the step of this iteration and its path.
+
+    Kinds: `own`, of this iteration; `carry`, of the iteration before; `each`, one per iteration; `fixed`, the same always.
+    """
+
+    kind: str
+    number: int
+    path: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Loop:
+    """Steps that run several times.
+
+    Attributes:
+        iterations: The steps of each.
+        slots: For each step of an iteration, where its sources come from.
+        carries: `(first value, number of the step, path)` of what one iteration hands to the next.
+        each: Values that differ by iteration.
+        fixed: Values that do not.
+    """
+
+    iterations: list[list[Step]]
+    slots: list[list[Slot]]
+    carries: list[tuple[Value, int, tuple[int, ...]]]
+    each: list[list[Value]]
+    fixed: list[Value]
+
+    @property
+    def layers(self) -> list[str]:
+        """Paths of the modules, in the order of their calls."""
+        return [step.layer for steps in self.iterations for step in steps if step.layer is not None]
+
+    @property
+    def reads(self) -> list[Value]:
+        """All that must be known before it starts."""
+        return [*(first for first, _, _ in self.carries), *itertools.chain(*self.each), *self.fixed]
+
+
+def roll(steps: list[Step]) -> list[Step | Loop]:
+    """Replace steps that repeat by loops."""
+    order = {step: i for i, step in enumerate(steps)}
+    anchors = [i for i, step in enumerate(steps) if step.layer is not None]
+    loops: dict[int, tuple[int, Loop]] = {}
+    at, end = 0, 0
+    while at < len(anchors):
+        found = _best(steps, anchors, at, end, order)
+        if found is None:
+            at += 1
+            continue
+        first, stop, loop = found
+        loops[first] = stop, loop
+        end = stop
+        while at < len(anchors) and anchors[at] < stop:
+            at += 1
+    result: list[Step | Loop] = []
+    i = 0
+    while i < len(steps):
+        if i in loops:
+            i, loop = loops[i]
+            result.append(loop)
+        else:
+            result.append(steps[i])
+            i += 1
+    return result
+
+
+def _best(
+    steps: list[Step], anchors: list[int], at: int, end: int, order: dict[Step, int]
+) -> tuple[int, int, Loop] | None:
+    """The longest loop from this anchor on, and where it starts and stops; of equal ones that with the least steps."""
+    best = None
+    for period in range(1, LONGEST_PERIOD + 1):
+        starts = anchors[at::period]
+        if len(starts) < 2:
+            break
+        length = starts[1] - starts[0]
+        for before in dict.fromkeys((0, length - 1)):  # what lies between layers belongs to the next or the last one
+            spans = _alike(steps, [s - before for s in starts], length, end)
+            loop = _prove(spans, order) if len(spans) > 1 else None
+            if loop is not None and (best is None or len(loop.layers) > len(best[2].layers)):
+                first = starts[0] - before
+                best = first, first + length * len(loop.iterations), loop
+    return best
+
+
+def _alike(steps: list[Step], starts: list[int], length: int, end: int) -> list[list[Step]]:
+    """The longest run of stretches with steps of the same kinds, one right after the other."""
+    if starts[0] < end:
+        return []
+    spans = []
+    for number, start in enumerate(starts):
+        span = steps[start : start + length]
+        expected = starts[0] + number * length
+        if start != expected or len(span) < length:
+            break
+        if any(a.kind != b.kind for a, b in zip(span, steps[starts[0] : starts[0] + length], strict=True)):
+            break
+        spans.append(span)
+    return spans
+
+
+def _prove(spans: list[list[Step]], order: dict[Step, int]) -> Loop | None:
+    """The loop that these iterations are, or as many of the first of them as are one."""
+    while len(spans) > 1:
+        proof = _Proof(spans, order)
+        if proof.holds == len(spans):
+            return Loop(spans, proof.slots, proof.carries, proof.each, proof.fixed)
+        spans = spans[: proof.holds]
+    return None
+
+
+class _Proof:
+    """Where each source comes from, if that is the same for the iterations; else for how many of them it is."""
+
+    def __init__(self, spans: list[list[Step]], order: dict[Step, int]) -> None:
+        self._spans, self._start, self._order = spans, order[spans[0][0]], order
+        self._numbers = [{step: number for number, step in enumerate(span)} for span in spans]
+        self.carries: list[tuple[Value, int, tuple[int, ...]]] = []
+        self.each: list[list[Value]] = []
+        self.fixed: list[Value] = []
+        self.slots: list[list[Slot]] = []
+        self.holds = len(spans)
+        for number in range(len(spans[0])):
+            per_source = zip(*(span[number].sources for span in spans), strict=True)
+            self.slots.append([self._slot(list(values)) for values in per_source])
+
+    def _slot(self, values: list[Value]) -> Slot:
+        first, own = values[0], self._made(0, values[0])
+        handed = self._made(0, values[1])
+        holds = {
+            "own": lambda q, v: own is not None and self._made(q, v) == own,
+            "fixed": lambda q, v: v == first and self._is_before(v),
+            "carry": lambda q, v: self._is_before(v) if q == 0 else handed is not None and self._made(q - 1, v) == handed,
+            "each": lambda q, v: self._is_before(v),
+        }
+        lengths = {kind: _prefix(values, test) for kind, test in holds.items()}
+        kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
+        self.holds = max(1, min(self.holds, lengths[kind]))
+        if kind == "own":
+            return Slot(kind, *(own or (0, ())))
+        if kind == "carry":
+            return Slot(kind, _index(self.carries, (first, *(handed or (0, ())))))
+        return Slot(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
+
+    def _made(self, iteration: int, value: Value) -> tuple[int, tuple[int, ...]] | None:
+        """Which step of an iteration has made a value, and its path."""
+        number = self._numbers[iteration].get(value.source)  # pyright: ignore[reportArgumentType]
+        return None if number is None else (number, value.path)
+
+    def _is_before(self, value: Value) -> bool:
+        """Whether a value is known before the loop starts."""
+        return isinstance(value.source, int) or self._order[value.source] < self._start
+
+
+def _prefix(values: list[Value], test: Callable[[int, Value], bool]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
+
+
+def _index(known: list[Any], item: Any) -> int:
+    if item not in known:
+        known.append(item)
+    return known.index(item)

@@ -1,0 +1,175 @@
+"""A captured graph as a list of steps, in which a layer's forward and backward pass are one step each."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from torch.fx import GraphModule, Node
+
+from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._lower import lower, operation, sources_of
+from torch_shard._partition import partition
+from torch_shard._regions import LAYER, LAYER_BACKWARD, Call, Region
+
+Operate = Callable[[Any, Any, Sequence[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A tensor: an input of the program by its number, or what a step gives, with indices into it."""
+
+    source: "int | Step"
+    path: tuple[int, ...] = ()
+
+    def __getitem__(self, index: int) -> "Value":
+        return Value(self.source, (*self.path, index))
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One operation.
+
+    Attributes:
+        kind: Steps of one kind do the same to their sources.
+        sources: What it works on.
+        operate: `(random key, place in its stream, values of the sources) -> value`.
+        place: Where it stands in the stream of random numbers, if it draws any.
+        layer: The path of the module that it is the forward or backward pass of, if it is one.
+    """
+
+    kind: Any
+    sources: list[Value]
+    operate: Operate
+    place: int | None = None
+    layer: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The two passes of a region as operations.
+
+    Attributes:
+        forward: Gives the results, then the values that are saved, then the inputs that are.
+        backward: Takes the inputs that are at hand, then what was saved, then cotangents; None if nothing has a gradient.
+        at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
+        num_saved: How many values and inputs are saved.
+    """
+
+    forward: Operate
+    backward: Operate | None
+    at_hand: tuple[int, ...]
+    num_saved: int
+
+
+def _passes(region: Region, remat: str, sources: list[list[Value]]) -> Passes:
+    """The passes of a region whose calls have these sources.
+
+    An input of the program, or one that all calls share, is still at hand in the backward pass; another is saved.
+    """
+    remat = "block" if region.remat else remat
+    is_cotangent = [kind == "cotangent" for kind, _ in region.inputs]
+    halves = partition(region.graph.module, is_cotangent, region.num_results, region.graph.num_outputs, remat)
+    forward = lower(halves.forward)
+    at_hand = tuple(i for i in halves.inputs if _stays([values[i] for values in sources]))
+    kept = [i for i in halves.inputs if i not in at_hand]
+    order = [*at_hand, *kept]
+    back = None if halves.backward is None else lower(halves.backward)
+
+    def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
+        return [*forward(key, *values, place=0 if place is None else place), *(values[i] for i in kept)]
+
+    def backward(key: Any, place: Any, values: Sequence[Any]) -> Any:
+        if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
+            values = jax.lax.optimization_barrier(list(values))
+        first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
+        given = dict(zip(order, [*first, *saved[halves.num_saved :]], strict=True))
+        rest = [*saved[: halves.num_saved], *values[len(at_hand) + num_saved :]]
+        assert back is not None
+        return back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place)
+
+    num_saved = halves.num_saved + len(kept)
+    return Passes(operate, backward if back else None, at_hand, num_saved)
+
+
+def _stays(values: list[Value]) -> bool:
+    return all(isinstance(v.source, int) for v in values) or all(v == values[0] for v in values)
+
+
+def steps_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Step], list[Any]]:
+    """The steps of a graph, and its outputs: a `Value` each, or what is no tensor."""
+    builder = _Builder(calls, remat)
+    for node in graph.graph.nodes:
+        builder.add(node)
+    builder.connect()
+    outputs = [builder.values[n] if isinstance(n, Node) else n for n in outputs_of(graph.graph)]
+    return builder.steps, outputs
+
+
+class _Builder:
+    def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
+        self._calls, self._remat = calls, remat
+        self.values: dict[Node, Value] = {}
+        self.steps: list[Step] = []
+        self._forwards: dict[int, Step] = {}
+        self._backwards: list[tuple[int, Step]] = []
+
+    def add(self, node: Node) -> None:
+        if node.op == "placeholder":
+            self.values[node] = Value(len(self.values))
+        elif node.op == "call_function" and node.target is operator.getitem:
+            source, index = args_of(node)
+            self.values[node] = self.values[source][index]
+        elif node.op == "call_function":
+            step = self._step(node, [self.values[source] for source in sources_of(node)])
+            self.values[node] = Value(step)
+            self.steps.append(step)
+
+    def _step(self, node: Node, sources: list[Value]) -> Step:
+        if node.target not in (LAYER, LAYER_BACKWARD):
+            return Step(_kind(node), sources, operation(node), node.meta.get("random_place"))
+        number = args_of(node)[0]
+        call = self._calls[number]
+        step = Step((node.target, id(call.region)), sources, _unconnected, call.place, call.path)
+        if node.target is LAYER:
+            self._forwards[number] = step
+        else:
+            self._backwards.append((number, step))
+        return step
+
+    def connect(self) -> None:
+        """Let forward passes save what backward passes read."""
+        passes: dict[int, Passes] = {}
+        for number, step in self._forwards.items():
+            region = self._calls[number].region
+            same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
+            if id(region) not in passes:
+                passes[id(region)] = _passes(region, self._remat, same)
+            step.operate = passes[id(region)].forward
+        for number, step in self._backwards:
+            before, region = self._forwards[number], self._calls[number].region
+            mine, num_results = passes[id(region)], len(region.results)
+            assert mine.backward is not None
+            saved = [before.sources[i] for i in mine.at_hand]
+            saved += [Value(before, (num_results + i,)) for i in range(mine.num_saved)]
+            cotangents = [step.sources[i] for kind, i in region.inputs if kind == "cotangent"]
+            step.sources, step.operate = [*saved, *cotangents], mine.backward
+
+
+def _unconnected(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    raise AssertionError("a layer that was not connected")
+
+
+def _kind(node: Node) -> Any:
+    """All of a node but its sources."""
+    arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
+    fakes = node.meta.get("val")
+    fakes = fakes if isinstance(fakes, (tuple, list)) else [fakes]
+    shapes = tuple((tuple(f.shape), f.dtype) if hasattr(f, "shape") else repr(f) for f in fakes)
+    return node.target, repr(arguments), shapes, "random_place" in node.meta
+
+
+class _Gap:
+    def __repr__(self) -> str:
+        return "_"
