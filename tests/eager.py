@@ -53,8 +53,8 @@ def assert_close(found: Any, wanted: np.ndarray, rtol: float, floor: float, name
     np.testing.assert_allclose(found, wanted, rtol=0, atol=rtol * largest + floor, err_msg=name)
 
 
-def assert_follows(case: Case, model: torch.nn.Module, trajectory: list[dict[str, Any]], sizes: Any) -> None:
-    """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`."""
+def assert_follows(case: Case, model: torch.nn.Module, trajectory: list[dict[str, Any]], sizes: Any) -> Any:
+    """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it."""
     step = ts.make_train_step(model, case.loss_fn, optimizer(), mesh=make_mesh(sizes), plan=case.plan)
     state = step.init(seed=0)
     for batch, wanted in zip(case.batches(len(trajectory)), trajectory, strict=True):
@@ -71,6 +71,7 @@ def assert_follows(case: Case, model: torch.nn.Module, trajectory: list[dict[str
     assert step.num_compiles == 1
     assert set(state.tensors) == set(trajectory[0]["held"])
     _assert_layout(state, step)
+    return step
 
 
 def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:

@@ -31,6 +31,9 @@ def groups_of(model: nn.Module, placement: Any, least: int = LEAST) -> list[Grou
             if len(members) >= least:
                 groups.append(Group(path, members))
                 taken.update(members.values())
+        if taken.intersection(name for name, _ in children):
+            alone = {id(m): name for name, m in children if name not in taken}
+            groups += [Group(path, alone, "other tensors, splits or flags than its siblings'")] if alone else []
     return groups
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from torch_shard._attributes import PlainAttributes
@@ -20,7 +19,7 @@ from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._regions import Regions
 from torch_shard._repeats import Repeats, Rolled, capture_layers
-from torch_shard._rolled import Rows, array_of
+from torch_shard._rolled import Row, Rows, array_of
 from torch_shard._watch import ModuleFlags, flags_hold
 
 RESERVED = ("loss", "grad_norm")
@@ -42,8 +41,13 @@ class LossProgram:
     """A captured loss: `run(key, tensors by name, batch arrays, closure arrays) -> LossOutputs`."""
 
     def __init__(
-        self, program: Program, rolled: Rolled | None, names: list[str], model: torch.nn.Module, guard: Guard
+        self,
+        captured: tuple[Program, Rolled | None, list[str]],
+        names: list[str],
+        model: torch.nn.Module,
+        guard: Guard,
     ) -> None:
+        program, rolled, self.report = captured
         self.program, self.rolled, self.names = program, rolled, names
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
@@ -113,11 +117,10 @@ class _Inputs:
     def all(self) -> list[jax.Array]:
         return [self[number] for number in range(len(self._names) + len(self._others))]
 
-    def stacked(self, numbers: Sequence[int]) -> jax.Array:
-        stacked = getattr(self._tensors, "stacked", None)
-        if stacked is not None and max(numbers) < len(self._names):
-            return stacked(tuple(self._names[number] for number in numbers))
-        return jnp.stack([self[number] for number in numbers])
+    def row(self, number: int) -> Row | None:
+        """Of which stack an input is a row, if it is one."""
+        row = getattr(self._tensors, "row", None)
+        return row(self._names[number]) if row is not None and number < len(self._names) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +166,11 @@ def loss_program(
         options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
         joint = functools.partial(joint_loss, model, loss_fn, signature, **options)
         what = f"{caller}: the loss"
-        guard, (program, rolled) = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
+        guard, captured = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
-            guard, (program, rolled) = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
-        programs[key] = LossProgram(program, rolled, list(held.all), model, guard)
+            guard, captured = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
+        programs[key] = LossProgram(captured, list(held.all), model, guard)
     return programs[key]
 
 

@@ -101,7 +101,9 @@ class Record(TorchDispatchMode):
         nodes[node] = len(nodes)
         self._alive.append(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            return self._numbers.get(id(leaf))
+            if id(leaf) not in self._numbers:
+                raise CannotShare("its gradient flows to a tensor whose origin is not known")
+            return self._numbers[id(leaf)]
         inputs = tuple((self._behind(n, nodes), index) for n, index in node.next_functions)
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return node.name(), inputs

@@ -7,6 +7,7 @@ a capture costs, and must leave the same record (`_records`). So Python runs onc
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +69,7 @@ class Region:
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """What the outputs of the forward operator look like: results, and new values of buffers written in place."""
+        """What the forward pass gives: results, and new values of buffers written in place."""
         fakes = self.fakes
         return fakes[: self.num_results] + fakes[self.graph.num_outputs :]
 
@@ -92,16 +93,16 @@ def _layer(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @_layer.register_fake
 def _layer_shapes(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [_like(fake) for fake in _CALLS[call].region.results]
+    return [*(_like(fake) for fake in _CALLS[call].region.results), torch.empty(0, device="cpu")]
 
 
 @torch.library.custom_op("torch_shard::layer_backward", mutates_args=())
-def _layer_backward(call: int, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def _layer_backward(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
 
 @_layer_backward.register_fake
-def _gradient_shapes(call: int, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     region = _CALLS[call].region
     return [_like(fake) for fake in region.fakes[region.num_results : region.graph.num_outputs]]
 
@@ -117,7 +118,7 @@ class _LayerCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         region = _CALLS[number].region
-        outputs = torch.ops.torch_shard.layer(number, list(tensors))
+        *outputs, ctx.token = torch.ops.torch_shard.layer(number, list(tensors))  # the backward pass needs this call
         ctx.number = number
         ctx.set_materialize_grads(False)
         kept = [t for t, (kind, _) in zip(tensors, region.tensors, strict=True) if kind != "buffer"]
@@ -131,11 +132,11 @@ class _LayerCall(torch.autograd.Function):
         call = _CALLS[ctx.number]
         assert ctx.saved_tensors is not None
         if torch.is_grad_enabled():
-            raise CannotShare("the loss takes a derivative of its gradient")
+            raise Refused(None, "the loss takes a derivative of its gradient")
         chosen = list(itertools.compress(cotangents, call.region.differentiable))
         if any(c is None for c in chosen):
             raise Unused(call, tuple(c is not None for c in chosen))
-        found = torch.ops.torch_shard.layer_backward(ctx.number, chosen)
+        found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, chosen)
         grads = dict(zip(call.region.gradients, found, strict=True))
         return None, *(grads.get(position) for position in range(len(call.region.tensors)))
 
@@ -194,7 +195,7 @@ class Regions:
                 mine = threading.get_ident() == thread and current_watch() is watch and not in_transform()
                 if group is None or not mine or self._inside:
                     return original(module, *args, **kwargs)
-                return self._call(group, module, lambda: original(module, *args, **kwargs))
+                return self._call(group, module, functools.partial(_on_standins, original, module, args, kwargs))
 
             return forward
 
@@ -256,13 +257,32 @@ def _saving_plainly() -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def _on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module on what stands in the capture under way for its arguments and its own tensors.
+
+    Torch functions would find that by themselves, but `autograd.Function.apply` is none.
+    """
+    args, kwargs = torch_pytree.tree_map_only(torch.Tensor, as_captured, (args, kwargs))
+    held = [(d, name, t) for m in module.modules() for d in (m._parameters, m._buffers) for name, t in d.items()]
+    for tensors, name, tensor in held:
+        tensors[name] = None if tensor is None else as_captured(tensor)  # pyright: ignore
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        for tensors, name, tensor in held:
+            if tensor is not None and tensors.get(name) is as_captured(tensor):  # else forward has assigned another
+                tensors[name] = tensor
+
+
 class NewKind(Again):
     def __init__(self, group: Group, number: int) -> None:
         self.group, self.number = group, number
 
 
 class Refused(Again):
-    def __init__(self, group: Group, why: str) -> None:
+    """The layers of a group, or of all groups, cannot be regions."""
+
+    def __init__(self, group: Group | None, why: str) -> None:
         self.group, self.why = group, why
 
 
@@ -272,6 +292,7 @@ class _Layer:
     def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
+        self.parameters = list(module.parameters())
         self.record = Record()
         self.out: Any = None
         self.passed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -285,6 +306,8 @@ class _Layer:
             self.out = self.run()
         if changes := journal.restore():
             raise CannotShare(f"forward changes the attribute {changes[0].path}")
+        if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
+            raise CannotShare("forward assigns a parameter anew")
         now = dict(self.module.named_buffers())
         self.assigned = {name: now[name] for name, b in self.buffers.items() if now.get(name) is not b}
         for name in self.assigned:

@@ -48,7 +48,6 @@ class Rolled:
     """A captured program of steps and loops."""
 
     def __init__(self, program: Program, regions: Regions, repeats: Repeats) -> None:
-        self.groups = regions.groups
         self.calls = regions.calls
         steps, self._outputs = steps_of(program.graph.module, regions.calls, repeats.remat)
         self._items: list[Step | Loop] = roll(steps) if repeats.scan is not False else list(steps)
@@ -68,26 +67,27 @@ class Rolled:
         """In order, forward and backward."""
         return [item for item in self._items if isinstance(item, Loop)]
 
-    def report(self) -> list[str]:
-        """Lines that say which layers are loops, and of the others why not."""
-        lines, scanned = [], {path for loop in self.loops for path in loop.layers}
-        for loop in self.loops:
-            layers = loop.layers
-            per = len(layers) // len(loop.iterations)
-            what = f"{len(loop.iterations)} iterations" + (f" of {per} layers" if per > 1 else "")
-            lines.append(f"{layers[0]} to {layers[-1]}: one loop, {what}")
-        for group in self.groups:
-            if group.refused is not None:
-                lines.append(f"{group.path} ({len(group.members)} layers): not scanned: {group.refused}")
-            alone = [path for path in group.members.values() if path not in scanned]
-            if group.refused is None and alone:
-                lines.append(f"{', '.join(alone)}: not scanned: no neighbour runs the same program on its result")
-        return lines
+
+def report(groups: list[Group], rolled: Rolled | None) -> list[str]:
+    """Lines that say which layers are loops, and of the others why not."""
+    lines, scanned = [], set()
+    for loop in rolled.loops if rolled else ():
+        layers = loop.layers
+        scanned |= set(layers)
+        per = len(layers) // len(loop.iterations)
+        what = f"{len(loop.iterations)} iterations" + (f" of {per} layers" if per > 1 else "")
+        lines.append(f"{layers[0]} to {layers[-1]}: one loop, {what}")
+    for group in groups:
+        alone = [path for path in group.members.values() if path not in scanned]
+        if alone:
+            why = group.refused or "no neighbour runs the same program on its result"
+            lines.append(f"{', '.join(alone)}: not in a loop: {why}")
+    return lines
 
 
 def capture_layers(
     model: nn.Module, repeats: Repeats, joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]], what: str
-) -> tuple[Program, Rolled | None]:
+) -> tuple[Program, Rolled | None, list[str]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
@@ -95,6 +95,9 @@ def capture_layers(
         repeats: What to do with repeated layers.
         joint: The function to capture, and its inputs, given the regions that it is to use.
         what: Name of the function, for errors.
+
+    Returns:
+        The capture; its loops, if it has regions; and what became of the layers.
 
     Raises:
         ValueError: Layers were asked to be loops and cannot be; with the reasons.
@@ -105,20 +108,21 @@ def capture_layers(
         regions = Regions(groups, modules)
         try:
             program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD))
-            return program, Rolled(program, regions, repeats)
+            rolled = Rolled(program, regions, repeats)
+            return program, rolled, report(groups, rolled)
         except Again as reason:
             _learn(reason, regions)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
-            _refuse_all(groups, f"the loss cannot be captured with it as a whole: {str(error).partition(chr(10))[0]}")
+            _refuse(groups, f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}")
         finally:
             regions.release()
     _refuse_if_asked(groups, repeats, what)
-    return Program(*joint(None), what), None
+    return Program(*joint(None), what), None, report(groups, None)
 
 
 def _learn(reason: Again, regions: Regions) -> None:
     if isinstance(reason, Refused):
-        reason.group.refused = reason.why
+        _refuse([reason.group] if reason.group else regions.groups, reason.why)
     elif isinstance(reason, NewKind):
         reason.group.kinds[reason.number] = None
         if len(reason.group.kinds) > MOST_KINDS:
@@ -141,6 +145,6 @@ def _refuse_if_asked(groups: list[Group], repeats: Repeats, what: str) -> None:
     )
 
 
-def _refuse_all(groups: list[Group], why: str) -> None:
+def _refuse(groups: list[Group], why: str) -> None:
     for group in groups:
         group.refused = group.refused or why

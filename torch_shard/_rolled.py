@@ -14,12 +14,12 @@ from torch_shard._steps import Step, Value
 
 
 class Inputs(Protocol):
-    """The inputs of a program by number; several may be had stacked."""
+    """The inputs of a program by number; some are rows of stacks."""
 
     def __getitem__(self, number: int) -> jax.Array: ...
 
-    def stacked(self, numbers: Sequence[int]) -> jax.Array:
-        """`(n, *shape)`."""
+    def row(self, number: int) -> "Row | None":
+        """Of which stack it is a row, if it is one."""
         ...
 
 
@@ -43,14 +43,19 @@ def array_of(value: Any) -> Any:
 
 def stack_of(values: Sequence[Any]) -> jax.Array:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
-    first = values[0]
-    if isinstance(first, Row) and all(isinstance(v, Row) and v.stack is first.stack for v in values):
-        rows = [v.index for v in values]
-        if rows == list(range(len(first.stack))):
-            return first.stack
-        if rows == list(range(len(first.stack)))[::-1]:
-            return jnp.flip(first.stack, 0)
-    return jnp.stack([array_of(v) for v in values])
+    pieces: list[jax.Array] = []
+    for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
+        rows = [value for _, value in run]
+        if isinstance(rows[0], Row):
+            pieces.append(rows[0].stack[rows[0].index : rows[-1].index + 1])
+        else:
+            pieces.append(jnp.stack(rows))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def _run_of(position: int, value: Any) -> Any:
+    """The same for neighbours that can be taken at once."""
+    return (id(value.stack), position - value.index) if isinstance(value, Row) else None
 
 
 class Rows(Mapping[str, Any]):
@@ -112,11 +117,19 @@ class _Run:
             return self._rows[value.source, value.path]
         return _at(self.done[value.source], value.path)
 
-    def _stack(self, values: Sequence[Value]) -> jax.Array:
-        numbers = [v.source for v in values if isinstance(v.source, int)]
-        if len(numbers) == len(values):
-            return self._inputs.stacked(numbers)
-        return stack_of([self.read(v) for v in values])
+    def _given(self, values: Sequence[Value]) -> tuple[jax.Array | None, jax.Array]:
+        """What each iteration is given, as `(None, stack)`, or `(stack, rows)` where it is some rows of a stack."""
+        found = [self._row(value) for value in values]
+        first = found[0]
+        if isinstance(first, Row) and all(isinstance(v, Row) and v.stack is first.stack for v in found):
+            rows = [v.index for v in found]
+            if rows != list(range(len(first.stack))):
+                return first.stack, jnp.asarray(rows, jnp.int32)
+        return None, stack_of(found)
+
+    def _row(self, value: Value) -> Any:
+        row = self._inputs.row(value.source) if isinstance(value.source, int) else None
+        return self.read(value) if row is None else row
 
     def loop(self, loop: Loop, key: Any) -> None:
         """Run a loop; its results are kept as rows."""
@@ -124,7 +137,7 @@ class _Run:
         backwards = _runs_backwards(loop)
         in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
         fixed = [array_of(self.read(v)) for v in loop.fixed]
-        each = [self._stack(in_order(values)) for values in loop.each]
+        per_row = [self._given(in_order(values)) for values in loop.each]
         places = {
             i: jnp.asarray(in_order([span[i].place for span in loop.iterations]), jnp.int32)
             for i, step in enumerate(steps)
@@ -134,6 +147,7 @@ class _Run:
 
         def body(carry: list[Any], given: Any) -> Any:
             each, places = given
+            each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
             found: list[Any] = []
             known = {"carry": carry, "each": each, "fixed": fixed}
             for i, step in enumerate(steps):
@@ -145,7 +159,7 @@ class _Run:
             )
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
-        last, stacks = jax.lax.scan(body, first, (each, places), length=count, reverse=backwards)
+        last, stacks = jax.lax.scan(body, first, ([rows for _, rows in per_row], places), length=count, reverse=backwards)
         for (number, path), stack in zip(results, stacks, strict=True):
             for q, span in enumerate(loop.iterations):
                 self._rows[span[number], path] = Row(stack, count - 1 - q if backwards else q)

@@ -56,21 +56,15 @@ class Loop:
 
 
 def roll(steps: list[Step]) -> list[Step | Loop]:
-    """Replace steps that repeat by loops."""
+    """Replace steps that repeat by loops, those with the most iterations first."""
     order = {step: i for i, step in enumerate(steps)}
     anchors = [i for i, step in enumerate(steps) if step.layer is not None]
+    found = [stretch for at in range(len(anchors)) if (stretch := _best(steps, anchors[at:], order))]
+    found.sort(key=lambda stretch: -len(stretch[2].iterations))
     loops: dict[int, tuple[int, Loop]] = {}
-    at, end = 0, 0
-    while at < len(anchors):
-        found = _best(steps, anchors, at, end, order)
-        if found is None:
-            at += 1
-            continue
-        first, stop, loop = found
-        loops[first] = stop, loop
-        end = stop
-        while at < len(anchors) and anchors[at] < stop:
-            at += 1
+    for first, stop, loop in found:
+        if all(stop <= start or end <= first for start, (end, _) in loops.items()):
+            loops[first] = stop, loop
     result: list[Step | Loop] = []
     i = 0
     while i < len(steps):
@@ -83,28 +77,26 @@ def roll(steps: list[Step]) -> list[Step | Loop]:
     return result
 
 
-def _best(
-    steps: list[Step], anchors: list[int], at: int, end: int, order: dict[Step, int]
-) -> tuple[int, int, Loop] | None:
-    """The longest loop from this anchor on, and where it starts and stops; of equal ones that with the least steps."""
+def _best(steps: list[Step], anchors: list[int], order: dict[Step, int]) -> tuple[int, int, Loop] | None:
+    """Where the longest loop from the first anchor on starts and stops; of equal ones that with the least steps."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
-        starts = anchors[at::period]
+        starts = anchors[::period]
         if len(starts) < 2:
             break
         length = starts[1] - starts[0]
         for before in dict.fromkeys((0, length - 1)):  # what lies between layers belongs to the next or the last one
-            spans = _alike(steps, [s - before for s in starts], length, end)
+            spans = _alike(steps, [s - before for s in starts], length)
             loop = _prove(spans, order) if len(spans) > 1 else None
-            if loop is not None and (best is None or len(loop.layers) > len(best[2].layers)):
+            if loop is not None and (best is None or len(loop.iterations) > len(best[2].iterations)):
                 first = starts[0] - before
                 best = first, first + length * len(loop.iterations), loop
     return best
 
 
-def _alike(steps: list[Step], starts: list[int], length: int, end: int) -> list[list[Step]]:
+def _alike(steps: list[Step], starts: list[int], length: int) -> list[list[Step]]:
     """The longest run of stretches with steps of the same kinds, one right after the other."""
-    if starts[0] < end:
+    if starts[0] < 0:
         return []
     spans = []
     for number, start in enumerate(starts):

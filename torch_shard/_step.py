@@ -132,6 +132,11 @@ class Step:
     def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
         raise NotImplementedError
 
+    def report(self) -> str:
+        """Which layers run as loops in the programs compiled so far, and of the others why not."""
+        lines = [line for compiled in self._compiled.values() for line in compiled.report]
+        return "\n".join(dict.fromkeys(lines)) or "No program with repeated layers was compiled."
+
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
         compiled, arrays = self._prepare(batch)
@@ -142,9 +147,9 @@ class Compiled:
     """A jitted program and the tensors that its loss closes over."""
 
     def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
-        self.jitted, self._tensors, self._sharding = jitted, program.closure, sharding
+        self.program, self.jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.outdated, self.without_grad = program.outdated, program.without_grad
-        self.random = program.random
+        self.random, self.report = program.random, program.report
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:

@@ -51,7 +51,7 @@ class Passes:
     """The two passes of a region as operations.
 
     Attributes:
-        forward: Gives the results, then the values that are saved, then the inputs that are.
+        forward: Gives the results, the token, the values that are saved, and the inputs that are.
         backward: Takes the inputs that are at hand, then what was saved, then cotangents; None if nothing has a gradient.
         at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
         num_saved: How many values and inputs are saved.
@@ -78,7 +78,8 @@ def _passes(region: Region, remat: str, sources: list[list[Value]]) -> Passes:
     back = None if halves.backward is None else lower(halves.backward)
 
     def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
-        return [*forward(key, *values, place=0 if place is None else place), *(values[i] for i in kept)]
+        found = forward(key, *values, place=0 if place is None else place)
+        return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
 
     def backward(key: Any, place: Any, values: Sequence[Any]) -> Any:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
@@ -89,7 +90,7 @@ def _passes(region: Region, remat: str, sources: list[list[Value]]) -> Passes:
         assert back is not None
         return back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place)
 
-    num_saved = halves.num_saved + len(kept)
+    num_saved, num_results = halves.num_saved + len(kept), len(region.results)
     return Passes(operate, backward if back else None, at_hand, num_saved)
 
 
@@ -152,8 +153,8 @@ class _Builder:
             mine, num_results = passes[id(region)], len(region.results)
             assert mine.backward is not None
             saved = [before.sources[i] for i in mine.at_hand]
-            saved += [Value(before, (num_results + i,)) for i in range(mine.num_saved)]
-            cotangents = [step.sources[i] for kind, i in region.inputs if kind == "cotangent"]
+            saved += [Value(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
+            cotangents = [step.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
             step.sources, step.operate = [*saved, *cotangents], mine.backward
 
 

@@ -1,0 +1,329 @@
+"""Models with repeated layers, and which loops they are: `(iterations, layers in each)`, forward then backward."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases import BATCH, Case, regression
+
+WIDTH, DEPTH = 8, 4
+FORTH_AND_BACK = ((DEPTH, 1), (DEPTH, 1))
+
+
+class Block(nn.Module):
+    """Residual MLP; everything that a test varies is an option."""
+
+    def __init__(self, scale: float = 1.0, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.norm(self.up(x)))
+
+
+class Counting(Block):
+    """Assigns a buffer anew, and writes to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.calls += 1
+        return super().forward(x) - self.mean
+
+
+class Attending(nn.Module):
+    """Takes a mask, positions and a memory; returns more than it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, memory: Any, mask: torch.Tensor, cache: None = None) -> dict[str, Any]:
+        keys = x if memory is None else memory[0]
+        scores = self.q(x) @ self.k(keys).transpose(-1, -2) + mask
+        weights = scores.softmax(-1)
+        return {"x": x + weights @ self.v(keys), "weights": weights, "memory": memory, "cache": cache}
+
+
+class Transformer(nn.Module):
+    """Two groups: an encoder, and a decoder that reads what the encoder gives; a learned bias for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(5, 5))
+        self.encoder, self.decoder = (nn.ModuleList(Attending() for _ in range(DEPTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.bias + torch.triu(torch.full((5, 5), -1e9), 1)
+        memory = self.start(x)
+        y = memory.flip(1)
+        for layer in self.encoder:
+            memory = layer(memory, memory=None, mask=mask)["x"]
+        for layer in self.decoder:
+            y = layer(y, memory=(memory,), mask=mask)["x"]
+        return y
+
+
+class Collecting(Stack):
+    """All results count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, seen = self.start(x), []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        return torch.stack(seen).mean(0) + seen[1]
+
+
+class Skipping(Stack):
+    """The second half reads what the first half gave, last first; layers have factors of their own between them."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2 * DEPTH)
+        self.factors = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2 * DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, seen = self.start(x), []
+        for i, (block, factor) in enumerate(zip(self.blocks, self.factors, strict=True)):
+            x = block(x) * factor
+            if i < DEPTH:
+                seen.append(x)
+            else:
+                x = x + seen.pop()
+        return x
+
+
+class Twice(Stack):
+    """Every block has two turns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+class Passing(nn.Module):
+    """The first layer makes what the others are given, as T5 does with its bias."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            bias = self.table.sigmoid() if bias is None else bias
+            return x + torch.tanh(self.lin(x) * bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(DEPTH + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.scale * 2, None  # not the derivative: a rule that only PyTorch knows
+
+
+class WithRule(Block):
+    """A derivative of its own, with a number that only the rule reads."""
+
+    def __init__(self, scale: float = 0.5) -> None:
+        super().__init__()
+        self.backward_scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Scaled.apply(x, 0.5)) + _Rule.apply(x, self.backward_scale)  # pyright: ignore
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.scale, None
+
+
+class Checkpointed(Stack):
+    """The user's own checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class InPlace(Block):
+    """Writes to what it was given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+class Viewing(Block):
+    """Returns a view of what it was given, which the model writes to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(-1, 2, WIDTH // 2).view(x.shape) if x.ndim != 2 else x.view(x.shape)
+
+
+class Remembering(Block):
+    """Leaves a tensor behind in an attribute, for the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = x.square().mean()
+        return super().forward(x)
+
+
+class Sampling(Stack):
+    """A tensor that blocks leave in a list of the model's own."""
+
+    class Layer(Block):
+        def __init__(self, seen: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.leave = seen.append
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.leave(x.abs().mean())
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        super().__init__(lambda: self.Layer(self.seen))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        return super().forward(x) * sum(self.seen)
+
+
+def _varied(change: Callable[[Stack], Any], **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack(**options)
+        change(model)
+        return model
+
+    return build
+
+
+def _alternating(model: Stack) -> None:
+    for i, block in enumerate(model.blocks):
+        block.scale = (1.0, 0.5)[i % 2]
+
+
+def _frozen(model: Stack) -> None:
+    for p in model.blocks[2].parameters():
+        p.requires_grad_(False)
+
+
+def penalty(model: nn.Module, batch: Any) -> torch.Tensor:
+    x = batch[0].clone().requires_grad_()
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return F.mse_loss(y, batch[1]) + grad.square().mean()
+
+
+def with_sizes(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1]) + sum(block.size for block in model.blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    """A case, the loops that it becomes, and what `step.report()` says of layers that are none."""
+
+    case: Case
+    loops: tuple[tuple[int, int], ...] = FORTH_AND_BACK
+    says: str = ""
+
+
+def _case(name: str, build: Callable[[], nn.Module], *loops: tuple[int, int], says: str = "", **options: Any) -> Layered:
+    shape = options.pop("shape", (WIDTH,))
+    out = options.pop("out", WIDTH)
+    rules = options.pop("rules", {})
+    batch = options.pop("batch", regression(*shape, out=out))
+    case = Case(name, build, batch, rules, **options)
+    return Layered(case, loops or (() if says else FORTH_AND_BACK), says)
+
+
+def _sequences() -> Any:
+    return torch.randn(BATCH, 5, WIDTH), torch.randn(BATCH, 5, WIDTH)
+
+
+MEGATRON = {"blocks.*.up.weight": P("model"), "blocks.*.up.bias": P("model"), "blocks.*.down.weight": P(None, "model")}
+ONE_APART = {f"blocks.{i}.up.weight": P("model") for i in (0, 1, 2, 4, 5, 6)}
+
+LAYERED = [
+    _case("chain", Stack, rules=MEGATRON),
+    _case("sequential", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(DEPTH)))),
+    _case("batch norm", lambda: Stack(NormBlock)),
+    _case("batch norm, eval", lambda: Stack(NormBlock), train=False),
+    _case("buffers", lambda: Stack(Counting)),
+    # The gradients of what several layers read are summed from the second layer on.
+    _case("two groups", Transformer, (DEPTH, 1), (DEPTH, 1), (DEPTH - 1, 1), (DEPTH, 1), batch=_sequences),
+    _case("collected", Collecting, (DEPTH, 1), (DEPTH - 1, 1)),
+    _case("twice", Twice, *[(DEPTH, 1)] * 4),
+    _case("alternating", _varied(_alternating, depth=6), (3, 2), (3, 2)),
+    _case("a rule of autograd", lambda: Stack(WithRule)),
+    _case("passed on", Passing, (DEPTH, 1), (DEPTH - 1, 1)),
+    _case("checkpoint", lambda: Checkpointed(False)),
+    _case("reentrant checkpoint", lambda: Checkpointed(True), (DEPTH, 1), (DEPTH, 2)),  # each computed again first
+    _case("skips", Skipping, (DEPTH + 1, 1), (DEPTH - 1, 1), (DEPTH, 1), (DEPTH, 1)),
+    _case("frozen", _varied(_frozen, depth=6), says="blocks.2"),
+    _case("split otherwise", lambda: Stack(depth=7), says="blocks.3", rules=ONE_APART),
+    _case("in place", lambda: Stack(InPlace), says="blocks.0: "),
+    _case("a view", lambda: Stack(Viewing), says="a view"),
+    _case("an attribute", lambda: Stack(Remembering), says="size", loss_fn=with_sizes),
+    _case("a list", Sampling, says="earlier capture"),
+    _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),
+]
