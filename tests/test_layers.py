@@ -1,20 +1,25 @@
 """Repeated layers as loops: the numbers of eager torch, whatever the layers do."""
 
-import jax
+from typing import Any
+
 import numpy as np
 import optax
 import pytest
 import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.cases import make_mesh, squared_error
+from tests.cases import Case, make_mesh, regression, squared_error
 from tests.eager import assert_follows, eager_trajectory
-from tests.layers import LAYERED, Block, Layered, Stack
+from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Layered, Stack
 from torch_shard._rolls import Loop
 
+EVERYWHERE = ts.ShardingPlan({}, default=P())
 
-def _loops(step: ts.TrainStep) -> tuple[tuple[int, int], ...]:
+
+def _loops(step: Any) -> tuple[tuple[int, int], ...]:
     (compiled,) = step._compiled.values()
     rolled = compiled.program.rolled
     loops: list[Loop] = [] if rolled is None else rolled.loops
@@ -29,3 +34,92 @@ def test_layers_follow_eager_torch(layered: Layered) -> None:
     assert layered.says in step.report()
     if layered.loops:
         assert _loops(step) == layered.loops
+
+
+def _trained(case: Case, optimizer: optax.GradientTransformation, sizes: tuple[int, int], **options: Any) -> Any:
+    """Losses, and the state after three steps."""
+    step = ts.make_train_step(case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan, **options)
+    state, losses = step.init(seed=3), []
+    for batch in case.batches(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+class Dropping(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_loops_draw_the_random_numbers_of_the_unrolled_program(remat: str) -> None:
+    case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
+    losses, state, step = _trained(case, optax.adam(1e-2), (4, 2), remat=remat)
+    wanted, unrolled, _ = _trained(case, optax.adam(1e-2), (4, 2), scan_layers=False)
+    assert _loops(step) == FORTH_AND_BACK
+    # The masks are the same bit by bit; XLA sums the rest in another order, and Adam divides by its size.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for name, value in unrolled.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+class Zeroed(nn.Module):
+    """Ones, of which each layer drops half: what is left counts the layers that kept an element."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + F.dropout(torch.ones_like(x), 0.5) + self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(1, 1), nn.Sequential(*(self.Layer() for _ in range(DEPTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.start(x) * 0)
+
+
+def test_each_layer_has_a_mask_of_its_own() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> Any:
+        kept = model(batch)
+        return kept.mean(), {"kept": kept}
+
+    step = ts.make_train_step(Zeroed(), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    _, metrics = step(step.init(seed=0), torch.zeros(512, 1))
+    assert len(_loops(step)) == 2
+    kept = np.unique(np.asarray(metrics["kept"]))
+    np.testing.assert_array_equal(kept, 2.0 * np.arange(DEPTH + 1))  # with one mask for all: 0 and 8 only
+
+
+def test_loops_can_be_asked_for_and_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    options: Any = {"mesh": make_mesh((1, 1)), "plan": EVERYWHERE}
+    batch = (torch.ones(2, 4), torch.ones(2, 3))
+
+    def run(model: nn.Module, **choice: Any) -> ts.TrainStep:
+        step = ts.make_train_step(model, squared_error, optax.sgd(0.1), **options, **choice)
+        step(step.init(seed=0), batch)
+        return step
+
+    assert run(model).report() == "No layers repeat."
+    with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* no numbered siblings"):
+        run(model, scan_layers=True)
+    with pytest.raises(ValueError, match=r"(?s)remat='block' needs .* torch.utils.checkpoint"):
+        run(model, remat="block")
+    with pytest.raises(ValueError, match='scan_layers must be True, False or "auto", got 3'):
+        run(model, scan_layers=3)
+    with pytest.raises(ValueError, match="remat must be 'none', 'dots', 'block' or a number of bytes, got 'all'"):
+        run(model, remat="all")
+
+
+def test_an_evaluation_has_loops_too() -> None:
+    case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
+    model, (batch,) = case.model().eval(), case.batches(1)
+    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=case.plan)
+    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((4, 2)), plan=case.plan)
+    metrics = evaluate(step.init(seed=0), batch)
+    assert _loops(evaluate) == ((DEPTH, 1),)
+    np.testing.assert_allclose(metrics["loss"], case.loss_fn(model, batch).item(), rtol=1e-6)

@@ -16,7 +16,7 @@ from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings, shared_memory
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
-from torch_shard._repeats import Repeats
+from torch_shard._repeats import REMAT, Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Step:
         _check_type(self.caller, "model", model, torch.nn.Module)
         _check_type(self.caller, "plan", plan, ShardingPlan)
         _check_compute_dtype(self.caller, compute_dtype)
+        _check_repeats(self.caller, repeats)
         self.model, self.loss_fn, self.mesh, self.compute_dtype = model, loss_fn, mesh, compute_dtype
         self.plan: ResolvedPlan = plan.resolve(model, mesh)
         names = list(holdings(model).all)
@@ -135,7 +136,7 @@ class Step:
     def report(self) -> str:
         """Which layers run as loops in the programs compiled so far, and of the others why not."""
         lines = [line for compiled in self._compiled.values() for line in compiled.report]
-        return "\n".join(dict.fromkeys(lines)) or "No program with repeated layers was compiled."
+        return "\n".join(dict.fromkeys(lines)) or ("No layers repeat." if self._compiled else "Nothing was compiled yet.")
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
@@ -174,6 +175,15 @@ def _check_compute_dtype(caller: str, dtype: Any) -> None:
             f"{caller}: compute_dtype must be torch.bfloat16 or None, got {dtype}. (float16 would need a scaled loss; "
             "for another precision throughout, convert the model itself: model.double().)"
         )
+
+
+def _check_repeats(caller: str, repeats: Repeats) -> None:
+    if not isinstance(repeats.scan, bool) and repeats.scan != "auto":
+        raise ValueError(f'{caller}: scan_layers must be True, False or "auto", got {repeats.scan!r}.')
+    is_budget = isinstance(repeats.remat, int) and not isinstance(repeats.remat, bool) and repeats.remat > 0
+    if repeats.remat not in REMAT and not is_budget:
+        choices = ", ".join(map(repr, REMAT))
+        raise ValueError(f"{caller}: remat must be {choices} or a number of bytes, got {repeats.remat!r}.")
 
 
 def _difference(key: tuple, earlier: tuple) -> str:
