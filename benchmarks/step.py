@@ -195,10 +195,10 @@ def other_rows(layers: int, pairs: int) -> Iterator[Row]:
         yield _timed_row(f"GPT, 1 device ÷ {name}", summary(np.stack([times["ours"], times[name]], 1)))
 
 
-def dispatch_rows(pairs: int) -> Iterator[Row]:
-    """Time until the call returns, with 300 parameters, over that of the jitted function on the same leaves."""
+def dispatch_rows(pairs: int, parameters: int = 300) -> Iterator[Row]:
+    """Time until the call returns over that of the jitted function on the same leaves, three per parameter."""
     batch = torch.ones(2, 4)
-    side = Ours(models.many_linears(), lambda model, x: model(x).square().mean(), {}, {"batch": 1})
+    side = Ours(models.many_linears(parameters // 2), lambda model, x: model(x).square().mean(), {}, {"batch": 1})
     side(batch)
     program, arrays = side.step._prepare(batch)
     closure = program.closure()
@@ -212,7 +212,7 @@ def dispatch_rows(pairs: int) -> Iterator[Row]:
 
             times[i, which] = seconds(call)
             jax.block_until_ready(side.state)
-    yield _timed_row("calling step ÷ raw jit, 300 parameters", summary(times), 1.3)
+    yield _timed_row(f"calling step ÷ raw jit, {parameters} parameters", summary(times), 1.3)
 
 
 def capture_rows(layers: int, repeats: int) -> Iterator[Row]:
@@ -243,6 +243,7 @@ def rows(quick: bool, variants: bool) -> Iterator[Row]:
         yield from mlp_rows(3 * pairs, *axes)
     yield from other_rows(layers, pairs)
     yield from dispatch_rows(10 * pairs)
+    yield from dispatch_rows(pairs, 1000)
     yield from capture_rows(layers, 2 if quick else 7)
     if variants:
         yield from gpt_rows(layers, pairs, VARIANTS, 1, 1)

@@ -10,6 +10,10 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._ops import jax_dtype, torch_dtype
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
+_OF_NUMPY = frozenset(
+    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
+    | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 
@@ -25,11 +29,10 @@ def host_array(value: Any) -> np.ndarray:
 def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype in _OF_NUMPY:
+        return tensor.numpy(force=True)
     dtype = np.dtype(jax_dtype(tensor.dtype))
-    if _is_foreign(dtype):
-        return tensor.view(_BITS[dtype.itemsize][0]).numpy().view(dtype)
-    return tensor.numpy()
+    return tensor.detach().contiguous().view(_BITS[dtype.itemsize][0]).numpy().view(dtype)
 
 
 def _is_foreign(dtype: np.dtype) -> bool:

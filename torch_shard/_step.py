@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch_shard._plan import ShardingPlan
 from torch_shard._repeats import REMAT, Repeats
 
 logger = logging.getLogger(__name__)
+_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
 
 class Step:
@@ -57,7 +59,7 @@ class Step:
             )
         self._modules = list(model.modules())
         self._params = list(self._held.params.values())
-        self._trains = [t.requires_grad for t in self._params]
+        self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._compiled: dict[Any, Compiled] = {}
         self.num_compiles = 0
         """How many programs were compiled so far."""
@@ -71,7 +73,7 @@ class Step:
         """The compiled program for this batch, and the batch on the mesh."""
         self._check_requires_grad()
         leaves, signature = flatten_batch(batch)
-        flags = tuple([m.training for m in self._modules]) if self.train else ()
+        flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = (signature, flags, ambient())
         compiled = self._compiled.get(key)
         reason = compiled.outdated() if compiled else None
@@ -87,7 +89,7 @@ class Step:
         return compiled, self.layout.put(leaves)
 
     def _check_requires_grad(self) -> None:
-        if [t.requires_grad for t in self._params] == self._trains:
+        if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
             return
         changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
         raise ValueError(
