@@ -70,6 +70,21 @@ class LossProgram:
         """Trainable parameters that the loss does not reach; torch leaves their `.grad` None."""
         return self.program.graph.aux.without_grad
 
+    @property
+    def grads(self) -> list[str]:
+        """Parameters that `run` gives gradients of."""
+        return self.program.graph.aux.grads
+
+    @property
+    def buffers(self) -> list[str]:
+        """Buffers, as `run` gives them."""
+        return self.program.graph.aux.buffers
+
+    @property
+    def written(self) -> list[str]:
+        """What forward writes in place, of parameters and buffers."""
+        return [self.names[position] for position in self.program.graph.written if position < len(self.names)]
+
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
         """XLA options that the program needs to be right on these devices."""
         regions = () if self.rolled is None else self.rolled.graphs

@@ -10,6 +10,7 @@ import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._accumulate import Microbatches
 from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._function import ambient
 from torch_shard._loss import LossProgram, loss_program
@@ -38,6 +39,7 @@ class Step:
         spec: PartitionSpec | None,
         compute_dtype: torch.dtype | None,
         repeats: Repeats,
+        accumulate_steps: int = 1,
     ) -> None:
         check_mesh(mesh, caller=self.caller)
         _check_type(self.caller, "model", model, torch.nn.Module)
@@ -49,6 +51,7 @@ class Step:
         names = list(holdings(model).all)
         self.repeats = dataclasses.replace(repeats, specs=tuple((n, self.plan[n].spec) for n in names))
         self.layout = BatchLayout(mesh, spec, self.caller)
+        self._microbatches = Microbatches(accumulate_steps, self.layout)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
         if (names := shared_memory(self._held.all)) is not None:
@@ -100,6 +103,7 @@ class Step:
     def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
         paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
         self.layout.check(leaves, paths)
+        self._microbatches.check(leaves, paths)
         return self.layout.put(leaves)
 
     def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "Compiled":
@@ -111,7 +115,7 @@ class Step:
         program = loss_program(
             self.model,
             self.loss_fn,
-            signature,
+            self._microbatches.signature(signature),
             compute_dtype=self.compute_dtype,
             train=self.train,
             caller=self.caller,

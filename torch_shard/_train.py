@@ -61,6 +61,7 @@ def make_train_step(
     compute_dtype: torch.dtype | None = None,
     scan_layers: bool | str = "auto",
     remat: str = "none",
+    accumulate_steps: int = 1,
 ) -> "TrainStep":
     """Make the function that trains `model` by one step, as one compiled program.
 
@@ -76,6 +77,23 @@ def make_train_step(
         compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
             products run in bfloat16, and norms, softmax and losses in float32, by the policy of
             `torch.autocast("cuda")`.
+        accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
+            eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
+            the notes.
+
+    Notes:
+        With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
+        is a mean over rows, that is the loss of the whole batch. It is another one where `loss_fn` is a sum (it
+        comes out divided by `n`), a mean over a number that differs between microbatches (tokens without padding:
+        every microbatch then weighs the same, not every token), or where rows see each other (batch norm,
+        contrastive losses). For the mean over all tokens of the batch, count them first and pass the number in the
+        batch, as a scalar: `cross_entropy(..., reduction="sum") * n / batch["num_tokens"]`.
+
+        Each leaf of a batch of `B` rows is split by its leading dim, which must be the same for all; scalars are
+        shared. Of the rows on each shard of the batch, microbatch `k` has the `k`-th of `n` equal runs. Buffers go
+        from one microbatch to the next, random numbers differ, gradients add up in float32 at least, and `grad_norm`
+        is that of their mean. A metric that is a floating-point scalar is averaged; any other comes as `(n, ...)`,
+        one entry per microbatch.
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
@@ -96,7 +114,7 @@ def make_train_step(
         ['grad_norm', 'loss']
     """
     repeats = Repeats(scan_layers, remat)
-    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats)
+    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps)
 
 
 def make_eval_step(
@@ -140,8 +158,9 @@ class TrainStep(Step):
         spec: Any,
         compute_dtype: Any,
         repeats: Repeats,
+        accumulate_steps: int,
     ) -> None:
-        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats)
+        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats, accumulate_steps)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
@@ -226,9 +245,11 @@ class TrainStep(Step):
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
 
+        run = self._microbatches.run(program, self.plan)
+
         def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
             key = jax.random.fold_in(state.key, state.step)
-            out = program.run(key, state.tensors, batch, closure)
+            out = run(key, state.tensors, batch, closure)
             held = {**state.params, **out.written}
             params = {name: held[name] for name in state.params}
             grads = jax.lax.with_sharding_constraint(dict(out.grads), self.shardings.params)

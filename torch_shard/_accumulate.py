@@ -1,0 +1,140 @@
+"""Gradient accumulation: a batch taken in several microbatches, one after the other, within one program."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._batch import BatchSignature
+from torch_shard._capture import Spec
+from torch_shard._loss import LossOutputs, LossProgram
+from torch_shard._mesh import ResolvedPlan, describe_mesh, describe_spec
+from torch_shard._placement import BatchLayout
+
+
+class Microbatches:
+    """How a batch falls into microbatches, and how a program runs over them.
+
+    Every device keeps the rows that it has: of a leaf of `B` rows over `d` shards, microbatch `k` of `n` takes the
+    `k`-th `n`-th of each shard, so that each is spread over the whole mesh and no row moves. Scalars are shared.
+    """
+
+    def __init__(self, num: int, layout: BatchLayout) -> None:
+        caller = layout.caller
+        if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+            raise ValueError(f"{caller}: accumulate_steps must be an integer of at least 1, got {num!r}.")
+        self.num, self._layout = num, layout
+
+    def check(self, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+        """Refuse a batch that cannot be split into microbatches.
+
+        Args:
+            leaves: Tensors, arrays and numbers that lie on the mesh without a remainder.
+            paths: Where each stands in the batch.
+
+        Raises:
+            ValueError: All leaves at fault are listed, with the numbers.
+        """
+        if self.num == 1:
+            return
+        shapes = {path: shape for path, leaf in zip(paths, leaves, strict=True) if (shape := tuple(np.shape(leaf)))}
+        sizes = {shape[0] for shape in shapes.values()}
+        faults = [fault for path, shape in shapes.items() if (fault := self._fault(path, shape))]
+        if len(sizes) > 1:
+            faults = [f"  {path} {shape}: {shape[0]} rows" for path, shape in shapes.items()]
+            remedy = (
+                "Every leaf but the scalars is split by its leading dim, so these must agree. Keep a tensor that is "
+                "not part of the batch in a buffer, or let loss_fn close over it."
+            )
+        elif shapes:
+            remedy = (
+                "Choose a batch size that divides, and drop the last incomplete batch (DataLoader(drop_last=True))."
+            )
+        else:
+            faults, remedy = ["  It has only scalars."], "There is nothing to split: leave accumulate_steps out."
+        if faults:
+            layout = self._layout
+            raise ValueError(
+                f"{layout.caller}: the batch cannot be split into accumulate_steps={self.num} microbatches on mesh "
+                f"{describe_mesh(layout.mesh)}.\n\n" + "\n".join(faults) + f"\n\n{remedy}"
+            )
+
+    def _fault(self, path: str, shape: tuple[int, ...]) -> str | None:
+        shards = self._num_shards(shape)
+        if shape[0] and shape[0] % (self.num * shards) == 0:
+            return None
+        spec = describe_spec(self._layout.sharding(len(shape)).spec)
+        needed = f"{self.num * shards} = accumulate_steps={self.num} * {shards} shards"
+        return f"  {path} {shape}: dim 0 = {shape[0]} is not a positive multiple of {needed} (batch_spec {spec})."
+
+    def _num_shards(self, shape: tuple[int, ...]) -> int:
+        """Over how many shards the layout splits the leading dim."""
+        one = self._layout.sharding(len(shape)).shard_shape((self._layout.mesh.size, *shape[1:]))[0]
+        return self._layout.mesh.size // one
+
+    def signature(self, batch: BatchSignature) -> BatchSignature:
+        """That of one microbatch of a batch."""
+        leaves = tuple(self._of_one(leaf) if isinstance(leaf, Spec) and leaf.shape else leaf for leaf in batch.leaves)
+        return dataclasses.replace(batch, leaves=leaves)
+
+    def _of_one(self, leaf: Spec) -> Spec:
+        return dataclasses.replace(leaf, shape=(leaf.shape[0] // self.num, *leaf.shape[1:]))
+
+    def run(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
+        """`program.run` for a whole batch: the mean of the microbatches' losses and of their gradients.
+
+        Sums of gradients are taken in float32 at least, each where the plan has its parameter.
+        Buffers, and parameters that forward writes, go from one microbatch to the next. Metrics: the mean of a
+        floating-point scalar; all else with a leading dim of microbatches.
+        """
+        if self.num == 1:
+            return program.run
+
+        constrain = jax.lax.with_sharding_constraint
+
+        def run(key: Any, tensors: dict[str, Any], batch: Sequence[Any], closure: Sequence[Any]) -> LossOutputs:
+            split = [self._split(array) if array.ndim else None for array in batch]
+
+            def one(carry: Any, xs: Any) -> Any:
+                (held, sums), (index, rows) = carry, xs
+                parts = [whole if part is None else part for whole, part in zip(batch, rows, strict=True)]
+                out = program.run(jax.random.fold_in(key, index), {**tensors, **held}, parts, closure)
+                sums = {n: constrain(total + out.grads[n], plan[n]) for n, total in sums.items()}
+                return ({**held, **out.written, **out.buffers}, sums), (out.loss, out.metrics)
+
+            carried = {name: tensors[name] for name in [*program.written, *program.buffers]}
+            zeros = {n: jnp.zeros_like(tensors[n], _wide(tensors[n].dtype)) for n in program.grads}
+            (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
+            return LossOutputs(
+                loss=_mean(losses),
+                metrics=jax.tree.map(lambda m: _mean(m) if _is_float_scalar(m) else m, metrics),
+                grads={name: (total / self.num).astype(tensors[name].dtype) for name, total in sums.items()},
+                buffers={name: held[name] for name in program.buffers},
+                written={name: held[name] for name in program.written},
+            )
+
+        return run
+
+    def _split(self, array: jax.Array) -> jax.Array:
+        """`(B, ...)` to `(n, B / n, ...)`, each microbatch spread as the batch was; compiles to no communication."""
+        rest, shards = array.shape[1:], self._num_shards(array.shape)
+        rows = array.reshape(shards, self.num, -1, *rest).swapaxes(0, 1).reshape(self.num, -1, *rest)
+        spec = PartitionSpec(None, *self._layout.sharding(array.ndim).spec)
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(self._layout.mesh, spec))
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums are taken in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _mean(stacked: jax.Array) -> jax.Array:
+    return stacked.mean(0, dtype=_wide(stacked.dtype)).astype(stacked.dtype)
+
+
+def _is_float_scalar(stacked: jax.Array) -> bool:
+    return stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.floating)
