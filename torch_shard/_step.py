@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._accumulate import Microbatches
 from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
+from torch_shard._compile_cache import CompileCache
 from torch_shard._function import ambient
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
@@ -40,6 +42,7 @@ class Step:
         compute_dtype: torch.dtype | None,
         repeats: Repeats,
         accumulate_steps: int = 1,
+        compile_cache: str | os.PathLike[str] | None = None,
     ) -> None:
         check_mesh(mesh, caller=self.caller)
         _check_type(self.caller, "model", model, torch.nn.Module)
@@ -52,6 +55,7 @@ class Step:
         self.repeats = dataclasses.replace(repeats, specs=tuple((n, self.plan[n].spec) for n in names))
         self.layout = BatchLayout(mesh, spec, self.caller)
         self._microbatches = Microbatches(accumulate_steps, self.layout)
+        self._cache = CompileCache(compile_cache, self.caller)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._held = holdings(model)
         if (names := shared_memory(self._held.all)) is not None:
@@ -122,7 +126,7 @@ class Step:
             repeats=self.repeats,
         )
         self._check_reach(program)
-        return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated)
+        return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated, self._cache)
 
     def _check_reach(self, program: LossProgram) -> None:
         """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""
@@ -153,9 +157,12 @@ class Step:
 class Compiled:
     """A jitted program and the tensors that its loss closes over."""
 
-    def __init__(self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding) -> None:
+    def __init__(
+        self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
+    ) -> None:
         self.program, self.jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.outdated, self.without_grad = program.outdated, program.without_grad
+        self._cold: CompileCache | None = cache  # until the first call, which compiles
         self.random, self.report = program.random, program.report
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
@@ -167,7 +174,13 @@ class Compiled:
         return [array for _, array in self._placed]
 
     def __call__(self, state: Any, arrays: list[jax.Array]) -> Any:
-        return self.jitted(state, arrays, self.closure() if self._tensors else [])
+        closure = self.closure() if self._tensors else []
+        if self._cold is None:
+            return self.jitted(state, arrays, closure)
+        with self._cold.active():
+            out = self.jitted(state, arrays, closure)
+        self._cold = None
+        return out
 
 
 def _check_type(caller: str, argument: str, value: Any, kind: type) -> None:

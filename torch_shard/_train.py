@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def make_train_step(
     scan_layers: bool | str = "auto",
     remat: str = "none",
     accumulate_steps: int = 1,
+    compile_cache: str | os.PathLike[str] | None = None,
 ) -> "TrainStep":
     """Make the function that trains `model` by one step, as one compiled program.
 
@@ -80,6 +82,9 @@ def make_train_step(
         accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
             eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
             the notes.
+        compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
+            (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
+            changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
 
     Notes:
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
@@ -114,7 +119,7 @@ def make_train_step(
         ['grad_norm', 'loss']
     """
     repeats = Repeats(scan_layers, remat)
-    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps)
+    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
 
 
 def make_eval_step(
@@ -126,6 +131,7 @@ def make_eval_step(
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
     scan_layers: bool | str = "auto",
+    compile_cache: str | os.PathLike[str] | None = None,
 ) -> "EvalStep":
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
 
@@ -136,11 +142,13 @@ def make_eval_step(
         plan: Likewise.
         batch_spec: Likewise.
         compute_dtype: Likewise.
+        compile_cache: Likewise.
 
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
     """
-    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, Repeats(scan_layers))
+    repeats = Repeats(scan_layers)
+    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, repeats, compile_cache=compile_cache)
 
 
 class TrainStep(Step):
@@ -159,8 +167,13 @@ class TrainStep(Step):
         compute_dtype: Any,
         repeats: Repeats,
         accumulate_steps: int,
+        compile_cache: Any,
     ) -> None:
-        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats, accumulate_steps)
+        repeats: Repeats,
+        accumulate_steps: int,
+        compile_cache: Any,
+    ) -> None:
+        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats, accumulate_steps, compile_cache)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
@@ -210,12 +223,14 @@ class TrainStep(Step):
             return {n: _own(put(t.detach(), self.plan[n]), t) for n, t in tensors.items()}
 
         params = placed(self._held.trainable)
+        with self._cache.active():
+            opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
         return TrainState(
             step=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
             params=params,
             frozen=placed(self._held.frozen),
             buffers=placed(self._held.buffers),
-            opt_state=jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params),
+            opt_state=opt_state,
             key=jax.device_put(jax.random.key(seed), self.replicated),
         )
 

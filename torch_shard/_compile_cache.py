@@ -1,0 +1,72 @@
+"""Compiled programs kept on disk between processes: JAX's own compilation cache, for our programs alone."""
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+_LOCK = threading.RLock()
+
+
+class CompileCache:
+    """A directory for compiled programs, or none.
+
+    JAX's cache is a setting of the whole process. Here it is set for one compilation at a time and then put back, so
+    that neither the user's other programs nor a cache of their own take part.
+
+    Args:
+        directory: Made if it is missing; None for no cache but the one that JAX may be set to.
+        caller: The public function, for errors.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It cannot be written to.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, caller: str) -> None:
+        if directory is not None and not isinstance(directory, str | os.PathLike):
+            kind = type(directory).__name__
+            raise TypeError(f"{caller}: compile_cache must be a path or None, got {kind}.")
+        self.directory = None if directory is None else Path(directory).absolute()
+        if self.directory is None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"{caller}: compile_cache={str(directory)!r} must be a directory that can be written to: {error}. "
+                "Name another, or leave compile_cache out."
+            ) from error
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """What is compiled within is taken from the directory, or written to it however small it is."""
+        if self.directory is None:
+            yield
+            return
+        settings = {
+            "jax_enable_compilation_cache": True,
+            "jax_compilation_cache_dir": str(self.directory),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        with _LOCK:
+            before = {name: getattr(jax.config, name) for name in settings}
+            _configure(settings)
+            try:
+                yield
+            finally:
+                _configure(before)
+
+
+def _configure(settings: dict) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()  # JAX reads the directory once; from now on, at the next compilation
