@@ -56,6 +56,8 @@ class CompileCache:
             "jax_compilation_cache_dir": str(self.directory),
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
+            # XLA's caches for GPUs would put the directory's path into the key: moved or mounted elsewhere, no hits.
+            "jax_persistent_cache_enable_xla_caches": "none",
         }
         with _LOCK:
             before = {name: getattr(jax.config, name) for name in settings}
