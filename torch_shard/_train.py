@@ -119,7 +119,8 @@ def make_train_step(
         ['grad_norm', 'loss']
     """
     repeats = Repeats(scan_layers, remat)
-    return TrainStep(model, loss_fn, optimizer, mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
+    options = (mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
+    return TrainStep(model, loss_fn, optimizer, *options)
 
 
 def make_eval_step(
@@ -156,24 +157,8 @@ class TrainStep(Step):
 
     caller, train = "make_train_step", True
 
-    def __init__(
-        self,
-        model: Any,
-        loss_fn: Any,
-        optimizer: Any,
-        mesh: Any,
-        plan: Any,
-        spec: Any,
-        compute_dtype: Any,
-        repeats: Repeats,
-        accumulate_steps: int,
-        compile_cache: Any,
-    ) -> None:
-        repeats: Repeats,
-        accumulate_steps: int,
-        compile_cache: Any,
-    ) -> None:
-        super().__init__(model, loss_fn, mesh, plan, spec, compute_dtype, repeats, accumulate_steps, compile_cache)
+    def __init__(self, model: Any, loss_fn: Any, optimizer: Any, *options: Any) -> None:
+        super().__init__(model, loss_fn, *options)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
