@@ -14,6 +14,7 @@ from torch_shard._capture import Spec
 from torch_shard._loss import LossOutputs, LossProgram
 from torch_shard._mesh import ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._placement import BatchLayout
+from torch_shard._stacks import Stacks, stack_sharding
 
 
 class Microbatches:
@@ -94,27 +95,32 @@ class Microbatches:
         if self.num == 1:
             return program.run
 
-        constrain = jax.lax.with_sharding_constraint
+        def constrain(sums: Stacks) -> Stacks:
+            placed = (plan[group[0]] for group in sums.layout.groups)
+            wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
+            return Stacks(sums.layout, map(jax.lax.with_sharding_constraint, sums.arrays, wide))
 
-        def run(key: Any, tensors: dict[str, Any], batch: Sequence[Any], closure: Sequence[Any]) -> LossOutputs:
+        def run(key: Any, tensors: Stacks, batch: Sequence[Any], closure: Sequence[Any]) -> LossOutputs:
             split = [self._split(array) if array.ndim else None for array in batch]
+            trained = tensors.part(tensors.layout.restricted(program.grads))
+            carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
 
             def one(carry: Any, xs: Any) -> Any:
                 (held, sums), (index, rows) = carry, xs
                 parts = [whole if part is None else part for whole, part in zip(batch, rows, strict=True)]
-                out = program.run(jax.random.fold_in(key, index), {**tensors, **held}, parts, closure)
-                sums = {n: constrain(total + out.grads[n], plan[n]) for n, total in sums.items()}
-                return ({**held, **out.written, **out.buffers}, sums), (out.loss, out.metrics)
+                out = program.run(jax.random.fold_in(key, index), tensors.updated(held), parts, closure)
+                grads = Stacks.from_dict(out.grads, sums.layout)
+                sums = constrain(Stacks(sums.layout, map(jnp.add, sums.arrays, grads.arrays)))
+                return (held.updated({**out.written, **out.buffers}), sums), (out.loss, out.metrics)
 
-            carried = {name: tensors[name] for name in [*program.written, *program.buffers]}
-            zeros = {n: jnp.zeros_like(tensors[n], _wide(tensors[n].dtype)) for n in program.grads}
+            zeros = jax.tree.map(lambda a: jnp.zeros_like(a, _wide(a.dtype)), trained)
             (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
             return LossOutputs(
                 loss=_mean(losses),
                 metrics=jax.tree.map(lambda m: _mean(m) if _is_float_scalar(m) else m, metrics),
-                grads={name: (total / self.num).astype(tensors[name].dtype) for name, total in sums.items()},
-                buffers={name: held[name] for name in program.buffers},
-                written={name: held[name] for name in program.written},
+                grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
+                buffers=held.part(held.layout.restricted(program.buffers)),
+                written=held.part(held.layout.restricted(program.written)),
             )
 
         return run

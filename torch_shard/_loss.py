@@ -20,6 +20,7 @@ from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._regions import Regions
 from torch_shard._repeats import Repeats, Rolled, capture_layers
 from torch_shard._rolled import Row, Rows, array_of
+from torch_shard._stacks import Stacks
 from torch_shard._watch import ModuleFlags, flags_hold
 
 RESERVED = ("loss", "grad_norm")
@@ -134,8 +135,10 @@ class _Inputs:
 
     def row(self, number: int) -> Row | None:
         """Of which stack an input is a row, if it is one."""
-        row = getattr(self._tensors, "row", None)
-        return row(self._names[number]) if row is not None and number < len(self._names) else None
+        if number >= len(self._names) or not isinstance(self._tensors, Stacks):
+            return None
+        stack, row = self._tensors.stored(self._names[number])
+        return None if row is None else Row(stack, row)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,6 +13,7 @@ from torch_shard._convert import host_array, to_host
 from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._module import holdings, replace_tensors
 from torch_shard._plan import ShardingPlan
+from torch_shard._stacks import Stacks, stack_sharding
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -22,6 +24,27 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(value, sharding)
     host = host_array(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
+
+
+def put_rows(values: list[Any], sharding: NamedSharding) -> jax.Array:
+    """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
+    stacked = stack_sharding(sharding)
+    if any(isinstance(value, JaxTensor | jax.Array) for value in values):
+        return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=stacked)(*(put(v, sharding) for v in values))
+    hosts = [host_array(value) for value in values]
+    shape = (len(hosts), *hosts[0].shape)
+    return jax.make_array_from_callback(
+        shape, stacked, lambda index: np.stack([host[index[1:]] for host in hosts[index[0]]])
+    )
+
+
+def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
+    """Each entry as an ordinary CPU tensor of its own, a stored array at a time."""
+    found: dict[str, torch.Tensor] = {}
+    for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
+        host = _to_cpu(array)
+        found |= {group[0]: host} if len(group) == 1 else {n: row.clone() for n, row in zip(group, host, strict=True)}
+    return {name: found[name] for name in stacks}
 
 
 def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
@@ -88,15 +111,20 @@ def gather(model_or_tree: Any) -> Any:
             `state.params`.
 
     Returns:
-        The module; or the pytree, with CPU tensors that share no memory with the arrays.
+        The module; or the pytree, with CPU tensors that share no memory with the arrays, by name in plain dicts.
     """
     if not isinstance(model_or_tree, torch.nn.Module):
-        is_leaf = (jax.Array, torch.Tensor)
-        return jax.tree.map(lambda leaf: _to_cpu(leaf) if isinstance(leaf, is_leaf) else leaf, model_or_tree)
+        return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
         replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
     return model_or_tree
+
+
+def _gather_node(node: Any) -> Any:
+    if isinstance(node, Stacks):
+        return to_host_by_name(node)
+    return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
 def _to_cpu(value: Any) -> torch.Tensor:

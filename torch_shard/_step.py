@@ -148,10 +148,14 @@ class Step:
         lines = [line for compiled in self._compiled.values() for line in compiled.report]
         return "\n".join(dict.fromkeys(lines)) or ("No layers repeat." if self._compiled else "Nothing was compiled yet.")
 
+    def _normal(self, state: Any) -> Any:
+        """The state as the program takes it."""
+        return state
+
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
         compiled, arrays = self._prepare(batch)
-        return compiled.jitted.lower(state, arrays, compiled.closure())  # pyright: ignore
+        return compiled.jitted.lower(self._normal(state), arrays, compiled.closure())  # pyright: ignore
 
 
 class Compiled:

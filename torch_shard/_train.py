@@ -1,6 +1,5 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -10,45 +9,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._convert import to_host
+from torch_shard._batched import run_by_name
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
-from torch_shard._ops import jax_dtype
-from torch_shard._placement import put, refuse_meta
+from torch_shard._placement import refuse_meta, to_host_by_name
 from torch_shard._plan import ShardingPlan
 from torch_shard._repeats import Repeats
+from torch_shard._stacks import Stacks
+from torch_shard._state import StateLayout, TrainState
 from torch_shard._step import Step
 
 logger = logging.getLogger(__name__)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that a training run carries from step to step: a pytree of sharded arrays.
-
-    Attributes:
-        step: Number of steps taken, int32 scalar.
-        params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
-        frozen: Parameters with `requires_grad=False`, likewise.
-        buffers: Buffers, likewise.
-        opt_state: State of the optax optimiser; moments are sharded like their parameters.
-        key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
-    """
-
-    step: Any
-    params: dict[str, Any]
-    frozen: dict[str, Any]
-    buffers: dict[str, Any]
-    opt_state: Any
-    key: Any
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """Everything that the module holds, by name."""
-        return {**self.params, **self.frozen, **self.buffers}
 
 
 def make_train_step(
@@ -85,6 +58,9 @@ def make_train_step(
         compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
             (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
             changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
+        scan_layers: Whether the entries of repeated layers are stored as rows of one array each. The optimiser still
+            sees each parameter under its own name, in its own shape; what it does alike to all layers is done at once.
+            `"auto"` and True store together what is alike among numbered children; False stores each entry alone.
 
     Notes:
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
@@ -105,7 +81,7 @@ def make_train_step(
 
     Raises:
         TypeError: An argument is of the wrong kind.
-        ValueError: Nothing is trainable, or the plan does not fit the model and the mesh.
+        ValueError: Nothing is trainable, the plan does not fit the model and the mesh, or an option has no such value.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -144,6 +120,7 @@ def make_eval_step(
         batch_spec: Likewise.
         compute_dtype: Likewise.
         compile_cache: Likewise.
+        scan_layers: Likewise; it takes states that are stored either way.
 
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
@@ -169,29 +146,10 @@ class TrainStep(Step):
         self.optimizer = optimizer
         takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
-        self.shardings = self._state_shardings()
-
-    def _state_shardings(self) -> TrainState:
-        """One sharding per leaf: what the optimiser keeps under a parameter's name, in its shape, lies like it."""
-        held = self._held
-        shapes = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.trainable.items()}
-        params = {name: self.plan[name] for name in held.trainable}
-
-        def like_its_parameter(path: Any, leaf: Any) -> NamedSharding:
-            names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
-            fits = names and shapes[names[-1]].shape == leaf.shape
-            return params[names[-1]] if fits else self.replicated
-
-        opt_shapes = jax.eval_shape(self.optimizer.init, shapes)
-        opt_state = jax.tree_util.tree_map_with_path(like_its_parameter, opt_shapes)
-        return TrainState(
-            step=self.replicated,
-            params=params,
-            frozen={name: self.plan[name] for name in held.frozen},
-            buffers={name: self.plan[name] for name in held.buffers},
-            opt_state=opt_state,
-            key=self.replicated,
+        self._layout = StateLayout(
+            model, self._held, self.plan, optimizer, stack=self.repeats.scan is not False, caller=self.caller
         )
+        self.shardings = self._layout.shardings
 
     def init(self, *, seed: int = 0) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
@@ -204,17 +162,17 @@ class TrainStep(Step):
         """
         refuse_meta("init", self._held.all)
 
-        def placed(tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:
-            return {n: _own(put(t.detach(), self.plan[n]), t) for n, t in tensors.items()}
+        def placed(kind: str, tensors: dict[str, torch.Tensor]) -> Stacks:
+            return self._layout.place(kind, {name: t.detach() for name, t in tensors.items()})
 
-        params = placed(self._held.trainable)
+        params = placed("params", self._held.trainable)
         with self._cache.active():
-            opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings.opt_state)(params)
+            opt_state = self._layout.init_opt_state(params)
         return TrainState(
             step=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
             params=params,
-            frozen=placed(self._held.frozen),
-            buffers=placed(self._held.buffers),
+            frozen=placed("frozen", self._held.frozen),
+            buffers=placed("buffers", self._held.buffers),
             opt_state=opt_state,
             key=jax.device_put(jax.random.key(seed), self.replicated),
         )
@@ -239,34 +197,41 @@ class TrainStep(Step):
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
             )
-        return compiled(state, arrays)
+        return compiled(self._normal(state), arrays)
+
+    def _normal(self, state: TrainState) -> TrainState:
+        return self._layout.normal(state)
 
     def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
+        layout, run = self._layout, self._microbatches.run(program, self.plan)
 
-        run = self._microbatches.run(program, self.plan)
-
-        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
-            key = jax.random.fold_in(state.key, state.step)
-            out = run(key, state.tensors, batch, closure)
-            held = {**state.params, **out.written}
-            params = {name: held[name] for name in state.params}
-            grads = jax.lax.with_sharding_constraint(dict(out.grads), self.shardings.params)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, **self._extra(out.loss))
+        def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
+            updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
             updated: Any = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
-            metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(grads), **out.metrics}
+            return {**updated, **kept}, opt_state, optax.tree.norm(grads)
+
+        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
+            layout.check_opt_state(state.opt_state)
+            key = jax.random.fold_in(state.key, state.step)
+            out = run(key, state.tensors, batch, closure)
+            held = Stacks.from_dict(state.params, layout.params).updated(out.written)
+            grads = Stacks.from_dict(out.grads, layout.params)
+            grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
+            given = grads, state.opt_state, held, out.loss
+            params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
             return (
                 TrainState(
                     step=state.step + 1,
-                    params={**updated, **kept},
-                    frozen={name: out.written.get(name, value) for name, value in state.frozen.items()},
-                    buffers={name: out.buffers[name] for name in state.buffers},
+                    params=params,
+                    frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
+                    buffers=Stacks.from_dict(out.buffers, layout.buffers),
                     opt_state=opt_state,
                     key=state.key,
                 ),
-                metrics,
+                {"loss": out.loss, "grad_norm": norm, **out.metrics},
             )
 
         return jax.jit(
@@ -279,7 +244,7 @@ class TrainStep(Step):
 
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
-        return with_values(self.model, {name: to_host(array) for name, array in state.tensors.items()})
+        return with_values(self.model, to_host_by_name(state.tensors))
 
 
 class EvalStep(Step):
@@ -307,8 +272,3 @@ class EvalStep(Step):
 
         options = program.compiler_options(self.mesh)
         return jax.jit(evaluate, out_shardings=self.replicated, compiler_options=options)
-
-
-def _own(array: jax.Array, source: torch.Tensor) -> jax.Array:
-    """An array that the step may donate: a jax-device module keeps its own."""
-    return array if source.device.type == "cpu" else jnp.copy(array)

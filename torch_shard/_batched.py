@@ -1,0 +1,94 @@
+"""A function of arrays by name, run on stacked arrays: what it does alike to the rows of a stack it does at once.
+
+The function is traced on the rows, so it sees each name with its own shape. In the jaxpr, equations that do the same
+to the rows of the same stacks, row by row, are run as one under `jax.vmap`. What does not line up is run as it stands.
+So the result is that of the function by its structure, whatever the function is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from torch_shard._rows import Program, Slot, Value, assemble
+from torch_shard._stacks import Layout, Stacks, as_dicts, stack_dicts
+
+
+def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
+    """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
+
+    Args:
+        fn: A function of pytrees that JAX can trace; it is traced once, with dicts by name.
+        *args: Pytrees of arrays, some of them in `Stacks`.
+        layout: How dicts by these names (or some of them) are stored in the result.
+
+    Returns:
+        What `fn` returns, with `Stacks` for dicts by name. The values are those of the plain call, up to the order in
+        which a sum over all names is taken and to what XLA makes of a stack.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stacks = Stacks.from_dict({"0.w": jnp.ones(3), "1.w": jnp.ones(3)}, (("0.w", "1.w"),))
+        >>> twice = run_by_name(lambda by: {n: 2 * v for n, v in by.items()}, stacks, layout=stacks.layout)
+        >>> twice.arrays[0].shape, float(twice["1.w"].sum())
+        ((2, 3), 6.0)
+    """
+    if all(len(group) == 1 for group in layout.groups):
+        return stack_dicts(fn(*as_dicts(args)), layout)
+    leaves = jax.tree.map(_by_name, args, is_leaf=lambda node: isinstance(node, Stacks))
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(lambda leaf: leaf.struct, leaves))
+    program = Program()
+    consts = [Slot(Value(const), None) for const in jaxpr.consts]
+    slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
+    program.run()
+    shapes, tree = jax.tree.flatten(out)
+    results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
+    stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
+    return jax.tree.map(lambda result: result.array, stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the arguments by name: where it is found, and its type."""
+
+    slot: Slot
+    struct: jax.ShapeDtypeStruct
+
+
+def _by_name(node: Any) -> Any:
+    """A `Stacks` as a dict of leaves by name, an array as a leaf."""
+    if not isinstance(node, Stacks):
+        return _leaf(Value(node), None)
+    found: dict[str, Any] = {}
+    for group, stored in zip(node.layout.groups, node.arrays, strict=True):
+        if len(group) == 1:
+            found[group[0]] = jax.tree.map(_by_name, stored)
+        else:
+            value = Value(stored, list(range(len(group))))
+            found |= {name: _leaf(value, row) for row, name in enumerate(group)}
+    return found
+
+
+def _leaf(value: Value, row: int | None) -> _Leaf:
+    aval = jax.typeof(value.array)
+    shape = aval.shape if row is None else aval.shape[1:]
+    return _Leaf(Slot(value, row), jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A leaf of the result, or several stacked: its type, and where it is found."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    slots: list[Slot]
+
+    @classmethod
+    def stack(cls, rows: list["_Result"]) -> "_Result":
+        return cls((len(rows), *rows[0].shape), rows[0].dtype, [slot for row in rows for slot in row.slots])
+
+    @property
+    def array(self) -> Any:
+        one = len(self.slots) == 1  # a group has two names or more
+        return self.slots[0].take() if one else assemble(self.slots)

@@ -1,0 +1,274 @@
+"""A jaxpr over rows of stacked arrays as few operations: equations that do the same to all rows run as one."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Sharding
+
+from torch_shard._alike import Alike, literal_key
+
+
+class Value:
+    """What an operation computes: one array, or one for each of some rows, stacked."""
+
+    def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
+        self.array, self.rows = array, rows
+        self._taken: dict[int | None, Any] = {}
+
+    def take(self, row: int | None) -> Any:
+        """The array, or that of a row."""
+        if self.rows is None:
+            return self.array
+        if row not in self._taken:
+            self._taken[row] = jax.lax.index_in_dim(self.array, self.rows.index(row), keepdims=False)
+        return self._taken[row]
+
+    def stack(self, rows: list[int]) -> Any:
+        """The arrays of some rows, stacked in this order."""
+        if self.rows is None:
+            return jnp.broadcast_to(self.array, (len(rows), *jnp.shape(self.array)))
+        if rows == self.rows:
+            return self.array
+        at = [self.rows.index(row) for row in rows]
+        if at == list(range(at[0], at[0] + len(at))):
+            return jax.lax.slice_in_dim(self.array, at[0], at[-1] + 1)
+        return self.array[np.array(at)]
+
+
+class Slot(NamedTuple):
+    """Where a variable of the jaxpr is found: a value, and which row of it."""
+
+    value: Value
+    row: int | None
+
+    def take(self) -> Any:
+        """The variable's array."""
+        return self.value.take(self.row)
+
+
+def assemble(slots: Iterable[Slot]) -> jax.Array:
+    """Several variables of one type, stacked."""
+    pieces: list[tuple[Value, list[Any]]] = []
+    for value, row in slots:
+        if not pieces or pieces[-1][0] is not value:
+            pieces.append((value, []))
+        pieces[-1][1].append(row)
+    arrays = [value.stack(rows) for value, rows in pieces]
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+@dataclasses.dataclass
+class _Operation:
+    """An equation; with rows, all those that line up: they take the same row of stacked values, and share others."""
+
+    jaxpr: Jaxpr
+    """Where the equation comes from."""
+    eqn: JaxprEqn
+    inputs: list[Slot]
+    outputs: list[Value]
+    rows: set[int] = dataclasses.field(default_factory=set)
+
+    def run(self) -> None:
+        rows, evaluate = sorted(self.rows), self._evaluate
+        if len(rows) > 1:
+            given = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
+            found = jax.vmap(evaluate, in_axes=[None if s.row is None else 0 for s in self.inputs])(*given)
+        else:
+            found = evaluate(*(s.take() for s in self.inputs))
+            found = [array[None] for array in found] if rows else found
+        for value, array in zip(self.outputs, found, strict=True):
+            value.array, value.rows = array, rows or None
+
+    def _evaluate(self, *inputs: Any) -> list[Any]:
+        eqn = self.eqn
+        jaxpr = self.jaxpr.replace(
+            constvars=[], invars=_variables(eqn), outvars=_results(eqn), eqns=[eqn], effects=eqn.effects
+        )
+        return eval_jaxpr(jaxpr, [], *inputs)
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return list(dict.fromkeys(_atoms(eqn.invars)))
+
+
+def _results(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.outvars if not isinstance(v, DropVar)]
+
+
+# Sums and the like over rows: associative and commutative, so that a chain is one reduction for each stack.
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "add": (jax.lax.add, jax.lax.reduce_sum),
+    "max": (jax.lax.max, jax.lax.reduce_max),
+    "min": (jax.lax.min, jax.lax.reduce_min),
+    "and": (jax.lax.bitwise_and, jax.lax.reduce_and),
+    "or": (jax.lax.bitwise_or, jax.lax.reduce_or),
+}
+
+
+@dataclasses.dataclass
+class _Reduction:
+    """A chain of additions (or the like) over different rows."""
+
+    name: str
+    inputs: list[Slot]
+    output: Value
+
+    def run(self) -> None:
+        combine, reduce = _REDUCTIONS[self.name]
+        rows: dict[Value, list[int]] = {}
+        terms: list[Any] = []
+        for value, row in self.inputs:
+            if row is None or row in rows.get(value, ()):
+                terms.append(value.take(row))
+            else:
+                rows.setdefault(value, []).append(row)
+        terms += [reduce(value.stack(sorted(found)), (0,)) for value, found in rows.items()]
+        self.output.array = terms[0]
+        for term in terms[1:]:
+            self.output.array = combine(self.output.array, term)
+
+
+class Program:
+    """Operations in an order in which they can run: each is made after those that make what it takes."""
+
+    def __init__(self) -> None:
+        self.operations: list[_Operation | _Reduction] = []
+        self._alike = Alike()
+        self._known: dict[Hashable, _Operation] = {}
+
+    def run(self) -> None:
+        """Compute all values."""
+        for operation in self.operations:
+            operation.run()
+
+    def add(self, jaxpr: Jaxpr, inputs: Iterable[Slot]) -> list[Slot]:
+        """Take in a jaxpr.
+
+        Args:
+            jaxpr: It must outlive the program.
+            inputs: Where its constants and inputs are found.
+
+        Returns:
+            Where its outputs will be found.
+        """
+        slots = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+        chains = _find_chains(jaxpr)
+        for eqn in jaxpr.eqns:
+            chain = chains.get(eqn.outvars[0]) if eqn.outvars else None
+            if chain is None:
+                self._add(jaxpr, eqn, slots)
+            elif eqn is chain.eqns[-1]:  # now that all its terms are known
+                self._add_chain(jaxpr, chain, slots)
+        return [_slot(v, slots) for v in jaxpr.outvars]
+
+    def _add_chain(self, jaxpr: Jaxpr, chain: "_Chain", slots: dict[Var, Slot]) -> None:
+        terms, end = [_slot(term, slots) for term in chain.terms], chain.eqns[-1]
+        if len({slot.row for slot in terms} - {None}) > 1:
+            reduction = _Reduction(end.primitive.name, terms, Value())
+            self.operations.append(reduction)
+            slots[end.outvars[0]] = Slot(reduction.output, None)
+        else:
+            for eqn in chain.eqns:
+                self._add(jaxpr, eqn, slots)
+
+    def _add(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, Slot]) -> None:
+        rows = {slots[v].row for v in _variables(eqn)} - {None}
+        lines_up = len(rows) == 1 and not eqn.effects and not self._alike.is_random(eqn)
+        body = _body(eqn)
+        if body is not None and rows and not lines_up:
+            given = [Slot(Value(const), None) for const in body.consts] + [_slot(v, slots) for v in eqn.invars]
+            slots.update(zip(eqn.outvars, self.add(body.jaxpr, given), strict=True))
+            return
+        operation = self._operation(jaxpr, eqn, slots, lines_up)
+        row = rows.pop() if lines_up else None
+        if row is not None:
+            operation.rows.add(row)
+        slots.update((v, Slot(value, row)) for v, value in zip(_results(eqn), operation.outputs, strict=True))
+
+    def _operation(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, Slot], lines_up: bool) -> _Operation:
+        """The one that does this, made unless it is known."""
+
+        def describe(atom: Any) -> Hashable:
+            if isinstance(atom, Literal):
+                return literal_key(atom)
+            value, row = slots[atom]
+            return value, (row is not None) if lines_up else row
+
+        drops = tuple(isinstance(v, DropVar) for v in eqn.outvars)
+        key = lines_up, self._alike.key(eqn), tuple(map(describe, eqn.invars)), drops
+        if eqn.effects or key not in self._known:
+            inputs = [slots[v] for v in _variables(eqn)]
+            self._known[key] = _Operation(jaxpr, eqn, inputs, [Value() for _ in _results(eqn)])
+            self.operations.append(self._known[key])
+        return self._known[key]
+
+
+def _slot(atom: Any, slots: dict[Var, Slot]) -> Slot:
+    if isinstance(atom, Literal):
+        aval: Any = atom.aval
+        return Slot(Value(jnp.asarray(atom.val, aval.dtype)), None)
+    return slots[atom]
+
+
+def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation only wraps: a function under jit, or one with a derivative of its own."""
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.params["call_jaxpr"]
+    if eqn.primitive.name != "jit":
+        return None
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return None if any(isinstance(s, Sharding) for s in shardings) else eqn.params["jaxpr"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """Equations of one associative and commutative primitive whose results only the next of them uses."""
+
+    eqns: list[JaxprEqn]
+    terms: list[Any]
+
+
+def _find_chains(jaxpr: Jaxpr) -> dict[Var, _Chain]:
+    """The chains of at least two equations, by the results of each of these."""
+    uses = collections.Counter(v for eqn in jaxpr.eqns for v in _atoms(eqn.invars))
+    uses.update(_atoms(jaxpr.outvars))
+    links = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if _is_link(eqn)}
+
+    def continues(v: Var, eqn: JaxprEqn) -> bool:
+        return v in links and uses[v] == 1 and links[v].primitive is eqn.primitive
+
+    order = {v: number for number, v in enumerate(links)}
+    inner = {v for eqn in links.values() for v in _atoms(eqn.invars) if continues(v, eqn)}
+    found: dict[Var, _Chain] = {}
+    for end in (eqn for v, eqn in links.items() if v not in inner):
+        eqns, terms, todo = [end], [], end.invars[::-1]
+        while todo:
+            atom = todo.pop()
+            if not isinstance(atom, Literal) and atom in inner:
+                eqns.append(links[atom])
+                todo += links[atom].invars[::-1]
+            else:
+                terms.append(atom)
+        if len(eqns) > 1:
+            chain = _Chain(sorted(eqns, key=lambda eqn: order[eqn.outvars[0]]), terms)
+            found |= {eqn.outvars[0]: chain for eqn in eqns}
+    return found
+
+
+def _atoms(atoms: Iterable[Any]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _is_link(eqn: JaxprEqn) -> bool:
+    """Whether an equation combines two values of one type into one of that type."""
+    if eqn.primitive.name not in _REDUCTIONS:
+        return False
+    avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    return len({(aval.shape, aval.dtype) for aval in avals}) == 1

@@ -1,0 +1,273 @@
+"""Arrays by name, some of them stored together: one array for the same entry of every repeated layer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+Group = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which names are stored together, and in which order all of them stand.
+
+    Attributes:
+        groups: The names in each stored array: a 1-tuple is stored in its own shape, n >= 2 names as `(n, *shape)`.
+        names: All names, in the module's order.
+    """
+
+    groups: tuple[Group, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, groups: Iterable[Group], names: Iterable[str] | None = None) -> "Layout":
+        """The layout of these groups; all other `names` stand alone.
+
+        Raises:
+            ValueError: A name stands in two groups, or in none of `names`.
+        """
+        groups = tuple(map(tuple, groups))
+        grouped = [name for group in groups for name in group]
+        names = tuple(grouped if names is None else names)
+        if len(set(grouped)) < len(grouped) or not set(grouped) <= set(names):
+            raise ValueError(f"Layout: each name stands in one group and among the names, got {groups} of {names}.")
+        group_of = {name: group for group in groups for name in group}
+        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names)
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, int | None]]:
+        """For each name the number of its stored array, and its row there (None if it stands alone)."""
+        found: dict[str, tuple[int, int | None]] = {}
+        for number, group in enumerate(self.groups):
+            found |= {name: (number, row if len(group) > 1 else None) for row, name in enumerate(group)}
+        return {name: found[name] for name in self.names}
+
+    def restricted(self, names: Iterable[str]) -> "Layout":
+        """The layout of some of the names; a group of which one is missing falls apart."""
+        names = tuple(names)
+        return Layout.of((group for group in self.groups if set(group) <= set(names)), names)
+
+    def __add__(self, other: "Layout") -> "Layout":
+        return Layout(self.groups + other.groups, self.names + other.names)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Stacks(Mapping[str, Any]):
+    """A mapping from names to arrays that stores the same entry of repeated layers as rows of one array.
+
+    It reads like a dict: `stacks[name]` is the entry in its own shape, sliced when asked for. As a pytree its leaves
+    are the stored arrays.
+
+    Attributes:
+        layout: Which names are stored together.
+        arrays: The stored arrays, one for each group of the layout.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stacks = Stacks.from_dict({"0.w": jnp.zeros(3), "1.w": jnp.ones(3)}, (("0.w", "1.w"),))
+        >>> stacks["1.w"].shape, stacks.stacked(("0.w", "1.w")).shape
+        ((3,), (2, 3))
+    """
+
+    __slots__ = ("arrays", "layout")
+
+    def __init__(self, layout: Layout, arrays: Iterable[Any]) -> None:
+        self.layout, self.arrays = layout, tuple(arrays)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], layout: Layout | Iterable[Group]) -> "Stacks":
+        """Store `values` in a layout.
+
+        Args:
+            values: An array for each name of the layout; what has `stacked(names)`, as a `Stacks` has, gives its
+                pieces as they are.
+            layout: A `Layout`, or its groups.
+        """
+        layout = layout if isinstance(layout, Layout) else Layout.of(layout)
+        if isinstance(values, Stacks) and values.layout == layout:
+            return values
+        return cls(layout, (_gathered(values, group) for group in layout.groups))
+
+    @classmethod
+    def merged(cls, *parts: Mapping[str, Any]) -> "Stacks":
+        """Several mappings without a name in common as one; each keeps its layout."""
+        stacks = [p if isinstance(p, Stacks) else cls.from_dict(p, [(name,) for name in p]) for p in parts]
+        layout = sum((s.layout for s in stacks), start=Layout((), ()))
+        return cls(layout, (array for s in stacks for array in s.arrays))
+
+    def part(self, layout: Layout) -> "Stacks":
+        """The entries of a layout that has some of the names."""
+        return Stacks.from_dict(self, layout)
+
+    def updated(self, values: Mapping[str, Any]) -> "Stacks":
+        """With other values for those names that it has; what has none keeps its stored array."""
+
+        def new(group: Group, array: Any) -> Any:
+            return array if held.keys().isdisjoint(group) else _gathered({n: self[n] for n in group} | held, group)
+
+        held = {name: value for name, value in values.items() if name in self}
+        return Stacks(self.layout, (new(g, a) for g, a in zip(self.layout.groups, self.arrays, strict=True)))
+
+    def stacked(self, names: Group) -> Any:
+        """The entries `names`, of one shape, as an array `(n, *shape)`: as it is stored, where it is stored so."""
+        pieces = [self._rows(number, start, stop) for number, start, stop in _runs(self.layout, names)]
+        return pieces[0] if len(pieces) == 1 else _concatenate(pieces)
+
+    def row(self, name: str) -> tuple[Any, int] | None:
+        """The stored array of which an entry is a row, and which; None if it stands alone."""
+        number, row = self.layout.places[name]
+        return None if row is None else (self.arrays[number], row)
+
+    def stored(self, name: str) -> tuple[Any, int | None]:
+        """The array in which an entry is stored, and its row there (None if it stands alone)."""
+        number, row = self.layout.places[name]
+        return self.arrays[number], row
+
+    def _rows(self, number: int, start: int, stop: int) -> Any:
+        array, size = self.arrays[number], len(self.layout.groups[number])
+        if size == 1:
+            return array[None]
+        return array if stop - start == size else array[start:stop]
+
+    def __getitem__(self, name: str) -> Any:
+        number, row = self.layout.places[name]
+        return self.arrays[number] if row is None else take_row(self.arrays[number], row)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.names)
+
+    def __len__(self) -> int:
+        return len(self.layout.names)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.layout.groups, self.arrays, strict=True)
+        return "Stacks({" + ", ".join(f"{describe_group(group)}: {_describe(array)}" for group, array in pairs) + "})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
+        """For JAX: the stored arrays, and the layout."""
+        keys = (jax.tree_util.DictKey(describe_group(group)) for group in self.layout.groups)
+        return tuple(zip(keys, self.arrays, strict=True)), self.layout
+
+    def tree_flatten(self) -> tuple[Any, Layout]:
+        """Likewise, without keys."""
+        return self.arrays, self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, arrays: Iterable[Any]) -> "Stacks":
+        """The inverse."""
+        return cls(layout, arrays)
+
+
+def describe_group(group: Group) -> str:
+    """The names of a stored array in few words."""
+    return group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}"
+
+
+def _describe(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") and hasattr(array, "shape") else repr(array)
+
+
+def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
+    """`names` as stretches `(number, start, stop)` of stored arrays."""
+    runs: list[tuple[int, int, int]] = []
+    for number, row in (layout.places[name] for name in names):
+        row = row or 0
+        if runs and runs[-1][::2] == (number, row):
+            runs[-1] = (number, runs[-1][1], row + 1)
+        else:
+            runs.append((number, row, row + 1))
+    return runs
+
+
+def _gathered(values: Mapping[str, Any], group: Group) -> Any:
+    """What a layout stores for a group."""
+    if len(group) == 1:
+        return values[group[0]]
+    if (stacked := getattr(values, "stacked", None)) is not None:
+        return stacked(group)
+    rows = [values[name] for name in group]
+    return stack_struct(rows) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
+
+
+def _concatenate(pieces: list[Any]) -> Any:
+    return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
+
+
+def stack_sharding(sharding: NamedSharding) -> NamedSharding:
+    """Where a stack lies whose rows lie like this: every row on all devices that hold its part."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+
+
+def row_sharding(sharding: NamedSharding) -> NamedSharding:
+    """Where a row of a stack lies."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+
+def stack_struct(rows: list[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a stack of such rows."""
+    sharding = None if rows[0].sharding is None else stack_sharding(rows[0].sharding)  # pyright: ignore
+    return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
+
+
+def take_row(stack: Any, row: int) -> Any:
+    """A row of a stored array, in the place that its sharding gives it; also of a tensor, a struct or a sharding."""
+    if isinstance(stack, NamedSharding):
+        return row_sharding(stack)
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        sharding = row_sharding(stack.sharding) if isinstance(stack.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
+    if isinstance(stack, Tracer):
+        return jax.lax.index_in_dim(stack, row, keepdims=False)
+    if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):
+        return _taker(row_sharding(stack.sharding))(stack, row)
+    return stack[row]
+
+
+@functools.cache
+def _taker(sharding: NamedSharding) -> Any:
+    """One program for all rows of stacks that lie alike."""
+    return jax.jit(lambda stack, row: jax.lax.dynamic_index_in_dim(stack, row, keepdims=False), out_shardings=sharding)
+
+
+def as_dicts(tree: Any) -> Any:
+    """A pytree with plain dicts in place of `Stacks`."""
+    return jax.tree.map(
+        lambda node: dict(node) if isinstance(node, Stacks) else node, tree, is_leaf=lambda n: isinstance(n, Stacks)
+    )
+
+
+def stack_dicts(tree: Any, layout: Layout, stack: Callable[[list[Any]], Any] = stack_struct) -> Any:
+    """A pytree with `Stacks` in place of dicts whose keys are all names of a layout.
+
+    Args:
+        tree: Its leaves have a shape and a dtype; they may differ from those of the layout's own arrays.
+        layout: A group is stored together if the dict has all its names, with leaves of one shape and dtype.
+        stack: Makes the stored leaf from its rows.
+    """
+
+    def is_by_name(node: Any) -> bool:
+        return type(node) is dict and bool(node) and node.keys() <= layout.places.keys()
+
+    def is_one(values: list[Any]) -> bool:
+        leaves = all(jax.tree_util.all_leaves([value]) for value in values)
+        return leaves and len({(value.shape, value.dtype) for value in values}) == 1
+
+    def stacked(node: Any) -> Any:
+        if not is_by_name(node):
+            return node
+        held = layout.restricted(name for name in layout.names if name in node)
+        held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names)
+        rows = ([node[name] for name in group] for group in held.groups)
+        return Stacks(held, (stack(values) if len(values) > 1 else values[0] for values in rows))
+
+    return jax.tree.map(stacked, tree, is_leaf=is_by_name)

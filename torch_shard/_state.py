@@ -1,0 +1,176 @@
+"""The state of a training run: what it holds, which of it is stored together, and where it lies."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._batched import run_by_name
+from torch_shard._layers import find_stacks
+from torch_shard._mesh import ResolvedPlan
+from torch_shard._module import Holdings
+from torch_shard._ops import jax_dtype
+from torch_shard._placement import put, put_rows
+from torch_shard._stacks import Layout, Stacks, as_dicts, stack_dicts, stack_sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a training run carries from step to step: a pytree of sharded arrays.
+
+    The entries of repeated layers are stored as rows of one array; `state.params[name]` is a row, and as a pytree the
+    leaves are the stored arrays. `dict(state.params)` gives the plain dict of rows, and
+    `dataclasses.replace(state, params=...)` takes one.
+
+    Attributes:
+        step: Number of steps taken, int32 scalar.
+        params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
+        frozen: Parameters with `requires_grad=False`, likewise.
+        buffers: Buffers, likewise.
+        opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
+        key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
+    """
+
+    step: Any
+    params: Mapping[str, Any]
+    frozen: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    opt_state: Any
+    key: Any
+
+    @property
+    def tensors(self) -> Stacks:
+        """Everything that the module holds, by name."""
+        return Stacks.merged(self.params, self.frozen, self.buffers)
+
+
+KINDS = ("params", "frozen", "buffers")
+
+
+class StateLayout:
+    """How the states of one step are stored.
+
+    Attributes:
+        params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
+        shardings: A `TrainState` with the sharding of each stored array.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        held: Holdings,
+        plan: ResolvedPlan,
+        optimizer: optax.GradientTransformation,
+        *,
+        stack: bool,
+        caller: str,
+    ) -> None:
+        self._plan, self._caller, self._optimizer = plan, caller, optimizer
+        layout = find_stacks(model, held, plan) if stack else Layout.of((), held.all)
+        self.params, self.frozen, self.buffers = (
+            layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
+        )
+        self._tensors = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.all.items()}
+        replicated = NamedSharding(plan.mesh, PartitionSpec())
+        self._opt_state = self._opt_structs(replicated)
+        self.shardings = TrainState(
+            step=replicated,
+            **{kind: self._tensor_shardings(getattr(self, kind)) for kind in KINDS},
+            opt_state=jax.tree.map(lambda struct: struct.sharding, self._opt_state),
+            key=replicated,
+        )
+        self._structure = jax.tree.structure(self.shardings)
+
+    def _tensor_shardings(self, layout: Layout) -> Stacks:
+        firsts = ((self._plan[group[0]], len(group)) for group in layout.groups)
+        return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
+
+    def _opt_structs(self, replicated: NamedSharding) -> Any:
+        """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
+        params = {name: self._tensors[name] for name in self.params.names}
+
+        def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
+            fits = names and params[names[-1]].shape == leaf.shape
+            sharding = self._plan[names[-1]] if fits else replicated
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        structs = jax.eval_shape(self._optimizer.init, params)
+        return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
+
+    def place(self, kind: str, values: Mapping[str, Any]) -> Stacks:
+        """Tensors or arrays by name onto their shards, rows straight to their place in the stored array."""
+        layout = getattr(self, kind)
+        faults = [fault for name in layout.names if (fault := self._fault(name, values))]
+        if faults or len(values) != len(layout.names):
+            unknown = [f"  {name}: not among the {kind} of the model" for name in values if name not in layout.places]
+            raise ValueError(f"{self._caller}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
+        rows = ([values[name] for name in group] for group in layout.groups)
+        shardings = (self._plan[group[0]] for group in layout.groups)
+        return Stacks(layout, (_placed(r, s) for r, s in zip(rows, shardings, strict=True)))
+
+    def _fault(self, name: str, values: Mapping[str, Any]) -> str | None:
+        if name not in values:
+            return f"  {name}: missing"
+        wanted, found = _type(self._tensors[name]), _type(values[name])
+        return None if wanted == found else f"  {name}: must be {wanted[0]} {wanted[1]}, got {found[0]} {found[1]}"
+
+    def init_opt_state(self, params: Stacks) -> Any:
+        """The optimiser's state for these parameters."""
+        init = jax.jit(
+            lambda params: run_by_name(self._optimizer.init, params, layout=self.params),
+            out_shardings=self.shardings.opt_state,
+        )
+        return init(params)
+
+    def normal(self, state: TrainState) -> TrainState:
+        """A state as it is stored: what was replaced by plain dicts is stacked.
+
+        Raises:
+            ValueError: It does not fit the model or the optimiser.
+        """
+        if jax.tree.structure(state) == self._structure:
+            return state
+        changed: dict[str, Any] = {}
+        for kind in KINDS:
+            values = getattr(state, kind)
+            if not isinstance(values, Stacks) or values.layout != getattr(self, kind):
+                changed[kind] = self.place(kind, values)
+        if jax.tree.structure(state.opt_state) != jax.tree.structure(self.shardings.opt_state):
+            changed["opt_state"] = self._store_opt_state(state.opt_state)
+        return dataclasses.replace(state, **changed)
+
+    def _store_opt_state(self, opt_state: Any) -> Any:
+        stored = stack_dicts(as_dicts(opt_state), self.params, jnp.stack)
+        self.check_opt_state(stored)
+        return jax.device_put(stored, self.shardings.opt_state)
+
+    def check_opt_state(self, opt_state: Any) -> None:
+        """Refuse what the optimiser did not make for these parameters by name."""
+        found, wanted = (jax.tree.structure(tree) for tree in (opt_state, self._opt_state))
+        pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
+        if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
+            raise ValueError(
+                f"{self._caller}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
+                "by name, optimizer.init(dict(state.params)), or take that of step.init()."
+            )
+
+
+def _type(value: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype as JAX holds them."""
+    dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
+    return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _placed(rows: list[Any], sharding: NamedSharding) -> jax.Array:
+    """A stored array that the step may donate: a module on the jax device keeps its own."""
+    if len(rows) > 1:
+        return put_rows(rows, sharding)
+    array = put(rows[0], sharding)
+    return jnp.copy(array) if isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array
