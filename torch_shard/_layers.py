@@ -65,8 +65,9 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def _find_groups(module: nn.Module, path: str, describe: _Describe) -> Iterator[Group]:
-    children = {f"{path}{name}.": child for name, child in module._modules.items() if child is not None}
-    if list(module._modules) == [str(number) for number in range(len(module._modules))]:
+    named = list(module._modules.items())  # a scripted module has no other way to them
+    children = {f"{path}{name}.": child for name, child in named if child is not None}
+    if [name for name, _ in named] == [str(number) for number in range(len(named))]:
         alike: dict[Hashable, list[str]] = {}
         for at, child in children.items():
             alike.setdefault(describe(at, child)[0], []).append(at)

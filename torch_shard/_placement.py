@@ -33,9 +33,11 @@ def put_rows(values: list[Any], sharding: NamedSharding) -> jax.Array:
         return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=stacked)(*(put(v, sharding) for v in values))
     hosts = [host_array(value) for value in values]
     shape = (len(hosts), *hosts[0].shape)
-    return jax.make_array_from_callback(
-        shape, stacked, lambda index: np.stack([host[index[1:]] for host in hosts[index[0]]])
-    )
+
+    def read(index: Any) -> np.ndarray:
+        return np.stack([host[index[1:]] for host in hosts[index[0]]])
+
+    return jax.make_array_from_callback(shape, stacked, read)
 
 
 def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:

@@ -20,11 +20,11 @@ class Value:
 
     def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
         self.array, self.rows = array, rows
-        self._taken: dict[int | None, Any] = {}
+        self._taken: dict[int, Any] = {}
 
     def take(self, row: int | None) -> Any:
         """The array, or that of a row."""
-        if self.rows is None:
+        if self.rows is None or row is None:
             return self.array
         if row not in self._taken:
             self._taken[row] = jax.lax.index_in_dim(self.array, self.rows.index(row), keepdims=False)
@@ -76,15 +76,25 @@ class _Operation:
     rows: set[int] = dataclasses.field(default_factory=set)
 
     def run(self) -> None:
-        rows, evaluate = sorted(self.rows), self._evaluate
+        rows = sorted(self.rows)
         if len(rows) > 1:
-            given = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
-            found = jax.vmap(evaluate, in_axes=[None if s.row is None else 0 for s in self.inputs])(*given)
+            found = self._evaluate_rows(rows)
         else:
-            found = evaluate(*(s.take() for s in self.inputs))
+            found = self._evaluate(*(s.take() for s in self.inputs))
             found = [array[None] for array in found] if rows else found
         for value, array in zip(self.outputs, found, strict=True):
             value.array, value.rows = array, rows or None
+
+    def _evaluate_rows(self, rows: list[int]) -> list[Any]:
+        given = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
+        axes = [None if s.row is None else 0 for s in self.inputs]
+        try:
+            return jax.vmap(self._evaluate, in_axes=axes)(*given)
+        except NotImplementedError:  # no batching rule: a callback, a primitive of somebody's own
+            each = [
+                self._evaluate(*(s.value.take(None if s.row is None else row) for s in self.inputs)) for row in rows
+            ]
+            return [jnp.stack(arrays) for arrays in zip(*each, strict=True)]
 
     def _evaluate(self, *inputs: Any) -> list[Any]:
         eqn = self.eqn
@@ -142,6 +152,7 @@ class Program:
         self.operations: list[_Operation | _Reduction] = []
         self._alike = Alike()
         self._known: dict[Hashable, _Operation] = {}
+        self._constants: dict[Hashable, Value] = {}
 
     def run(self) -> None:
         """Compute all values."""
@@ -166,10 +177,20 @@ class Program:
                 self._add(jaxpr, eqn, slots)
             elif eqn is chain.eqns[-1]:  # now that all its terms are known
                 self._add_chain(jaxpr, chain, slots)
-        return [_slot(v, slots) for v in jaxpr.outvars]
+        return [self._slot(v, slots) for v in jaxpr.outvars]
+
+    def _slot(self, atom: Any, slots: dict[Var, Slot]) -> Slot:
+        return (
+            self._constant(literal_key(atom), atom.val, atom.aval.dtype) if isinstance(atom, Literal) else slots[atom]
+        )
+
+    def _constant(self, key: Hashable, value: Any, dtype: Any = None) -> Slot:
+        if key not in self._constants:
+            self._constants[key] = Value(value if dtype is None else jnp.asarray(value, dtype))
+        return Slot(self._constants[key], None)
 
     def _add_chain(self, jaxpr: Jaxpr, chain: "_Chain", slots: dict[Var, Slot]) -> None:
-        terms, end = [_slot(term, slots) for term in chain.terms], chain.eqns[-1]
+        terms, end = [self._slot(term, slots) for term in chain.terms], chain.eqns[-1]
         if len({slot.row for slot in terms} - {None}) > 1:
             reduction = _Reduction(end.primitive.name, terms, Value())
             self.operations.append(reduction)
@@ -182,8 +203,9 @@ class Program:
         rows = {slots[v].row for v in _variables(eqn)} - {None}
         lines_up = len(rows) == 1 and not eqn.effects and not self._alike.is_random(eqn)
         body = _body(eqn)
-        if body is not None and rows and not lines_up:
-            given = [Slot(Value(const), None) for const in body.consts] + [_slot(v, slots) for v in eqn.invars]
+        if body is not None and rows and not (lines_up and eqn.primitive.name == "jit"):
+            given = [self._constant(id(const), const) for const in body.consts]
+            given += [self._slot(v, slots) for v in eqn.invars]
             slots.update(zip(eqn.outvars, self.add(body.jaxpr, given), strict=True))
             return
         operation = self._operation(jaxpr, eqn, slots, lines_up)
@@ -208,13 +230,6 @@ class Program:
             self._known[key] = _Operation(jaxpr, eqn, inputs, [Value() for _ in _results(eqn)])
             self.operations.append(self._known[key])
         return self._known[key]
-
-
-def _slot(atom: Any, slots: dict[Var, Slot]) -> Slot:
-    if isinstance(atom, Literal):
-        aval: Any = atom.aval
-        return Slot(Value(jnp.asarray(atom.val, aval.dtype)), None)
-    return slots[atom]
 
 
 def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
