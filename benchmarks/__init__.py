@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.step`."""
+"""Benchmarks against rivals: `python -m benchmarks`."""

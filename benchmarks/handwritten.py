@@ -1,4 +1,8 @@
-"""The rivals: the same models and optimisers written by hand in plain JAX, jitted, sharded and donated alike."""
+"""The rival: a model and its optimiser written by hand in plain JAX, one jit, sharded and donated as ours.
+
+A `Rival` is pure functions on a flat dict of arrays, by torch's names. Its `Layout` says how it holds them: turned as
+suits JAX best, and the layers of a transformer stacked, for `jax.lax.scan`.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,176 +14,136 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.pieces import ATTENTION, EMBED, GELU, LOSS, NORM
-
-Params = dict[str, jax.Array]
-LossFn = Callable[[Params, Any], jax.Array]
+Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """How to write the GPT: which variant of each piece (see `benchmarks.pieces`), and how the layers are held.
+class Layout:
+    """How a rival holds the entries of a torch state_dict.
 
     Attributes:
-        attention: Key of `ATTENTION`.
-        loss: Key of `LOSS`.
-        gelu: Key of `GELU`.
-        norm: Key of `NORM`.
-        embed: Key of `EMBED`.
-        weights: `in_out`, as JAX people store them, or `out_in`, as torch does.
-        scan: `jax.lax.scan` over stacked blocks instead of a Python loop.
-        flat: Linear layers work on `(B * T, D)`.
+        turn: The permutation of an entry's dims, from its name and rank; None to hold it as torch does.
+        stacked: Prefix of the layers (`h.`) that are stacked, as `h.0.q.weight`, ... under `h.q.weight`; or None.
     """
 
-    attention: str = "dpa"
-    loss: str = "optax"
-    gelu: str = "nn"
-    norm: str = "plain"
-    embed: str = "gather"
-    weights: str = "in_out"
-    scan: bool = False
-    flat: bool = False
+    turn: Callable[[str, int], tuple[int, ...] | None] = lambda name, ndim: None
+    stacked: str | None = None
+
+    def values(self, values: dict[str, np.ndarray]) -> Arrays:
+        """A torch state_dict in this layout."""
+        orders = {n: self.turn(n, v.ndim) for n, v in values.items()}
+        turned = {n: np.ascontiguousarray(v.transpose(orders[n])) if orders[n] else v for n, v in values.items()}
+        return self._grouped(turned, np.stack)
+
+    def specs(self, specs: dict[str, P], values: dict[str, np.ndarray]) -> Arrays:
+        """Specs by torch's names in this layout."""
+        turned = {}
+        for name, spec in specs.items():
+            whole = (*spec, *(None,) * (values[name].ndim - len(spec)))
+            order = self.turn(name, len(whole)) or range(len(whole))
+            turned[name] = P(*(whole[dim] for dim in order))
+        return self._grouped(turned, lambda found: P(None, *found[0]))
+
+    def _grouped(self, entries: Arrays, join: Callable[[list[Any]], Any]) -> Arrays:
+        if self.stacked is None:
+            return entries
+        rest = {n: v for n, v in entries.items() if not n.startswith(self.stacked)}
+        rows: dict[str, list[Any]] = {}
+        for name, value in entries.items():
+            if name not in rest:
+                rows.setdefault(self.stacked + name.removeprefix(self.stacked).partition(".")[2], []).append(value)
+        return rest | {name: join(found) for name, found in rows.items()}
 
 
-def _is_transposed(name: str, variant: Variant) -> bool:
-    """Whether the rival holds this entry of the state_dict transposed: the weight of a linear layer."""
-    kind = name.split(".")[-2]
-    return variant.weights == "in_out" and name.endswith(".weight") and kind not in ("tok", "pos", "ln", "ln1", "ln2")
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A model by hand: `loss(params, buffers, batch)` gives the loss and the new buffers."""
+
+    loss: Callable[[Arrays, Arrays, Any], tuple[jax.Array, Arrays]]
+    layout: Layout = Layout()
+    compute_dtype: Any = None
 
 
-def convert(values: dict[str, np.ndarray], variant: Variant) -> dict[str, np.ndarray]:
-    """A torch state_dict as the rival's parameters."""
-    values = {n: np.ascontiguousarray(v.T) if _is_transposed(n, variant) else v for n, v in values.items()}
-    if not variant.scan:
-        return values
-    inner = {n.split(".", 2)[2] for n in values if n.startswith("h.")}
-    depth = 1 + max(int(n.split(".")[1]) for n in values if n.startswith("h."))
-    stacked = {f"h.{n}": np.stack([values[f"h.{i}.{n}"] for i in range(depth)]) for n in inner}
-    return {n: v for n, v in values.items() if not n.startswith("h.")} | stacked
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """Where both sides start: values and specs by torch's names."""
 
-
-def convert_specs(specs: dict[str, P], values: dict[str, np.ndarray], variant: Variant) -> dict[str, P]:
-    """Specs of torch's names as specs of the rival's parameters."""
-    turned = {
-        n: P(*reversed((*s, *(None,) * (values[n].ndim - len(s))))) if _is_transposed(n, variant) else s
-        for n, s in specs.items()
-    }
-    if not variant.scan:
-        return turned
-    return {
-        (f"h.{n.split('.', 2)[2]}" if n.startswith("h.") else n): (P(None, *s) if n.startswith("h.") else s)
-        for n, s in turned.items()
-    }
-
-
-def gpt_loss(variant: Variant, heads: int) -> LossFn:
-    """`loss(params, (tokens, targets))` of the GPT."""
-    attend, cross_entropy = ATTENTION[variant.attention], LOSS[variant.loss]
-    gelu, norm, embed = GELU[variant.gelu], NORM[variant.norm], EMBED[variant.embed]
-
-    def linear(p: Params, name: str, x: jax.Array) -> jax.Array:
-        weight = p[f"{name}.weight"]
-        rows = x.reshape(-1, x.shape[-1]) if variant.flat else x
-        out = rows @ (weight if variant.weights == "in_out" else weight.T) + p[f"{name}.bias"]
-        return out.reshape(*x.shape[:-1], out.shape[-1])
-
-    def block(x: jax.Array, p: Params) -> jax.Array:
-        y = norm(x, p["ln1.weight"], p["ln1.bias"])
-        q, k, v = (linear(p, n, y).reshape(*y.shape[:2], heads, -1) for n in "qkv")
-        x = x + linear(p, "o", attend(q, k, v).reshape(y.shape))
-        y = norm(x, p["ln2.weight"], p["ln2.bias"])
-        return x + linear(p, "down", gelu(linear(p, "up", y)))
-
-    def loss(params: Params, batch: Any) -> jax.Array:
-        tokens, targets = batch
-        x = embed(params["tok.weight"], tokens) + params["pos.weight"][: tokens.shape[1]]
-        if variant.scan:
-            stacked = {n[2:]: v for n, v in params.items() if n.startswith("h.")}
-            x = jax.lax.scan(lambda x, p: (block(x, p), None), x, stacked)[0]
-        else:
-            depth = sum(n.startswith("h.") and n.endswith(".q.weight") for n in params)
-            for i in range(depth):
-                prefix = f"h.{i}."
-                x = block(x, {n.removeprefix(prefix): v for n, v in params.items() if n.startswith(prefix)})
-        x = norm(x, params["ln.weight"], params["ln.bias"])
-        return cross_entropy(x @ params["tok.weight"].T, targets)
-
-    return loss
-
-
-def mlp_loss(loss: str = "optax", weights: str = "in_out") -> LossFn:
-    """`loss(params, (x, classes))` of the MLP, whose linear layers are numbered as in `nn.Sequential`."""
-
-    def value(params: Params, batch: Any) -> jax.Array:
-        x, classes = batch
-        numbers = sorted({int(n.split(".")[0]) for n in params})
-        for number in numbers:
-            weight = params[f"{number}.weight"]
-            x = x @ (weight if weights == "in_out" else weight.T) + params[f"{number}.bias"]
-            x = jax.nn.relu(x) if number != numbers[-1] else x
-        return LOSS[loss](x, classes)
-
-    return value
+    params: dict[str, np.ndarray]
+    buffers: dict[str, np.ndarray]
+    specs: dict[str, P]
 
 
 class HandwrittenStep:
     """A train step as a careful JAX user writes it: one jit, pinned shardings, donated state, loss and grad norm."""
 
-    def __init__(
-        self,
-        loss: LossFn,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        values: dict[str, np.ndarray],
-        specs: dict[str, P],
-    ) -> None:
-        shardings = {n: NamedSharding(mesh, specs[n]) for n in values}
-        replicated, self.rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("batch"))
-        params = {n: jax.device_put(v, shardings[n]) for n, v in values.items()}
-        opt_shardings = optax.tree_utils.tree_map_params(
-            optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(optimizer.init, params),
-            shardings,
-            transform_non_params=lambda _: replicated,
-        )
-        opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-        self.state = (params, opt_state)
-
-        def step(state: Any, batch: Any) -> Any:
-            params, opt_state = state
-            value, grads = jax.value_and_grad(loss)(params, batch)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            metrics = {"loss": value, "grad_norm": optax.global_norm(grads)}
-            return (optax.apply_updates(params, updates), opt_state), metrics
-
-        state_shardings = (shardings, opt_shardings)
+    def __init__(self, rival: Rival, optimizer: optax.GradientTransformation, mesh: Mesh, start: Values) -> None:
+        self.optimizer, self.rows = optimizer, NamedSharding(mesh, P("batch"))
+        self._replicated = NamedSharding(mesh, P())
+        host = [rival.layout.values(values) for values in (start.params, start.buffers)]
+        specs = [
+            rival.layout.specs({n: start.specs[n] for n in values}, values) for values in (start.params, start.buffers)
+        ]
+        self._host = host
+        shardings, buffer_shardings = ({n: NamedSharding(mesh, s) for n, s in part.items()} for part in specs)
+        self.shardings = (shardings, buffer_shardings, self._moments(shardings))
         self.jitted = jax.jit(
-            step,
-            in_shardings=(state_shardings, self.rows),
-            out_shardings=(state_shardings, replicated),
+            self._step(rival),
+            in_shardings=(self.shardings, self.rows),
+            out_shardings=(self.shardings, self._replicated),
             donate_argnums=0,
         )
+        self.state: Any = None
+
+    def _moments(self, shardings: Arrays) -> Any:
+        return optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, self._host[0]),
+            shardings,
+            transform_non_params=lambda _: self._replicated,
+        )
+
+    def _step(self, rival: Rival) -> Callable[..., Any]:
+        def step(state: Any, batch: Any) -> Any:
+            params, buffers, opt_state = state
+
+            def loss(params: Arrays) -> Any:
+                cast = params
+                if rival.compute_dtype is not None:
+                    cast = jax.tree.map(lambda p: p.astype(rival.compute_dtype), params)
+                return rival.loss(cast, buffers, batch)
+
+            (value, buffers), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            updates, opt_state = self.optimizer.update(grads, opt_state, params)
+            metrics = {"loss": value, "grad_norm": optax.tree.norm(grads)}
+            return (optax.apply_updates(params, updates), buffers, opt_state), metrics
+
+        return step
+
+    def init(self) -> None:
+        """Put the values on the mesh."""
+        params, buffers = jax.device_put(tuple(self._host), self.shardings[:2])
+        opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings[2])(params)
+        self.state = (params, buffers, opt_state)
 
     def put(self, batch: Any) -> Any:
         """A batch of CPU tensors on the mesh."""
         arrays = [t.numpy().astype(np.int32) if not t.is_floating_point() else t.numpy() for t in batch]
         return jax.device_put(tuple(arrays), self.rows)
 
-    def __call__(self, batch: Any) -> dict[str, jax.Array]:
-        """Train by one step and wait for it."""
+    def __call__(self, batch: Any) -> float:
+        """Train by one step, wait for it, and return the loss."""
+        if self.state is None:
+            self.init()
         self.state, metrics = self.jitted(self.state, self.put(batch))
-        return jax.block_until_ready((self.state, metrics))[1]
+        return float(jax.block_until_ready((self.state, metrics))[1]["loss"])
 
-
-def gpt_step(
-    variant: Variant,
-    heads: int,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    values: dict[str, np.ndarray],
-    specs: dict[str, P],
-) -> HandwrittenStep:
-    """The GPT's rival, from torch's values and specs by torch's names."""
-    mine, my_specs = convert(values, variant), convert_specs(specs, values, variant)
-    return HandwrittenStep(gpt_loss(variant, heads), optimizer, mesh, mine, my_specs)
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The lowered program; nothing is executed or moved."""
+        state = (*self._host, jax.eval_shape(self.optimizer.init, self._host[0]))
+        shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+        arrays = tuple(
+            jax.ShapeDtypeStruct(tuple(t.shape), np.float32 if t.is_floating_point() else np.int32, sharding=self.rows)
+            for t in batch
+        )
+        return self.jitted.lower(shapes, arrays)

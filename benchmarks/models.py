@@ -1,45 +1,49 @@
-"""The torch models that are timed, their losses, batches and plans."""
+"""The torch models that are timed, as a user writes them: no line of theirs knows of JAX."""
 
 import itertools
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
-VOCAB, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 512, 256, 6, 8, 128, 8
-MLP_SIZES, MLP_BATCH = (784, 1024, 1024, 1024, 10), 256
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with separate q, k, v and o."""
+    """A pre-norm transformer block, with separate q, k, v or one fused layer."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.fused = heads, fused
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        if fused:
+            self.qkv = nn.Linear(width, 3 * width)
+        else:
+            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.o = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend, then think: `(B, T, D)` to the same."""
         y = self.ln1(x)
-        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        parts = self.qkv(y).chunk(3, -1) if self.fused else (self.q(y), self.k(y), self.v(y))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
 
 class GPT(nn.Module):
-    """The demo's GPT: learned positions, tied head, no dropout."""
+    """GPT-2's architecture: learned positions, tied head, exact gelu, no dropout."""
 
-    def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
+    def __init__(self, layers: int, width: int, heads: int, vocab: int, length: int, fused: bool = False) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
-        self.h = nn.ModuleList(Block(width, HEADS) for _ in range(layers))
+        self.heads = heads
+        self.tok, self.pos = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.h = nn.ModuleList(Block(width, heads, fused) for _ in range(layers))
         self.ln = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, vocab, bias=False)
         self.tok.weight.data.mul_(0.02)
         self.head.weight = self.tok.weight
 
@@ -51,54 +55,141 @@ class GPT(nn.Module):
         return self.head(self.ln(x))
 
 
-def gpt_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on `(B, N, T, H)`, halves paired as Llama has them."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    frequencies = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(length, device=x.device, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, grouped-query attention with rotary positions, SwiGLU."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        head = width // heads
+        self.ln1, self.ln2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, kv_heads * head, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(B, T, D)` to the same."""
+        y = self.ln1(x)
+        q = rotate(self.q(y).unflatten(-1, (self.heads, -1)).transpose(1, 2))
+        k = rotate(self.k(y).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2))
+        v = self.v(y).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        y = self.ln2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Llama's architecture, with a head of its own."""
+
+    def __init__(
+        self, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int, length: int = 0
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.tok = nn.Embedding(vocab, width)
+        self.h = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.ln = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.tok.weight.data.mul_(0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens `(B, T)` to logits `(B, T, V)`."""
+        x = self.tok(tokens)
+        for block in self.h:
+            x = block(x)
+        return self.head(self.ln(x))
+
+
+class Residual(nn.Module):
+    """ResNet's basic block."""
+
+    def __init__(self, inner: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.skip = None
+        if stride > 1 or inner != width:
+            self.skip = nn.Sequential(nn.Conv2d(inner, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(B, C, Y, X)` to `(B, W, Y / stride, X / stride)`."""
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.skip is None else self.skip(x)))
+
+
+class ResNet(nn.Module):
+    """ResNet-18 for pictures of 32 x 32: a stem of 3 x 3, four stages of two blocks."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0])
+        sizes = [(widths[0], widths[0], 1), *((a, b, 2) for a, b in itertools.pairwise(widths))]
+        blocks = ((Residual(a, b, s), Residual(b, b, 1)) for a, b, s in sizes)
+        self.blocks = nn.Sequential(*itertools.chain.from_iterable(blocks))
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(B, 3, 32, 32)` to `(B, 10)`."""
+        return self.head(self.blocks(F.relu(self.bn(self.stem(x)))).mean((2, 3)))
+
+
+def mlp(sizes: tuple[int, ...]) -> nn.Sequential:
+    """The tutorial's MLP."""
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*(f for layer in layers[:-1] for f in (layer, nn.ReLU())), layers[-1])
+
+
+def token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Cross entropy of the next token."""
     tokens, targets = batch
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def gpt_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens and targets, `(B, T)` int64 each."""
-    text = np.random.default_rng(seed).integers(0, VOCAB, (BATCH, LENGTH + 1))
-    return torch.from_numpy(text[:, :-1].copy()), torch.from_numpy(text[:, 1:].copy())
-
-
-def gpt_specs() -> dict[str, P]:
-    """Megatron's split: q, k, v, up by column and o, down by row."""
-    column = {f"h.*.{name}.{kind}": P("model") for name in ("q", "k", "v", "up") for kind in ("weight", "bias")}
-    return column | {f"h.*.{name}.weight": P(None, "model") for name in ("o", "down")}
-
-
-def mlp() -> nn.Sequential:
-    """The tutorial's MLP."""
-    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(MLP_SIZES)]
-    return nn.Sequential(*(f for layer in layers[:-1] for f in (layer, nn.ReLU())), layers[-1])
-
-
-def mlp_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pictures `(B, 784)` and classes `(B,)`."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((MLP_BATCH, MLP_SIZES[0]), np.float32)
-    return torch.from_numpy(x), torch.from_numpy(rng.integers(0, 10, MLP_BATCH))
-
-
-def mlp_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def class_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Cross entropy of the class."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mlp_specs() -> dict[str, P]:
-    """Column, row, column, whole."""
-    return {
-        "0.weight": P("model"),
-        "0.bias": P("model"),
-        "2.weight": P(None, "model"),
-        "4.weight": P("model"),
-        "4.bias": P("model"),
-        "6.weight": P(None, "model"),
-    }
+def token_batch(rows: int, length: int, vocab: int) -> Batch:
+    """Random tokens and targets, `(rows, length)` int64 each."""
+    text = torch.randint(0, vocab, (rows, length + 1), generator=torch.Generator().manual_seed(0))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def many_linears(count: int = 150) -> nn.Sequential:
-    """Tiny layers with `2 * count` parameters."""
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+def class_batch(rows: int, *shape: int) -> Batch:
+    """Random pictures `(rows, *shape)` and classes `(rows,)`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, *shape, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+
+
+MEGATRON = {f"h.*.{name}.weight": P("model") for name in ("q", "k", "v", "up")} | {
+    f"h.*.{name}.weight": P(None, "model") for name in ("o", "down")
+}
+GPT_SPECS = MEGATRON | {f"h.*.{name}.bias": P("model") for name in ("q", "k", "v", "up")}
+FUSED_SPECS = {n.replace(".q.", ".qkv."): s for n, s in GPT_SPECS.items() if ".k." not in n and ".v." not in n}
+LLAMA_SPECS = MEGATRON | {"h.*.gate.weight": P("model")}
+MLP_SPECS = {
+    "0.weight": P("model"),
+    "0.bias": P("model"),
+    "2.weight": P(None, "model"),
+    "4.weight": P("model"),
+    "4.bias": P("model"),
+    "6.weight": P(None, "model"),
+}
+RESNET_SPECS = {f"blocks.*.conv{i}.weight": P(*axes, "model") for i, axes in ((1, ()), (2, (None,)))} | {
+    f"blocks.*.bn1.{name}": P("model") for name in ("weight", "bias", "running_mean", "running_var")
+}

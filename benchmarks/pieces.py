@@ -1,8 +1,12 @@
-"""Pieces of a GPT in plain JAX, each in every variant worth trying; all variants of a piece are the same function.
+"""Pieces of a transformer in plain JAX, in three grades; all grades of a piece are the same function.
 
-Shapes: B batch, T length, D width, N heads, H width of a head, V vocabulary.
+Shapes: B batch, T length, D width, N heads, K heads of keys and values, H width of a head, V vocabulary.
 """
 
+import dataclasses
+
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,19 +38,8 @@ def _dpa(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def _btnh(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(_causal(q.shape[1]), scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
 def _heads_first(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda *qkv: attend(*(x.swapaxes(1, 2) for x in qkv)).swapaxes(1, 2)
-
-
-def _bnth(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
-    return jax.nn.softmax(jnp.where(_causal(q.shape[2]), scores, -jnp.inf), axis=-1) @ v
 
 
 def _additive(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -69,28 +62,12 @@ def _attend_backward(saved: Any, grad: jax.Array) -> Any:
     return scores @ k * q.shape[-1] ** -0.5, scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ grad
 
 
-ATTENTION = {
-    "dpa": _dpa,
-    "btnh": _btnh,
-    "bnth": _heads_first(_bnth),
-    "additive": _heads_first(_additive),
-    "closed": _heads_first(_with_backward(_attend_forward, _attend_backward)),
-}
-
 
 # ---- cross entropy: logits (..., V) and targets (...) to a scalar ----------------------------------------------
 
 
 def _loss_optax(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def _loss_gather(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean()
-
-
-def _loss_onehot(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(targets, logits.shape[-1])).sum(-1).mean()
 
 
 def _loss_forward(logits: jax.Array, targets: jax.Array) -> Any:
@@ -101,14 +78,6 @@ def _loss_forward(logits: jax.Array, targets: jax.Array) -> Any:
 def _loss_backward(saved: Any, grad: jax.Array) -> Any:
     chosen, targets = saved
     return (jnp.exp(chosen) - jax.nn.one_hot(targets, chosen.shape[-1])) * (grad / targets.size), None
-
-
-LOSS = {
-    "optax": _loss_optax,
-    "gather": _loss_gather,
-    "onehot": _loss_onehot,
-    "closed": _with_backward(_loss_forward, _loss_backward),
-}
 
 
 # ---- gelu, exact as torch's ------------------------------------------------------------------------------------
@@ -122,30 +91,19 @@ def _gelu_backward(x: jax.Array, grad: jax.Array) -> Any:
     return (grad * (0.5 * (1 + jax.lax.erf(x * _SQRT_HALF)) + x * jnp.exp(-0.5 * x * x) / _SQRT_TAU),)
 
 
-GELU = {
-    "nn": lambda x: jax.nn.gelu(x, approximate=False),
-    "erf": _gelu_erf,
-    "closed": _with_backward(lambda x: (_gelu_erf(x), x), _gelu_backward),
-}
-
-
 # ---- layer norm over D -----------------------------------------------------------------------------------------
 
 
 def _norm_plain(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + EPS) * weight + bias
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + EPS)
+    return normed.astype(x.dtype) * weight + bias
 
 
 def _norm_var(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     scale = jax.lax.rsqrt(x.var(-1, keepdims=True) + EPS)
     return (x - x.mean(-1, keepdims=True)) * scale * weight + bias
-
-
-def _norm_moments(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    mean = x.mean(-1, keepdims=True)
-    var = jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean)
-    return (x - mean) * (jax.lax.rsqrt(var + EPS) * weight) + bias
 
 
 def _norm_forward(x: jax.Array, weight: jax.Array, bias: jax.Array) -> Any:
@@ -164,19 +122,7 @@ def _norm_backward(saved: Any, grad: jax.Array) -> Any:
     return grad_x, (grad * normed).sum(outer), grad.sum(outer)
 
 
-NORM = {
-    "plain": _norm_plain,
-    "var": _norm_var,
-    "moments": _norm_moments,
-    "closed": _with_backward(_norm_forward, _norm_backward),
-}
-
-
 # ---- embedding: (V, D) and (B, T) to (B, T, D) -----------------------------------------------------------------
-
-
-def _embed_onehot(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jax.nn.one_hot(tokens, table.shape[0]) @ table
 
 
 def _embed_backward(saved: Any, grad: jax.Array) -> Any:
@@ -185,8 +131,32 @@ def _embed_backward(saved: Any, grad: jax.Array) -> Any:
     return chosen @ grad.reshape(-1, grad.shape[-1]), None
 
 
-EMBED = {
-    "gather": lambda table, tokens: table[tokens],
-    "onehot": _embed_onehot,
-    "closed": _with_backward(lambda table, tokens: (table[tokens], (tokens, table.shape[0])), _embed_backward),
-}
+
+# ---- grades ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A choice of each piece."""
+
+    attend: Callable[..., jax.Array] = _dpa
+    cross_entropy: Callable[..., jax.Array] = _loss_optax
+    gelu: Callable[..., jax.Array] = functools.partial(jax.nn.gelu, approximate=False)
+    norm: Callable[..., jax.Array] = _norm_plain
+    embed: Callable[..., jax.Array] = operator.getitem
+
+
+GOOD_PRACTICE = Pieces()
+"""What JAX and optax offer."""
+
+BEST_AUTODIFF = Pieces(attend=_heads_first(_additive), gelu=_gelu_erf, norm=_norm_var)
+"""The fastest found on the CPU that leaves the derivative to JAX."""
+
+BACKWARD_BY_HAND = Pieces(
+    attend=_heads_first(_with_backward(_attend_forward, _attend_backward)),
+    cross_entropy=_with_backward(_loss_forward, _loss_backward),
+    gelu=_with_backward(lambda x: (_gelu_erf(x), x), _gelu_backward),
+    norm=_with_backward(_norm_forward, _norm_backward),
+    embed=_with_backward(lambda table, tokens: (table[tokens], (tokens, table.shape[0])), _embed_backward),
+)
+"""The fastest found, backward formulas written by hand as well."""

@@ -1,10 +1,14 @@
-"""Ratios of paired runs: two functions in turn, in one process, so that a busy machine slows both alike."""
+"""Ratios of paired runs: sides in turn, so that a busy machine slows all of them alike."""
 
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+
+REST_S = 0.02
+"""Between two sides: the threads of the one go on spinning for some milliseconds, on cores that the next needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +48,32 @@ def summary(times: np.ndarray) -> Ratio:
 
 
 def round_robin(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Times of several sides run in turn, `rounds` each."""
+    """Times of several sides run in turn, `rounds` each, after one call of each to warm up."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for fn in sides.values():
         fn()
     for i in range(rounds):
         order = list(sides.items())
         for name, fn in order if i % 2 else order[::-1]:
+            time.sleep(REST_S)
             times[name].append(seconds(fn))
     return {name: np.array(found) for name, found in times.items()}
+
+
+def agree(sides: dict[str, Callable[[Any], float]], batch: Any, steps: int = 3, rtol: float = 1e-3) -> None:
+    """Run the first steps of all sides, which must have the losses of the first.
+
+    Args:
+        sides: Each trains by one step and returns the loss before it.
+        batch: Of each step.
+        steps: How many.
+        rtol: By default that of float32 sums in another order, carried over a few steps of AdamW.
+
+    Raises:
+        AssertionError: A side computes something else, so its time would mean nothing.
+    """
+    losses = {name: [side(batch) for _ in range(steps)] for name, side in sides.items()}
+    wanted = next(iter(losses.values()))
+    for name, found in losses.items():
+        np.testing.assert_allclose(found, wanted, rtol=rtol, err_msg=name)
+    assert wanted[-1] < wanted[0], f"nothing was learnt: {wanted}"
