@@ -85,7 +85,9 @@ def main(
         took[section] = round(time.perf_counter() - start, 1)
         rows[section] = [e for e in entries if isinstance(e, Row)]
         points += [e for e in entries if isinstance(e, Point)]
-    console.print(table(rows, "ours ÷ rival, paired, median; less is better" + (" (quick: sizes mean nothing)" * quick)))
+    console.print(
+        table(rows, "ours ÷ rival, paired, median; less is better" + (" (quick: sizes mean nothing)" * quick))
+    )
     facts = {"quick": quick, "seconds": took, **_machine()}
     console.print(json.dumps(facts))
     for path in write(rows, points, facts, out):

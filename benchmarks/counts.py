@@ -46,9 +46,7 @@ class Traffic:
     wire_bytes: float = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.count + other.count, self.num_bytes + other.num_bytes, self.wire_bytes + other.wire_bytes
-        )
+        return Traffic(self.count + other.count, self.num_bytes + other.num_bytes, self.wire_bytes + other.wire_bytes)
 
 
 def collectives(hlo: str, num_devices: int) -> dict[str, Traffic]:
@@ -118,7 +116,7 @@ def _traffic(lines: list[str], num_devices: int) -> Iterator[tuple[str, Traffic]
         sizes = [_num_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
         if is_start and kind != "all-reduce":  # its type has the operands as well, before the results
             sizes = sizes[len(sizes) // 2 :]
-        yield kind, Traffic(1, sum(sizes), _WIRE[kind](sum(sizes), _group_size(line, num_devices)))
+        yield kind, Traffic(1, sum(sizes), wire_bytes(kind, sum(sizes), _group_size(line, num_devices)))
 
 
 def _group_size(line: str, num_devices: int) -> int:
@@ -135,6 +133,11 @@ def _group_size(line: str, num_devices: int) -> int:
 
 def _num_bytes(dtype: str, dims: str) -> int:
     return _BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d])) if dtype in _BYTES else 0
+
+
+def wire_bytes(kind: str, num_bytes: float, group_size: int) -> float:
+    """Bytes that a device sends in a collective with a result of `num_bytes`, by a ring."""
+    return _WIRE[kind](num_bytes, group_size)
 
 
 def total(found: dict[str, Traffic]) -> Traffic:

@@ -43,21 +43,28 @@ def _through_layers(block: Body, x: jax.Array, params: Arrays, scan: bool) -> ja
     return x
 
 
-def gpt(heads: int, pieces: Pieces = GOOD_PRACTICE, scan: bool = True, in_out: bool = True, dtype: Any = None) -> Rival:
-    """The GPT."""
+def gpt(
+    heads: int,
+    pieces: Pieces = GOOD_PRACTICE,
+    scan: bool = True,
+    in_out: bool = True,
+    dtype: Any = None,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> Rival:
+    """The GPT; `constrain` says how activations between blocks are split, where XLA should not choose."""
     linear, norm = _linear(in_out), pieces.norm
 
     def block(x: jax.Array, p: Arrays) -> jax.Array:
         y = norm(x, p["ln1.weight"], p["ln1.bias"])
         q, k, v = (linear(p, n, y).reshape(*y.shape[:2], heads, -1) for n in "qkv")
-        x = x + linear(p, "o", pieces.attend(q, k, v).reshape(y.shape))
+        x = constrain(x + linear(p, "o", pieces.attend(q, k, v).reshape(y.shape)))
         y = norm(x, p["ln2.weight"], p["ln2.bias"])
-        return x + linear(p, "down", pieces.gelu(linear(p, "up", y)))
+        return constrain(x + linear(p, "down", pieces.gelu(linear(p, "up", y))))
 
     def loss(params: Arrays, buffers: Arrays, batch: Any) -> Any:
         tokens, targets = batch
         x = pieces.embed(params["tok.weight"], tokens) + params["pos.weight"][: tokens.shape[1]]
-        x = _through_layers(block, x, params, scan)
+        x = _through_layers(block, constrain(x), params, scan)
         logits = norm(x, params["ln.weight"], params["ln.bias"]) @ params["tok.weight"].T
         return pieces.cross_entropy(logits.astype(jnp.float32), targets), buffers
 

@@ -1,31 +1,24 @@
-"""What the fast lowerings gain: `python -m benchmarks.ops [--quick] [--json PATH]`.
+"""What the fast lowerings gain.
 
 Each is value and gradient of one function of torch against the same function written in plain torch operators; both
 sides go through the same capture, and must agree before they are timed. Times are of sides run in turn in this one
 process; compiling counts the capture. Bytes are XLA's own count of temporary memory.
 """
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
 
 import torch_shard as ts
-from benchmarks.timing import Ratio, round_robin, seconds, summary
+from benchmarks.rows import Row, timed
+from benchmarks.timing import round_robin, seconds
 
 Fn = Callable[..., torch.Tensor]
 
@@ -47,16 +40,6 @@ class Case:
     plain: Fn
     args: tuple[torch.Tensor, ...]
     specs: tuple[P, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Ours over plain: paired times, compile seconds and temporary bytes of each side."""
-
-    name: str
-    times: Ratio
-    compile_s: tuple[float, float]
-    temp_bytes: tuple[int, int]
 
 
 # ---- the same in plain operators -------------------------------------------------------------------------------
@@ -208,31 +191,12 @@ def measured(case: Case, rounds: int) -> Row:
         largest = np.abs(wanted).max(initial=0)  # float32, sums in another order
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4 * largest, err_msg=case.name)
     times = round_robin({"ours": ours, "plain": plain}, rounds)
-    pairs = summary(np.stack([times["ours"], times["plain"]], -1))
-    return Row(case.name, pairs, (ours_s, plain_s), (ours_bytes, plain_bytes))
+    note = f"temporary {ours_bytes / 1e6:.1f} : {plain_bytes / 1e6:.1f} MB, compiled in {ours_s:.1f} : {plain_s:.1f} s"
+    return timed(f"{case.name} ÷ plain operators", times["ours"], times["plain"], note=note)
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
-    console, found = Console(width=140), []
-    title = "value and gradient, ours ÷ plain operators (paired, median)"
-    table = Table("", "time", "quartiles", "ms", "temp MB", "compile s", title=title)
+def rows(quick: bool) -> Iterator[Row]:
+    """Value and gradient of each case, ours over plain operators."""
     torch.manual_seed(0)
-    for case in cases(options.quick):
-        row = measured(case, 3 if options.quick else 15)
-        found.append(row)
-        console.print(f"[dim]{row.name}: {row.times.median:.2f}[/dim]")
-        t, (a, b), (m, n) = row.times, row.compile_s, row.temp_bytes
-        cells = f"{t.ours_s * 1e3:.2f} : {t.rival_s * 1e3:.2f}", f"{m / 1e6:.1f} : {n / 1e6:.1f}", f"{a:.1f} : {b:.1f}"
-        table.add_row(row.name, f"{t.median:.2f}", f"{t.low:.2f} to {t.high:.2f}", *cells)
-    console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    for case in cases(quick):
+        yield measured(case, 3 if quick else 15)

@@ -62,7 +62,6 @@ def _attend_backward(saved: Any, grad: jax.Array) -> Any:
     return scores @ k * q.shape[-1] ** -0.5, scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ grad
 
 
-
 # ---- cross entropy: logits (..., V) and targets (...) to a scalar ----------------------------------------------
 
 
@@ -129,7 +128,6 @@ def _embed_backward(saved: Any, grad: jax.Array) -> Any:
     tokens, size = saved
     chosen = jax.nn.one_hot(tokens.reshape(-1), size, axis=0)
     return chosen @ grad.reshape(-1, grad.shape[-1]), None
-
 
 
 # ---- grades ----------------------------------------------------------------------------------------------------

@@ -37,10 +37,8 @@ class Ours:
         self.state: Any = None
 
     def values(self) -> Values:
-        """What the model holds, for rivals that start where we start."""
-        params = {n: p.detach().numpy() for n, p in self.model.named_parameters() if p.requires_grad}
-        buffers = {n: b.numpy().astype(np.float32) for n, b in self.model.named_buffers()}
-        return Values(params, buffers, {n: self.step.plan[n].spec for n in (*params, *buffers)})
+        """Where rivals start: our model's values, split as ours."""
+        return start_of(self.model, {name: sharding.spec for name, sharding in self.step.plan.items()})
 
     def __call__(self, batch: Any) -> float:
         """Train by one step, wait for it, and return the loss."""
@@ -52,6 +50,28 @@ class Ours:
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The compiled program."""
         return self.step.lower(self.step.init(seed=0), batch).compile()
+
+
+def shapes(ours: Ours) -> Any:
+    """The state of `step.init` as shapes with shardings: nothing is placed."""
+    step, params = ours.step, dict(ours.model.named_parameters())
+    arrays = {n: jax.ShapeDtypeStruct(tuple(p.shape), np.float32) for n, p in params.items()}
+    state = ts.TrainState(
+        step=jax.ShapeDtypeStruct((), np.int32),
+        params=arrays,
+        frozen={},
+        buffers={},
+        opt_state=jax.eval_shape(ours.optimizer.init, arrays),
+        key=jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, step.shardings)
+
+
+def start_of(model: nn.Module, specs: dict[str, Any] | None = None) -> Values:
+    """What a model holds, and how it is split: by default not at all."""
+    params = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    buffers = {n: b.numpy().astype(np.float32) for n, b in model.named_buffers()}
+    return Values(params, buffers, {n: specs[n] if specs else jax.P() for n in (*params, *buffers)})
 
 
 # ---- torch itself ----------------------------------------------------------------------------------------------
