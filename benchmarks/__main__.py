@@ -83,7 +83,8 @@ def main(
         except Failed as error:  # the other sections are still worth having
             entries = [Row(section, note=f"failed: {str(error)[-300:]}")]
         took[section] = round(time.perf_counter() - start, 1)
-        rows[section] = [e for e in entries if isinstance(e, Row)]
+        own = [e for e in entries if isinstance(e, Row)]
+        rows[section] = [dataclasses.replace(row, target=None) for row in own] if quick else own
         points += [e for e in entries if isinstance(e, Point)]
     console.print(
         table(rows, "ours ÷ rival, paired, median; less is better" + (" (quick: sizes mean nothing)" * quick))

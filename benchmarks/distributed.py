@@ -16,7 +16,7 @@ import torch_shard as ts
 from benchmarks import cases, sides
 from benchmarks.models import GPT
 from benchmarks.rows import Row, timed
-from benchmarks.timing import agree, round_robin
+from benchmarks.timing import race
 
 RANKS = 2
 STRATEGIES = {"DDP": {"batch": RANKS}, "FSDP2": {"batch": RANKS}, "DTensor tensor parallel": {"model": RANKS}}
@@ -31,9 +31,7 @@ def rows(quick: bool) -> Iterator[Row]:
         specs = zero3_specs(case.model) if strategy == "FSDP2" else case.specs
         ours = sides.Ours(case.model, case.loss_fn, mesh, specs)
         with Ranks(strategy, quick) as rival:
-            found = {"ours": ours, strategy: rival}
-            agree(found, case.batch)
-            times = round_robin({n: lambda s=s: s(case.batch) for n, s in found.items()}, 3 if quick else 21)
+            times = race({"ours": ours, strategy: rival}, case.batch, 3 if quick else 21)
         yield timed(f"GPT, 2 devices ÷ torch {strategy}", times["ours"], times[strategy])
 
 

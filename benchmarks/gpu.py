@@ -27,13 +27,17 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12}
 """Of dense bfloat16 products per second, by a part of the device's name."""
 
 MODELS: dict[str, tuple[type, dict[str, int], int]] = {  # class, sizes, rows of a batch
-    "GPT-2 124M": (models.GPT, dict(layers=12, width=768, heads=12, vocab=50304, length=1024), 16),
+    "GPT-2 124M": (models.GPT, {"layers": 12, "width": 768, "heads": 12, "vocab": 50304, "length": 1024}, 16),
     "Llama 1B": (
         models.Llama,
-        dict(layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, vocab=32000, length=1024),
+        {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab": 32000, "length": 1024},
         8,
     ),
-    "tiny": (models.Llama, dict(layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocab=256, length=32), 4),
+    "tiny": (
+        models.Llama,
+        {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "vocab": 256, "length": 32},
+        4,
+    ),
 }
 
 

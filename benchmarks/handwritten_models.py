@@ -93,10 +93,9 @@ def llama(
 
     def block(x: jax.Array, p: Arrays) -> jax.Array:
         y = _rms_norm(x, p["ln1.weight"])
-        q, k, v = (
-            linear(p, n, y).reshape(*y.shape[:2], count, -1) for n, count in zip("qkv", (heads, kv_heads, kv_heads))
-        )
-        x = x + linear(p, "o", pieces.attend(rotate(q), rotate(k), v).reshape(y.shape))
+        q = rotate(linear(p, "q", y).reshape(*y.shape[:2], heads, -1))
+        k, v = (linear(p, n, y).reshape(*y.shape[:2], kv_heads, -1) for n in "kv")
+        x = x + linear(p, "o", pieces.attend(q, rotate(k), v).reshape(y.shape))
         y = _rms_norm(x, p["ln2.weight"])
         return x + linear(p, "down", jax.nn.silu(linear(p, "gate", y)) * linear(p, "up", y))
 

@@ -40,7 +40,7 @@ def rows(quick: bool) -> Iterator[Row | Point]:
         base: dict[str, Any] = {}
         for devices in list(MESHES)[: 2 if quick else None]:
             try:
-                found = {s: _measured(s, kind, devices) for s in ("ours", "hand-written JAX")}
+                found = {s: _measured(s, kind, devices, 1 if quick else LAYERS) for s in ("ours", "hand-written JAX")}
             except Failed as error:
                 yield Row(f"{kind}, {devices} devices", note=f"not compiled: {str(error)[-200:]}")
                 break
@@ -61,20 +61,26 @@ def _rows(name: str, found: dict[str, Any], base: dict[str, Any]) -> Iterator[Ro
         yield sized(f"{name}, bytes per device ÷ on 8 devices", ours["bytes"], base["bytes"])
 
 
-def _measured(side: str, kind: str, devices: int) -> dict[str, float]:
+def _measured(side: str, kind: str, devices: int, layers: int) -> dict[str, float]:
     return isolated(
-        "benchmarks.paper:on_paper", num_devices=devices, timeout_s=TIMEOUT_S, side=side, kind=kind, devices=devices
+        "benchmarks.paper:on_paper",
+        num_devices=devices,
+        timeout_s=TIMEOUT_S,
+        side=side,
+        kind=kind,
+        devices=devices,
+        layers=layers,
     )
 
 
-def on_paper(side: str, kind: str, devices: int) -> dict[str, float]:
+def on_paper(side: str, kind: str, devices: int, layers: int = LAYERS) -> dict[str, float]:
     """Bytes, bytes sent and seconds of one compilation in this process."""
     batch_axis, model_axis = MESHES[devices]
     width = STRONG_WIDTH if kind == "strong" else WEAK_WIDTHS[devices]
     num_rows = STRONG_ROWS if kind == "strong" else 2 * batch_axis
     mesh = ts.make_mesh(batch=batch_axis, model=model_axis)
     torch.manual_seed(0)
-    model, batch = models.GPT(LAYERS, width, HEADS, VOCAB, LENGTH), models.token_batch(num_rows, LENGTH, VOCAB)
+    model, batch = models.GPT(layers, width, HEADS, VOCAB, LENGTH), models.token_batch(num_rows, LENGTH, VOCAB)
     specs = models.GPT_SPECS if kind == "strong" else models.GPT_SPECS | BOTH
     ours = sides.Ours(model, models.token_loss, mesh, specs)
     start = time.perf_counter()

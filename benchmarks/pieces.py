@@ -4,8 +4,6 @@ Shapes: B batch, T length, D width, N heads, K heads of keys and values, H width
 """
 
 import dataclasses
-
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +80,10 @@ def _loss_backward(saved: Any, grad: jax.Array) -> Any:
 # ---- gelu, exact as torch's ------------------------------------------------------------------------------------
 
 
+def _gelu_nn(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
 def _gelu_erf(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + jax.lax.erf(x * _SQRT_HALF))
 
@@ -139,7 +141,7 @@ class Pieces:
 
     attend: Callable[..., jax.Array] = _dpa
     cross_entropy: Callable[..., jax.Array] = _loss_optax
-    gelu: Callable[..., jax.Array] = functools.partial(jax.nn.gelu, approximate=False)
+    gelu: Callable[..., jax.Array] = _gelu_nn
     norm: Callable[..., jax.Array] = _norm_plain
     embed: Callable[..., jax.Array] = operator.getitem
 

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-
 FAIR = {"GOMP_SPINCOUNT": "1000"}
 """Threads of torch that wait for one another give the core up early. With the default they spin, which on a busy
 machine makes torch up to twenty times slower, and whoever runs next slower as well."""

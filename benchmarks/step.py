@@ -16,7 +16,7 @@ from benchmarks.flax_models import flax_nnx
 from benchmarks.handwritten import HandwrittenStep
 from benchmarks.rows import Row, timed
 from benchmarks.sides import Side
-from benchmarks.timing import agree, round_robin
+from benchmarks.timing import race
 
 MESHES = ((1, 1), (8, 1), (4, 2))
 BY_HAND = "hand-written JAX"
@@ -39,8 +39,7 @@ def case_rows(case: Case, mesh: jax.sharding.Mesh, quick: bool) -> Iterator[Row]
     found = by_hand(case, mesh, quick)
     if mesh.size == 1:
         found |= without_mesh(case, quick)
-    agree(found, case.batch)
-    times = round_robin({n: lambda s=s: s(case.batch) for n, s in found.items()}, 3 if quick else 21)
+    times = race(found, case.batch, 3 if quick else 21)
     axes = ",".join(str(size) for size in mesh.shape.values())
     for name in list(found)[1:]:
         target = case.target if name == BY_HAND else TARGETS.get(name, TARGETS.get(f"{case.name}, {name}"))
@@ -62,6 +61,6 @@ def without_mesh(case: Case, quick: bool) -> dict[str, Side]:
     if not quick or case.name in ("MLP", "GPT"):
         found["torchax"] = sides.torchax_step(case.model, case.loss_fn)
         found["loop of single adapters"] = sides.documents_loop(case.model, case.loss_fn)
-    if not quick or case.name == "MLP":
+    if not quick:
         found["torch.compile"] = sides.compiled_torch(case.model, case.loss_fn)
     return found

@@ -1,6 +1,7 @@
 """Ratios of paired runs: sides in turn, so that a busy machine slows all of them alike."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,12 @@ def round_robin(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str
             time.sleep(REST_S)
             times[name].append(seconds(fn))
     return {name: np.array(found) for name, found in times.items()}
+
+
+def race(sides: dict[str, Callable[[Any], float]], batch: Any, rounds: int) -> dict[str, np.ndarray]:
+    """Times of sides that train on a batch, once they agree."""
+    agree(sides, batch)
+    return round_robin({name: functools.partial(side, batch) for name, side in sides.items()}, rounds)
 
 
 def agree(sides: dict[str, Callable[[Any], float]], batch: Any, steps: int = 3, rtol: float = 1e-3) -> None:

@@ -1,0 +1,162 @@
+"""The suite's own arithmetic, and that its rivals compute what eager torch computes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from benchmarks import cases, counts, models, sides
+from benchmarks.handwritten import HandwrittenStep, Layout
+from benchmarks.processes import Failed, isolated
+from benchmarks.report import table, write
+from benchmarks.rows import Point, Row, timed
+from benchmarks.timing import agree, summary
+
+TRIPS = 5
+
+
+def compiled(fn, *args, specs):
+    mesh = ts.make_mesh(m=8)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    return jax.jit(fn, in_shardings=shardings, out_shardings=NamedSharding(mesh, P())).lower(*args).compile().as_text()
+
+
+def chain(step, ws, x):
+    return jax.lax.scan(lambda x, w: (step(x, w), None), x, ws)[0]
+
+
+def test_collectives_within_a_loop_count_once_per_iteration():
+    ws, x = jnp.ones((TRIPS, 16, 16)), jnp.ones((4, 16))
+    found = counts.collectives(compiled(lambda ws, x: chain(jnp.dot, ws, x), ws, x, specs=(P(None, "m"), P())), 8)
+    num_bytes = TRIPS * x.nbytes
+    assert found["all-reduce"] == counts.Traffic(TRIPS, num_bytes, 2 * num_bytes * 7 / 8)
+
+
+def test_collectives_of_nested_loops_multiply():
+    ws, x = jnp.ones((TRIPS, 16, 16)), jnp.ones((4, 16))
+
+    def twice(ws, x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: chain(jnp.dot, ws, x), x)
+
+    found = counts.collectives(compiled(twice, ws, x, specs=(P(None, "m"), P())), 8)
+    assert found["all-reduce"].count == 3 * TRIPS
+
+
+def test_collectives_within_a_loop_of_unknown_length_are_refused():
+    def until(w, x):
+        return jax.lax.while_loop(lambda x: x.sum() < 1e6, lambda x: x @ w, x)
+
+    text = compiled(until, jnp.ones((16, 16)), jnp.ones((4, 16)), specs=(P("m"), P()))
+    with pytest.raises(ValueError, match=r"all-reduce in .* unknown number of iterations"):
+        counts.collectives(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[4,2]<=[8]", 2),
+        ("mesh['a'=4,'b'=2] {'a'}", 4),
+        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=2] {'a':(1)2}", 2),
+        ("{}", 8),
+    ],
+)
+def test_group_sizes_in_all_ways_that_xla_prints(groups, size):
+    line = f"  %r = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add"
+    found = counts.collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}", num_devices=8)
+    assert found["all-reduce"] == counts.Traffic(1, 32, 2 * 32 * (size - 1) / size)
+
+
+def test_an_asynchronous_gather_counts_its_result_alone():
+    line = "  %g = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}"
+    found = counts.collectives(f"ENTRY %main (x: f32[2]) -> f32[8] {{\n{line}\n}}", num_devices=4)
+    assert found["all-gather"] == counts.Traffic(1, 32, 24)
+
+
+def test_ratios_are_paired_before_the_median():
+    ours, rival = np.array([1.0, 10.0, 3.0]), np.array([2.0, 10.0, 1.0])  # ratios 0.5, 1, 3; of medians 1.5
+    ratio = summary(np.stack([ours, rival], -1))
+    assert (ratio.median, ratio.low, ratio.high, ratio.ours_s, ratio.rival_s) == (1.0, 0.75, 2.0, 3.0, 2.0)
+    row = timed("x", ours, rival, target=0.9)
+    assert (row.ours, row.rival, row.ratio, row.ok) == ("3 s", "2 s", 1.0, False)
+
+
+def test_targets_from_above_and_from_below():
+    assert Row("x", ratio=1.0, target=1.0).ok is True
+    assert Row("x", ratio=9.0, target=8.0, at_least=True).ok is True
+    assert Row("x", ratio=7.0, target=8.0, at_least=True).ok is False
+    assert Row("x", target=1.0).ok is None
+    assert Row("x", ratio=1.0).ok is None
+
+
+def test_a_side_that_computes_something_else_is_not_timed():
+    losses = {"ours": iter([3.0, 2.0, 1.0]), "other": iter([3.0, 2.0, 1.1])}
+    with pytest.raises(AssertionError, match="other"):
+        agree({name: lambda _, found=found: next(found) for name, found in losses.items()}, None)
+    with pytest.raises(AssertionError, match="nothing was learnt"):
+        agree({"ours": lambda _: 1.0}, None)
+
+
+def test_only_options_that_exist_are_passed():
+    assert sides.offered(mesh=1, no_such_option=2) == {"mesh": 1}
+
+
+def test_layout_turns_and_stacks_values_and_specs_alike():
+    values = {"h.0.q.weight": np.zeros((6, 4)), "h.1.q.weight": np.ones((6, 4)), "ln.weight": np.ones(4)}
+    specs = {"h.0.q.weight": P("model"), "h.1.q.weight": P("model"), "ln.weight": P()}
+    layout = Layout(turn=lambda name, ndim: (1, 0) if ndim == 2 else None, stacked="h.")
+    found = layout.values(values)
+    assert {n: v.shape for n, v in found.items()} == {"h.q.weight": (2, 4, 6), "ln.weight": (4,)}
+    assert found["h.q.weight"][:, 0, 0].tolist() == [0, 1]
+    assert layout.specs(specs, values) == {"h.q.weight": P(None, None, "model"), "ln.weight": P(None)}
+
+
+SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (cases.gpt, cases.resnet)]
+
+
+@pytest.mark.parametrize("make", [cases.mlp, cases.llama, *SLOW], ids=lambda make: make.__name__)
+def test_hand_written_rivals_train_as_eager_torch_does(make):
+    torch.manual_seed(0)
+    case = make(quick=True)
+    optimizer = optax.adamw(sides.LEARNING_RATE)
+    rival = HandwrittenStep(case.rival, optimizer, ts.make_mesh(batch=2), sides.start_of(case.model))
+    eager = sides.eager_torch(case.model, case.loss_fn)
+    agree({"eager": eager, "rival": rival}, case.batch)
+
+
+def test_the_hand_written_resnet_keeps_torchs_running_statistics():
+    torch.manual_seed(0)
+    model, batch = models.ResNet((4, 8)), models.class_batch(8, 3, 32, 32)
+    optimizer = optax.adamw(sides.LEARNING_RATE)
+    start = sides.start_of(model)
+    rival = HandwrittenStep(cases.resnet(quick=True).rival, optimizer, ts.make_mesh(batch=1), start)
+    rival(batch)
+    models.class_loss(model, batch)
+    for name, wanted in model.named_buffers():
+        if "running" in name:  # float32, sums over 8 * 32 * 32 values in another order
+            np.testing.assert_allclose(rival.state[1][name], wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_function_runs_in_a_process_of_its_own_and_its_error_comes_back():
+    assert isolated("json:loads", s="[1, 2]") == [1, 2]
+    with pytest.raises(Failed, match="JSONDecodeError"):
+        isolated("json:loads", s="[")
+
+
+def test_rows_and_points_are_written(tmp_path):
+    found = {"step": [Row("a ÷ b", "1 s", "2 s", 0.5, (0.4, 0.6), 1.0)], "gpu": [Row("c", note="not measured")]}
+    points = [Point("compile", "seconds", side, "layers", x, x * y) for side, y in (("a", 1), ("b", 2)) for x in (4, 8)]
+    assert table(found, "title").row_count == 4  # two sections, two rows
+    paths = write(found, points, {"cores": 2}, tmp_path)
+    assert [path.name for path in paths] == ["benchmarks.json", "compile.png"]
+    read = json.loads(paths[0].read_text())
+    assert (read["cores"], [row["ok"] for row in read["rows"]], len(read["points"])) == (2, [True, None], 4)
+    assert paths[1].stat().st_size > 1000
