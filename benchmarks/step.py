@@ -57,8 +57,9 @@ def by_hand(case: Case, mesh: jax.sharding.Mesh, quick: bool) -> dict[str, Side]
 
 def without_mesh(case: Case, quick: bool) -> dict[str, Side]:
     """The rivals that run on one device; a quick run has a few of those that take long to compile."""
-    found = {"Flax NNX": flax_nnx(case.model), "eager torch": sides.eager_torch(case.model, case.loss_fn)}
-    if not quick or case.name in ("MLP", "GPT"):
+    found = {"eager torch": sides.eager_torch(case.model, case.loss_fn)}
+    if not quick or case.name == "GPT":
+        found["Flax NNX"] = flax_nnx(case.model)
         found["torchax"] = sides.torchax_step(case.model, case.loss_fn)
         found["loop of single adapters"] = sides.documents_loop(case.model, case.loss_fn)
     if not quick:
