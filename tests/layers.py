@@ -287,7 +287,9 @@ class Layered:
     says: str = ""
 
 
-def _case(name: str, build: Callable[[], nn.Module], *loops: tuple[int, int], says: str = "", **options: Any) -> Layered:
+def _case(
+    name: str, build: Callable[[], nn.Module], *loops: tuple[int, int], says: str = "", **options: Any
+) -> Layered:
     shape = options.pop("shape", (WIDTH,))
     out = options.pop("out", WIDTH)
     rules = options.pop("rules", {})

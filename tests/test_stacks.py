@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.cases import BATCH, CASES, make_mesh, squared_error
-from torch_shard._layers import find_stacks
+from torch_shard._layers import find_siblings, stack_layout
 from torch_shard._module import holdings
 from torch_shard._stacks import Layout, Stacks, stack_dicts
 
@@ -108,7 +108,8 @@ def test_dicts_are_stored_where_their_leaves_agree() -> None:
 
 def grouped(model: nn.Module, rules: Any = None) -> set[tuple[str, ...]]:
     plan = ts.ShardingPlan(rules or {}, default=P()).resolve(model, make_mesh((4, 2)))
-    layout = find_stacks(model, holdings(model), plan)
+    specs = {name: sharding.spec for name, sharding in plan.items()}
+    layout = stack_layout(model, holdings(model).all, find_siblings(model, specs, least=2))
     assert layout.names == tuple(holdings(model).all)
     return {group for group in layout.groups if len(group) > 1}
 

@@ -1,80 +1,124 @@
-"""Repeated layers: which entries of a module are the same entry of structurally equal siblings."""
+"""Repeated layers: numbered siblings that look alike, and which of their entries are stored together.
 
-from collections.abc import Hashable, Iterator, Mapping
+That they look alike is why a capture tries to make one program of them, and why they are stored stacked; that they are
+one program is proved by the capture (see `_regions`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jax.sharding import NamedSharding
+import torch
 from torch import nn
 
-from torch_shard._module import Holdings
-from torch_shard._stacks import Group, Layout
+from torch_shard._stacks import Layout
+
+LEAST = 3
+"""So many alike siblings are worth a loop."""
 
 
-def find_stacks(model: nn.Module, held: Holdings, shardings: Mapping[str, NamedSharding]) -> Layout:
-    """Which entries can be stored as rows of one array.
+@dataclasses.dataclass
+class Siblings:
+    """Modules of one container that may be one program.
 
-    Among the children of a container that are numbered from 0 (`ModuleList`, `Sequential` and their like), those are
-    grouped that hold the same: the same classes under the same relative names, and for each relative name the same
-    shape, dtype, sharding and kind (trainable, frozen or buffer). They need not stand next to each other. Of nested
-    containers the outermost with equal children counts. A tensor under several names stands alone.
+    Attributes:
+        path: Of the container.
+        members: Their paths, by `id` of the module, in order.
+        refused: Why each is captured by itself, if it is.
+        kinds: Numbers of the calls that begin a kind of their own, and which results the loss depends on, if not all.
+    """
+
+    path: str
+    members: dict[int, str]
+    refused: str | None = None
+    kinds: dict[int, tuple[bool, ...] | None] = dataclasses.field(default_factory=lambda: {0: None})
+
+
+def find_siblings(model: nn.Module, specs: Mapping[str, Any], least: int = LEAST) -> list[Siblings]:
+    """Numbered children (of `ModuleList`, `Sequential` and their like) that look alike, outermost first.
+
+    They need not stand next to each other: alike are those with the same classes under the same relative names, and for
+    each entry the same shape, dtype, spec and kind (trainable, frozen or buffer).
 
     Args:
         model: Only its structure is read.
-        held: Its entries.
-        shardings: By name.
+        specs: How each entry is split, by name.
+        least: How many there must be.
 
     Returns:
-        A layout of all entries, in the order of `held.all`. No group mixes kinds.
+        The groups; what stands beside a group and is not in it is a refused group.
     """
-    describe = _Describe(model, held, shardings)
-    return Layout.of(_find_groups(model, "", describe), held.all)
+    return list(_siblings(model, "", specs, least))
 
 
-class _Describe:
-    """What has to be equal for two children to be alike."""
-
-    def __init__(self, model: nn.Module, held: Holdings, shardings: Mapping[str, NamedSharding]) -> None:
-        self.entries: dict[str, Hashable] = {}
-        for kind, tensors in (("trainable", held.trainable), ("frozen", held.frozen), ("buffer", held.buffers)):
-            for name, t in tensors.items():
-                spec = tuple(shardings[name].spec)
-                padded = spec + (None,) * (t.ndim - len(spec))
-                self.entries[name] = (kind, type(t), tuple(t.shape), t.dtype, padded)
-        self.tied = _tied(model)
-
-    def __call__(self, path: str, child: nn.Module) -> tuple[Hashable, list[str]]:
-        """What is the same in a child that is alike, and the relative names of what can be stacked."""
-        classes = tuple((name, type(m)) for name, m in child.named_modules(remove_duplicate=False))
-        names = [name for name, _ in _all_entries(child)]
-        alone = [path + name in self.tied for name in names]
-        entries = tuple((n, None if tied else self.entries[path + n]) for n, tied in zip(names, alone, strict=True))
-        return (classes, entries), [n for n, tied in zip(names, alone, strict=True) if not tied]
+def _siblings(module: nn.Module, path: str, specs: Mapping[str, Any], least: int) -> Iterator[Siblings]:
+    named = list(module._modules.items())  # a scripted module has no other way to them
+    children = {f"{path}{name}": child for name, child in named if child is not None}
+    grouped: set[str] = set()
+    if [name for name, _ in named] == [str(number) for number in range(len(named))]:
+        looks = {at: _look(at, child, specs) for at, child in children.items()}
+        for look in dict.fromkeys(found for found in looks.values() if found is not None):
+            members = {id(children[at]): at for at, found in looks.items() if found == look}
+            if len(members) >= least:
+                grouped |= set(members.values())
+                yield Siblings(path.rstrip("."), members)
+        if grouped and (alone := {id(child): at for at, child in children.items() if at not in grouped}):
+            yield Siblings(path.rstrip("."), alone, "its classes, tensors or their splits differ from its siblings'")
+    for at, child in children.items():
+        if at not in grouped:
+            yield from _siblings(child, f"{at}.", specs, least)
 
 
-def _all_entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _look(path: str, module: nn.Module, specs: Mapping[str, Any]) -> Hashable | None:
+    """What alike modules agree in; None for what cannot be a program of its own."""
+    inner = list(module.named_modules(remove_duplicate=False))
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return None
+    if not any(True for _ in module.parameters()) or any(_has_hooks(m) for name, m in inner if name):
+        return None
+    classes = tuple((name, type(m), m.training) for name, m in inner)
+    return classes, tuple((n, *_about(t), _padded(specs.get(f"{path}.{n}"), t.ndim)) for n, t in _entries(module))
+
+
+def _about(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _padded(spec: Any, ndim: int) -> Hashable:
+    return None if spec is None else tuple(spec) + (None,) * (ndim - len(spec))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblings]) -> Layout:
+    """What is stored together: each entry of alike siblings. A tensor under several names stands alone.
+
+    Args:
+        model: Only its structure is read.
+        names: Of all entries, in order.
+        groups: Those that are refused stand alone.
+    """
+    tied = _tied(model)
+    stacks = []
+    for group in groups:
+        paths = list(group.members.values())
+        if group.refused is None:
+            relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
+            stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
+    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names)
 
 
 def _tied(model: nn.Module) -> set[str]:
     """The names of tensors that have several."""
     names: dict[int, list[str]] = {}
-    for name, tensor in _all_entries(model):
+    for name, tensor in _entries(model):
         names.setdefault(id(tensor), []).append(name)
-    return {name for same in names.values() if len(same) > 1 for name in same}
-
-
-def _find_groups(module: nn.Module, path: str, describe: _Describe) -> Iterator[Group]:
-    named = list(module._modules.items())  # a scripted module has no other way to them
-    children = {f"{path}{name}.": child for name, child in named if child is not None}
-    if [name for name, _ in named] == [str(number) for number in range(len(named))]:
-        alike: dict[Hashable, list[str]] = {}
-        for at, child in children.items():
-            alike.setdefault(describe(at, child)[0], []).append(at)
-        for members in (m for m in alike.values() if len(m) > 1):
-            _, names = describe(members[0], children[members[0]])
-            yield from (tuple(at + name for at in members) for name in names)
-            for at in members:
-                del children[at]
-    for at, child in children.items():
-        yield from _find_groups(child, at, describe)
+    return set(itertools.chain(*(same for same in names.values() if len(same) > 1)))

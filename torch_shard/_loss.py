@@ -1,6 +1,7 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import weakref
@@ -15,10 +16,11 @@ from torch_shard._batch import BatchSignature
 from torch_shard._capture import Spec
 from torch_shard._function import Program, ambient
 from torch_shard._guards import Guard
+from torch_shard._layers import Siblings
 from torch_shard._lower import compiler_options
 from torch_shard._module import Holdings, LossFn, call_with, eval_mode, holdings
 from torch_shard._regions import Regions
-from torch_shard._repeats import Repeats, Rolled, capture_layers
+from torch_shard._repeats import Repeats, Rolled, capture_layers, report
 from torch_shard._rolled import Row, Rows, array_of
 from torch_shard._stacks import Stacks
 from torch_shard._watch import ModuleFlags, flags_hold
@@ -43,12 +45,13 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program, Rolled | None, list[str]],
+        captured: tuple[Program, Rolled | None, list[Siblings]],
         names: list[str],
         model: torch.nn.Module,
         guard: Guard,
     ) -> None:
-        program, rolled, self.report = captured
+        program, rolled, self.groups = captured
+        self.report = report(self.groups, rolled)
         self.program, self.rolled, self.names = program, rolled, names
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
@@ -56,6 +59,12 @@ class LossProgram:
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
         self._attributes, self._guard = PlainAttributes(model), guard
+
+    def with_remat(self, remat: str) -> "LossProgram":
+        """The same program, with another choice of what is computed again in the backward pass."""
+        other = copy.copy(self)
+        other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
+        return other
 
     def outdated(self) -> str | None:
         """What has changed since the capture, of all that the signature does not tell; None if nothing has."""
@@ -137,8 +146,8 @@ class _Inputs:
         """Of which stack an input is a row, if it is one."""
         if number >= len(self._names) or not isinstance(self._tensors, Stacks):
             return None
-        stack, row = self._tensors.stored(self._names[number])
-        return None if row is None else Row(stack, row)
+        found = self._tensors.row(self._names[number])
+        return None if found is None else Row(*found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +171,7 @@ def loss_program(
     compute_dtype: torch.dtype | None = None,
     train: bool,
     caller: str,
-    repeats: Repeats = Repeats(scan=False),
+    repeats: Repeats,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 

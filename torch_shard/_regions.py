@@ -20,6 +20,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._attributes import Journal
 from torch_shard._capture import Graph, Spec, capture, in_transform, rehearse, unknown_like
+from torch_shard._layers import Siblings
 from torch_shard._lower import missing_lowerings
 from torch_shard._ops import keeps_whole
 from torch_shard._records import CannotShare, Record, hooks_refused
@@ -152,33 +153,16 @@ class Unused(Again):
         self.call, self.used = call, used
 
 
-@dataclasses.dataclass
-class Group:
-    """Modules that may be one program.
-
-    Attributes:
-        path: Of the container.
-        members: Their paths.
-        refused: Why its layers are captured one by one, if they are.
-        kinds: Numbers of the calls that begin a kind of their own, with the results that the loss depends on.
-    """
-
-    path: str
-    members: dict[int, str]
-    refused: str | None = None
-    kinds: dict[int, tuple[bool, ...] | None] = dataclasses.field(default_factory=lambda: {0: None})
-
-
 class Regions:
     """What one capture knows of repeated layers; `with regions.active(): ...` within the captured function."""
 
-    def __init__(self, groups: list[Group], modules: dict[int, nn.Module]) -> None:
+    def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
         self._group_of = {key: group for group in groups if not group.refused for key in group.members}
         self._found: dict[int, dict[Any, Region]] = {id(group): {} for group in groups}
         self._counts: dict[int, int] = {id(group): 0 for group in groups}
         self._latest: dict[int, Region] = {}
-        self._origins: dict[int, tuple[Group, int]] = {}
+        self._origins: dict[int, tuple[Siblings, int]] = {}
         self._inside = False
         self.calls: dict[int, Call] = {}
         """By the numbers in the graph."""
@@ -205,7 +189,7 @@ class Regions:
                 stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
             yield
 
-    def _call(self, group: Group, module: nn.Module, run: Callable[[], Any]) -> Any:
+    def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
         number, self._inside = self._counts[id(group)], True
         self._counts[id(group)] += 1
         layer, found = _Layer(module, run), self._found[id(group)]
@@ -232,7 +216,7 @@ class Regions:
         add_modules(region.flags)
         return layer.results(handle, region)
 
-    def origin_of(self, region: Region) -> tuple[Group, int]:
+    def origin_of(self, region: Region) -> tuple[Siblings, int]:
         """The group and the number of the call that a region was captured from."""
         return self._origins[id(region)]
 
@@ -275,14 +259,14 @@ def _on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwa
 
 
 class NewKind(Again):
-    def __init__(self, group: Group, number: int) -> None:
+    def __init__(self, group: Siblings, number: int) -> None:
         self.group, self.number = group, number
 
 
 class Refused(Again):
     """The layers of a group, or of all groups, cannot be regions."""
 
-    def __init__(self, group: Group | None, why: str) -> None:
+    def __init__(self, group: Siblings | None, why: str) -> None:
         self.group, self.why = group, why
 
 

@@ -1,4 +1,4 @@
-"""Capture a loss with its repeated layers as regions, roll them into loops, and say which layers are loops and why not."""
+"""A loss whose repeated layers are captured as regions and rolled into loops; which are, and of the others why not."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Spec
 from torch_shard._function import FlatFn, Program
-from torch_shard._groups import LEAST, groups_of
+from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random
-from torch_shard._regions import LAYER, LAYER_BACKWARD, MOST_KINDS, Again, Group, NewKind, Refused, Regions, Unused
+from torch_shard._regions import LAYER, LAYER_BACKWARD, MOST_KINDS, Again, Call, NewKind, Refused, Regions, Unused
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
 from torch_shard._steps import Step, steps_of
@@ -25,12 +25,12 @@ class Repeats:
 
     Attributes:
         scan: Whether they become loops: True, False, or "auto".
-        remat: What is computed again in the backward pass.
+        remat: What is computed again in the backward pass, one of `REMAT`, or a budget in bytes per device.
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
     """
 
     scan: bool | str = "auto"
-    remat: str = "none"
+    remat: str | int = "none"
     specs: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -38,25 +38,41 @@ class Repeats:
         """Whether layers are captured as regions at all."""
         return self.scan is not False or self.remat != "none"
 
-    def groups(self, model: nn.Module) -> list[Group]:
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What to compute again: one choice, or with a budget all of them, the fastest first."""
+        return (self.remat,) if isinstance(self.remat, str) else REMAT
+
+    def groups(self, model: nn.Module) -> list[Siblings]:
         """The layers of a model that may be one program."""
         least = LEAST if self.scan == "auto" and self.remat == "none" else 2
-        return groups_of(model, dict(self.specs).get, least) if self.wanted else []
+        return find_siblings(model, dict(self.specs), least) if self.wanted else []
 
 
 class Rolled:
-    """A captured program of steps and loops."""
+    """A captured program of steps and loops.
 
-    def __init__(self, program: Program, regions: Regions, repeats: Repeats) -> None:
-        self.calls = regions.calls
-        steps, self._outputs = steps_of(program.graph.module, regions.calls, repeats.remat)
-        self._items: list[Step | Loop] = roll(steps) if repeats.scan is not False else list(steps)
+    Args:
+        program: With an operator for each call of a layer.
+        calls: What these are.
+        scan: Whether to look for loops.
+        remat: What is computed again in the backward pass, one of `REMAT`.
+    """
+
+    def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
+        self._program, self.calls, self._scan = program, calls, scan
+        steps, self._outputs = steps_of(program.graph.module, calls, remat)
+        self._items: list[Step | Loop] = roll(steps) if scan else list(steps)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
     def graphs(self) -> list[GraphModule]:
         """Of the regions."""
         return [call.region.graph.module for call in self.calls.values()]
+
+    def with_remat(self, remat: str) -> "Rolled":
+        """The same program with another choice."""
+        return Rolled(self._program, self.calls, self._scan, remat)
 
     def run(self, key: Any, inputs: Inputs) -> list[Any]:
         """Arrays, and rows of stacked arrays."""
@@ -68,7 +84,7 @@ class Rolled:
         return [item for item in self._items if isinstance(item, Loop)]
 
 
-def report(groups: list[Group], rolled: Rolled | None) -> list[str]:
+def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
     """Lines that say which layers are loops, and of the others why not."""
     lines, scanned = [], set()
     for loop in rolled.loops if rolled else ():
@@ -87,7 +103,7 @@ def report(groups: list[Group], rolled: Rolled | None) -> list[str]:
 
 def capture_layers(
     model: nn.Module, repeats: Repeats, joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]], what: str
-) -> tuple[Program, Rolled | None, list[str]]:
+) -> tuple[Program, Rolled | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
@@ -97,7 +113,7 @@ def capture_layers(
         what: Name of the function, for errors.
 
     Returns:
-        The capture; its loops, if it has regions; and what became of the layers.
+        The capture; its loops, if it has regions; and the groups of layers, with what became of them.
 
     Raises:
         ValueError: Layers were asked to be loops and cannot be; with the reasons.
@@ -108,8 +124,7 @@ def capture_layers(
         regions = Regions(groups, modules)
         try:
             program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD))
-            rolled = Rolled(program, regions, repeats)
-            return program, rolled, report(groups, rolled)
+            return program, Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0]), groups
         except Again as reason:
             _learn(reason, regions)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
@@ -117,7 +132,7 @@ def capture_layers(
         finally:
             regions.release()
     _refuse_if_asked(groups, repeats, what)
-    return Program(*joint(None), what), None, report(groups, None)
+    return Program(*joint(None), what), None, groups
 
 
 def _learn(reason: Again, regions: Regions) -> None:
@@ -132,10 +147,13 @@ def _learn(reason: Again, regions: Regions) -> None:
         group.kinds[number] = reason.used
 
 
-def _refuse_if_asked(groups: list[Group], repeats: Repeats, what: str) -> None:
+def _refuse_if_asked(groups: list[Siblings], repeats: Repeats, what: str) -> None:
     """Say why there are no regions where the user has asked for what needs them."""
-    asked = "scan_layers=True" if repeats.scan is True else f"remat={repeats.remat!r}" if repeats.remat != "none" else None
-    if asked is None:
+    if repeats.scan is True:
+        asked = "scan_layers=True"
+    elif repeats.remat in REMAT[1:]:
+        asked = f"remat={repeats.remat!r}"
+    else:
         return
     reasons = [f"  {group.path} ({len(group.members)} layers): {group.refused}" for group in groups]
     found = "\n".join(reasons) or "  The model has no numbered siblings (nn.ModuleList, nn.Sequential) that look alike."
@@ -145,6 +163,6 @@ def _refuse_if_asked(groups: list[Group], repeats: Repeats, what: str) -> None:
     )
 
 
-def _refuse(groups: list[Group], why: str) -> None:
+def _refuse(groups: list[Siblings], why: str) -> None:
     for group in groups:
         group.refused = group.refused or why

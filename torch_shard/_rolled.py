@@ -151,7 +151,9 @@ class _Run:
             found: list[Any] = []
             known = {"carry": carry, "each": each, "fixed": fixed}
             for i, step in enumerate(steps):
-                sources = [_at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]]
+                sources = [
+                    _at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
+                ]
                 found.append(step.operate(key, places.get(i), sources))
             return (
                 [_at(found[number], path) for _, number, path in loop.carries],
@@ -159,7 +161,9 @@ class _Run:
             )
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
-        last, stacks = jax.lax.scan(body, first, ([rows for _, rows in per_row], places), length=count, reverse=backwards)
+        last, stacks = jax.lax.scan(
+            body, first, ([rows for _, rows in per_row], places), length=count, reverse=backwards
+        )
         for (number, path), stack in zip(results, stacks, strict=True):
             for q, span in enumerate(loop.iterations):
                 self._rows[span[number], path] = Row(stack, count - 1 - q if backwards else q)
@@ -191,7 +195,7 @@ def _at(value: Any, path: Sequence[int]) -> Any:
 
 
 def _runs_backwards(loop: Loop) -> bool:
-    """Whether later iterations read inputs and rows that come first: then the scan goes from the last row to the first."""
+    """Whether later iterations read what is stored first: then the scan goes from the last row to the first."""
     votes = 0
     for values in loop.each:
         if all(isinstance(v.source, int) for v in values):

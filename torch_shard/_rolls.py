@@ -18,7 +18,7 @@ LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention ha
 class Slot:
     """Where a step in a loop finds a source: `(kind, number)`, or for `own` the step of this iteration and its path.
 
-    Kinds: `own`, of this iteration; `carry`, of the iteration before; `each`, one per iteration; `fixed`, the same always.
+    Kinds: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
     """
 
     kind: str
@@ -141,7 +141,9 @@ class _Proof:
         holds = {
             "own": lambda q, v: own is not None and self._made(q, v) == own,
             "fixed": lambda q, v: v == first and self._is_before(v),
-            "carry": lambda q, v: self._is_before(v) if q == 0 else handed is not None and self._made(q - 1, v) == handed,
+            "carry": lambda q, v: (
+                self._is_before(v) if q == 0 else handed is not None and self._made(q - 1, v) == handed
+            ),
             "each": lambda q, v: self._is_before(v),
         }
         lengths = {kind: _prefix(values, test) for kind, test in holds.items()}

@@ -125,11 +125,6 @@ class Stacks(Mapping[str, Any]):
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
 
-    def stored(self, name: str) -> tuple[Any, int | None]:
-        """The array in which an entry is stored, and its row there (None if it stands alone)."""
-        number, row = self.layout.places[name]
-        return self.arrays[number], row
-
     def _rows(self, number: int, start: int, stop: int) -> Any:
         array, size = self.arrays[number], len(self.layout.groups[number])
         if size == 1:

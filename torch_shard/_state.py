@@ -11,7 +11,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._batched import run_by_name
-from torch_shard._layers import find_stacks
+from torch_shard._layers import Siblings, stack_layout
 from torch_shard._mesh import ResolvedPlan
 from torch_shard._module import Holdings
 from torch_shard._ops import jax_dtype
@@ -68,11 +68,11 @@ class StateLayout:
         plan: ResolvedPlan,
         optimizer: optax.GradientTransformation,
         *,
-        stack: bool,
+        groups: list[Siblings],
         caller: str,
     ) -> None:
         self._plan, self._caller, self._optimizer = plan, caller, optimizer
-        layout = find_stacks(model, held, plan) if stack else Layout.of((), held.all)
+        layout = stack_layout(model, held.all, groups)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )

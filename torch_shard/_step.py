@@ -76,7 +76,7 @@ class Step:
         """Whether a program that was compiled so far draws random numbers."""
         return any(compiled.random for compiled in self._compiled.values())
 
-    def _prepare(self, batch: Any) -> tuple["Compiled", list[jax.Array]]:
+    def _prepare(self, batch: Any, state: Any = None) -> tuple["Compiled", list[jax.Array]]:
         """The compiled program for this batch, and the batch on the mesh."""
         self._check_requires_grad()
         leaves, signature = flatten_batch(batch)
@@ -86,7 +86,7 @@ class Step:
         reason = compiled.outdated() if compiled else None
         if compiled is None or reason:
             placed = self._place(batch, leaves, signature)
-            compiled = self._compile(signature, placed)
+            compiled = self._compile(signature, placed, state)
             if self._compiled:
                 reason = reason or _difference(key, list(self._compiled)[-1])
                 logger.info("%s compiles again: %s", self.caller, reason)
@@ -110,7 +110,7 @@ class Step:
         self._microbatches.check(leaves, paths)
         return self.layout.put(leaves)
 
-    def _compile(self, signature: BatchSignature, placed: list[jax.Array]) -> "Compiled":
+    def _compile(self, signature: BatchSignature, placed: list[jax.Array], state: Any) -> "Compiled":
         if list(holdings(self.model).all) != list(self._held.all):
             raise ValueError(
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
@@ -126,7 +126,28 @@ class Step:
             repeats=self.repeats,
         )
         self._check_reach(program)
+        if isinstance(self.repeats.remat, int):
+            return self._within(self.repeats.remat, program, placed, state)
+        return self._jitted(program, placed)
+
+    def _jitted(self, program: LossProgram, placed: list[jax.Array]) -> "Compiled":
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated, self._cache)
+
+    def _within(self, budget: int, program: LossProgram, placed: list[jax.Array], state: Any) -> "Compiled":
+        """The program that computes the least again of those that fit into a budget of bytes per device."""
+        found = {}
+        for choice in self.repeats.choices if program.rolled else self.repeats.choices[:1]:
+            compiled = self._jitted(program.with_remat(choice), placed)
+            with self._cache.active():
+                found[choice] = compiled.num_bytes(self._normal(state), placed)
+            if found[choice] <= budget:
+                logger.info("%s: remat=%r takes %d of %d bytes per device", self.caller, choice, found[choice], budget)
+                return compiled
+        raise ValueError(
+            f"{self.caller}: no choice of remat fits into {budget} bytes per device: "
+            + ", ".join(f"{choice!r} takes {size}" for choice, size in found.items())
+            + ". Use smaller batches (accumulate_steps=), split more parameters, or raise the budget."
+        )
 
     def _check_reach(self, program: LossProgram) -> None:
         """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""
@@ -146,7 +167,9 @@ class Step:
     def report(self) -> str:
         """Which layers run as loops in the programs compiled so far, and of the others why not."""
         lines = [line for compiled in self._compiled.values() for line in compiled.report]
-        return "\n".join(dict.fromkeys(lines)) or ("No layers repeat." if self._compiled else "Nothing was compiled yet.")
+        return "\n".join(dict.fromkeys(lines)) or (
+            "No layers repeat." if self._compiled else "Nothing was compiled yet."
+        )
 
     def _normal(self, state: Any) -> Any:
         """The state as the program takes it."""
@@ -154,7 +177,7 @@ class Step:
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
-        compiled, arrays = self._prepare(batch)
+        compiled, arrays = self._prepare(batch, state)
         return compiled.jitted.lower(self._normal(state), arrays, compiled.closure())  # pyright: ignore
 
 
@@ -176,6 +199,12 @@ class Compiled:
             if self._placed[i][0] != tensor._version:
                 self._placed[i] = (tensor._version, put(tensor.detach(), self._sharding))
         return [array for _, array in self._placed]
+
+    def num_bytes(self, state: Any, arrays: list[jax.Array]) -> int:
+        """Memory of one device while the program runs: arguments, results and what is in between."""
+        memory = self.jitted.lower(state, arrays, self.closure()).compile().memory_analysis()  # pyright: ignore
+        parts = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+        return sum(parts) - memory.alias_size_in_bytes
 
     def __call__(self, state: Any, arrays: list[jax.Array]) -> Any:
         closure = self.closure() if self._tensors else []

@@ -52,7 +52,7 @@ class Passes:
 
     Attributes:
         forward: Gives the results, the token, the values that are saved, and the inputs that are.
-        backward: Takes the inputs that are at hand, then what was saved, then cotangents; None if nothing has a gradient.
+        backward: Takes the inputs that are at hand, what was saved, and cotangents; None if nothing has a gradient.
         at_hand: Numbers of the inputs that the backward pass takes from where the forward pass took them.
         num_saved: How many values and inputs are saved.
     """

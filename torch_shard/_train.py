@@ -12,6 +12,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._batched import run_by_name
+from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
 from torch_shard._placement import refuse_meta, to_host_by_name
@@ -34,7 +35,7 @@ def make_train_step(
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
     scan_layers: bool | str = "auto",
-    remat: str = "none",
+    remat: str | int = "none",
     accumulate_steps: int = 1,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> "TrainStep":
@@ -58,9 +59,13 @@ def make_train_step(
         compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
             (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
             changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
-        scan_layers: Whether the entries of repeated layers are stored as rows of one array each. The optimiser still
-            sees each parameter under its own name, in its own shape; what it does alike to all layers is done at once.
-            `"auto"` and True store together what is alike among numbered children; False stores each entry alone.
+        scan_layers: Whether repeated layers (numbered siblings that are one program) run as one loop, forward and
+            backward, so that the time to compile does not grow with depth. They are then stored as rows of one array
+            each; names, plan, optimiser and export stay those of the model. `"auto"`: where it is proved to mean the
+            same, for three layers or more; True: an error says why it cannot be; False: never. `step.report()` tells.
+        remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
+            everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
+            device, to take the first of these that fits, by compiling them.
 
     Notes:
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
@@ -146,9 +151,11 @@ class TrainStep(Step):
         self.optimizer = optimizer
         takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
-        self._layout = StateLayout(
-            model, self._held, self.plan, optimizer, stack=self.repeats.scan is not False, caller=self.caller
-        )
+        self._store(self.repeats.groups(model) if self.repeats.scan is not False else [])
+
+    def _store(self, groups: list[Siblings]) -> None:
+        """Keep states in this layout from now on: entries of these groups of layers are stored together."""
+        self._layout = StateLayout(self.model, self._held, self.plan, self.optimizer, groups=groups, caller=self.caller)
         self.shardings = self._layout.shardings
 
     def init(self, *, seed: int = 0) -> TrainState:
@@ -191,7 +198,7 @@ class TrainStep(Step):
         Raises:
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
-        compiled, arrays = self._prepare(batch)
+        compiled, arrays = self._prepare(batch, state)
         if state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
@@ -205,6 +212,8 @@ class TrainStep(Step):
     def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
+        if not self._compiled and any(group.refused for group in program.groups):
+            self._store(program.groups)  # layers that are no loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
         def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
