@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_shard._attributes import Change, settle
 from torch_shard._graph import check_outputs, outputs_of
@@ -42,6 +43,7 @@ from torch_shard._watch import ModuleFlags, Watch, flags_hold
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
+_LEFT = WeakIdKeyDictionary()  # what fakes of captures within the one under way mean in it
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 
@@ -134,6 +136,8 @@ def _fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, Watch]]:
             yield mode, watch
         finally:
             _MODES.remove(mode)
+            if not _MODES:
+                _LEFT.clear()
 
 
 def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
@@ -282,10 +286,17 @@ def _is_input(node: torch.fx.Node | None) -> bool:
     return node is not None and node.op != "call_function"
 
 
+def leave(fake: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
+    """Say what a fake of a capture within the one under way means in it, now that the inner one is over."""
+    _LEFT[fake] = value
+
+
 def _revive(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
+    if (value := _LEFT.get(tensor)) is not None:
+        return _revive(value())
     tracer: Any = getattr(tensor.fake_mode, "tracer", None)
     slot: Any = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
     with _disable_current_modes(), torch.no_grad():

@@ -18,6 +18,19 @@ LEAST = 3
 """So many alike siblings are worth a loop."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is known of the calls of one program.
+
+    Attributes:
+        used: Which results the loss depends on, of those with a gradient; None for all.
+        left: Numbers, in the record of a call, of tensors that it left behind (in a cache, a list) and that are used.
+    """
+
+    used: tuple[bool, ...] | None = None
+    left: tuple[int, ...] = ()
+
+
 @dataclasses.dataclass
 class Siblings:
     """Modules of one container that may be one program.
@@ -26,13 +39,17 @@ class Siblings:
         path: Of the container.
         members: Their paths, by `id` of the module, in order.
         refused: Why each is captured by itself, if it is.
-        kinds: Numbers of the calls that begin a kind of their own, and which results the loss depends on, if not all.
+        kinds: By the numbers of the calls that begin a kind of their own.
     """
 
     path: str
     members: dict[int, str]
     refused: str | None = None
-    kinds: dict[int, tuple[bool, ...] | None] = dataclasses.field(default_factory=lambda: {0: None})
+    kinds: dict[int, Kind] = dataclasses.field(default_factory=lambda: {0: Kind()})
+
+    def refuse(self, why: str) -> None:
+        """Let each member be captured by itself; the first reason stays."""
+        self.refused = self.refused or why
 
 
 def find_siblings(model: nn.Module, specs: Mapping[str, Any], least: int = LEAST) -> list[Siblings]:

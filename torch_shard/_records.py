@@ -39,6 +39,8 @@ class Record(TorchDispatchMode):
         self._alive: list[Any] = []
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
+        self.constants: list[torch.Tensor] = []
+        """Tensors that it made of Python's numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,6 +57,11 @@ class Record(TorchDispatchMode):
         behind = tuple(self._behind(t.grad_fn, nodes) for t in own if t.requires_grad)
         returned = tuple(self._numbers.get(id(leaf)) for leaf in leaves)
         return tuple(self._events), str(tree), returned, behind
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The tensors that the call has made, by number."""
+        alive = [t for t in self._alive if isinstance(t, torch.Tensor)]
+        return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
     def made(self, value: Any) -> bool:
         """Whether `value` is a tensor that the call has made."""
@@ -91,6 +98,7 @@ class Record(TorchDispatchMode):
                 about = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
                 return "outside", len(self.outside) - 1, about
         if type(tensor) is torch.Tensor and tensor.numel() <= 64:
+            self.constants.append(tensor)
             return "constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist())
         raise CannotShare("it uses a tensor whose origin is not known")
 

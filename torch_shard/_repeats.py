@@ -9,9 +9,10 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Spec
 from torch_shard._function import FlatFn, Program
+from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random
-from torch_shard._regions import LAYER, LAYER_BACKWARD, MOST_KINDS, Again, Call, NewKind, Refused, Regions, Unused
+from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
 from torch_shard._steps import Step, steps_of
@@ -126,25 +127,14 @@ def capture_layers(
             program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD))
             return program, Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0]), groups
         except Again as reason:
-            _learn(reason, regions)
+            reason.learn(groups)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
-            _refuse(groups, f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}")
+            why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
+            Refused(None, why).learn(groups)
         finally:
             regions.release()
     _refuse_if_asked(groups, repeats, what)
     return Program(*joint(None), what), None, groups
-
-
-def _learn(reason: Again, regions: Regions) -> None:
-    if isinstance(reason, Refused):
-        _refuse([reason.group] if reason.group else regions.groups, reason.why)
-    elif isinstance(reason, NewKind):
-        reason.group.kinds[reason.number] = None
-        if len(reason.group.kinds) > MOST_KINDS:
-            reason.group.refused = f"its layers are more than {MOST_KINDS} different programs"
-    elif isinstance(reason, Unused):
-        group, number = regions.origin_of(reason.call.region)
-        group.kinds[number] = reason.used
 
 
 def _refuse_if_asked(groups: list[Siblings], repeats: Repeats, what: str) -> None:
@@ -161,8 +151,3 @@ def _refuse_if_asked(groups: list[Siblings], repeats: Repeats, what: str) -> Non
         f"{what}: {asked} needs repeated layers that are one program, and there are none:\n\n{found}\n\n"
         'Use scan_layers="auto" and remat="none", or wrap what is to be computed again in torch.utils.checkpoint.'
     )
-
-
-def _refuse(groups: list[Siblings], why: str) -> None:
-    for group in groups:
-        group.refused = group.refused or why

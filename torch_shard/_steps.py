@@ -9,9 +9,9 @@ import jax
 from torch.fx import GraphModule, Node
 
 from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._lower import lower, operation, sources_of
 from torch_shard._partition import partition
-from torch_shard._regions import LAYER, LAYER_BACKWARD, Call, Region
 
 Operate = Callable[[Any, Any, Sequence[Any]], Any]
 

@@ -82,7 +82,8 @@ class Watch(TorchFunctionMode):
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
             original = self._revive(tensor)
-            self._standins[id(tensor)] = (self._make_standin(original), original, tensor)
+            standin = original if self._is_of_capture(original) else self._make_standin(original)
+            self._standins[id(tensor)] = (standin, original, tensor)
         return self._standins[id(tensor)][0]
 
     def was_read(self, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,195 @@
+"""A captured layer as one opaque operator in the graph of the whole, its backward pass as another."""
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from torch_shard._capture import Graph
+from torch_shard._layers import Kind, Siblings
+from torch_shard._watch import ModuleFlags
+
+MOST_KINDS = 4
+"""So many different programs may the calls of one group be."""
+
+
+@dataclasses.dataclass
+class Region:
+    """One captured layer, forward and backward.
+
+    Attributes:
+        group: Whose layer it is.
+        number: Of the call that it was captured from.
+        graph: `(*buffers, *other tensors, *cotangents) -> (*results, *gradients, *new buffers)`, functional.
+        inputs: For each input of the graph, `("buffer" | "outside" | "constant" | "cotangent", number)`.
+        constants: Tensors that the layer makes of Python's numbers.
+        num_results: How many results the layer has; new values of buffers that it assigned are
+            among them, and what it left behind.
+        gradients: For each gradient, the number of the input that it belongs to, cotangents not counted.
+        flags: Modules that ran.
+        num_draws: How many random operators it has.
+        differentiable: Which results require a gradient.
+        remat: Whether the user's own checkpoint computes it again in the backward pass.
+    """
+
+    group: Siblings
+    number: int
+    graph: Graph
+    inputs: list[tuple[str, int]]
+    constants: list[torch.Tensor]
+    num_results: int
+    gradients: list[int]
+    flags: ModuleFlags
+    num_draws: int
+    differentiable: list[bool]
+    remat: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What is known of its calls."""
+        return self.group.kinds[self.number]
+
+    @property
+    def tensors(self) -> list[tuple[str, int]]:
+        """The inputs that are no cotangents."""
+        return [(kind, number) for kind, number in self.inputs if kind != "cotangent"]
+
+    @property
+    def fakes(self) -> list[torch.Tensor]:
+        """What the outputs of the graph look like."""
+        return [node.meta["val"] for node in self.graph.module.graph.output_node().args[0]]  # pyright: ignore
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """What the forward pass gives: results, and new values of buffers written in place."""
+        fakes = self.fakes
+        return fakes[: self.num_results] + fakes[self.graph.num_outputs :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer: which region it is, and where its random numbers begin."""
+
+    region: Region
+    path: str
+    place: int
+
+
+CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
+"""The calls in captures, by their numbers in the graphs."""
+
+
+@torch.library.custom_op("torch_shard::layer", mutates_args=())
+def _layer(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_layer.register_fake
+def _layer_shapes(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [*(_like(fake) for fake in CALLS[call].region.results), torch.empty(0, device="cpu")]
+
+
+@torch.library.custom_op("torch_shard::layer_backward", mutates_args=())
+def _layer_backward(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_layer_backward.register_fake
+def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    region = CALLS[call].region
+    return [_like(fake) for fake in region.fakes[region.num_results : region.graph.num_outputs]]
+
+
+LAYER, LAYER_BACKWARD = torch.ops.torch_shard.layer.default, torch.ops.torch_shard.layer_backward.default
+
+
+def _like(fake: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+
+
+class LayerCall(torch.autograd.Function):
+    """`apply(number of the call, *tensors) -> results`, in the trace of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        region = CALLS[number].region
+        *outputs, ctx.token = torch.ops.torch_shard.layer(number, list(tensors))  # the backward pass needs this call
+        ctx.number = number
+        ctx.set_materialize_grads(False)
+        kept = [t for t, (kind, _) in zip(tensors, region.tensors, strict=True) if kind != "buffer"]
+        ctx.save_for_backward(*kept)  # for autograd's check that nobody writes to them in between
+        constant = [not d for d in region.differentiable]
+        ctx.mark_non_differentiable(*itertools.compress(outputs, constant), *outputs[len(constant) :])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        call = CALLS[ctx.number]
+        assert ctx.saved_tensors is not None
+        if torch.is_grad_enabled():
+            raise Refused(None, "the loss takes a derivative of its gradient")
+        chosen = list(itertools.compress(cotangents, call.region.differentiable))
+        if any(c is None for c in chosen):
+            raise Unused(call.region, tuple(c is not None for c in chosen))
+        found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, chosen)
+        grads = dict(zip(call.region.gradients, found, strict=True))
+        return None, *(grads.get(position) for position in range(len(call.region.tensors)))
+
+
+class Again(BaseException):
+    """The capture must start again, knowing more; no `except Exception` of a model stops it."""
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """Note on the groups of the capture what is known now."""
+        raise NotImplementedError
+
+
+class Refused(Again):
+    """The layers of a group, or of all groups, cannot be regions."""
+
+    def __init__(self, group: Siblings | None, why: str) -> None:
+        self._group, self._why = group, why
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """Each is captured by itself."""
+        for group in [self._group] if self._group else groups:
+            group.refuse(self._why)
+
+
+class NewKind(Again):
+    """A call is another program than those before."""
+
+    def __init__(self, group: Siblings, number: int) -> None:
+        self._group, self._number = group, number
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """It begins a kind of its own."""
+        self._group.kinds[self._number] = Kind()
+        if len(self._group.kinds) > MOST_KINDS:
+            self._group.refuse(f"its layers are more than {MOST_KINDS} different programs")
+
+
+class Unused(Again):
+    """The loss does not depend on some results of a layer."""
+
+    def __init__(self, region: Region, used: tuple[bool, ...]) -> None:
+        self._region, self._used = region, used
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """They have no cotangents."""
+        region = self._region
+        region.group.kinds[region.number] = dataclasses.replace(region.kind, used=self._used)
+
+
+class LeftBehind(Again):
+    """A tensor that a layer left behind is used after all."""
+
+    def __init__(self, region: Region, number: int) -> None:
+        self._region, self._number = region, number
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """It is another result."""
+        region = self._region
+        region.group.kinds[region.number] = Kind(left=(*region.kind.left, self._number))

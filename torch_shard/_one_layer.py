@@ -1,0 +1,209 @@
+"""One call of one layer: captured as a region, or run on fakes to see that it is the program of another call."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._attributes import Journal
+from torch_shard._capture import Graph, Spec, capture, leave, rehearse, unknown_like
+from torch_shard._layer_ops import LayerCall, LeftBehind, Region
+from torch_shard._layers import Kind, Siblings
+from torch_shard._lower import missing_lowerings
+from torch_shard._ops import keeps_whole
+from torch_shard._records import CannotShare, Record
+from torch_shard._values import num_draws
+from torch_shard._watch import as_captured, binding, current_watch
+
+
+class OneLayer:
+    """One call of one module."""
+
+    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
+        self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
+        self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
+        self.parameters = list(module.parameters())
+        self.record = Record()
+        self.out: Any = None
+        self.passed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.assigned: dict[str, torch.Tensor] = {}
+
+    def _forward(self, *buffers: torch.Tensor) -> Any:
+        """Run the module, once; what it leaves changed is taken back."""
+        journal = Journal()
+        journal.note(self.module.named_modules())
+        with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
+            self.out = self.run()
+        if changes := journal.restore():
+            raise CannotShare(f"forward changes the attribute {changes[0].path}")
+        if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
+            raise CannotShare("forward assigns a parameter anew")
+        now = dict(self.module.named_buffers())
+        self.assigned = {name: now[name] for name, b in self.buffers.items() if now.get(name) is not b}
+        for name in self.assigned:
+            _set_buffer(self.module, name, self.buffers[name])
+        watch = current_watch()
+        assert watch is not None
+        self.passed = watch.standins()  # what it may return as it was given
+        return self.out, self.assigned
+
+    def rehearse(self) -> Any:
+        """The record of the call, without a graph."""
+
+        def run() -> Any:
+            buffers = [torch.empty_like(b) for b in map(as_captured, self.buffers.values())]
+            return self._key(self._forward(*buffers))
+
+        try:
+            return rehearse(run)[0]
+        except Exception as error:
+            raise CannotShare(_first_line(error)) from error
+
+    def _key(self, result: Any) -> Any:
+        kinds = tuple((name, tuple(b.shape), b.dtype) for name, b in self.buffers.items())
+        return self.grad, torch.is_autocast_enabled("cpu"), kinds, self.record.close(result)
+
+    def capture(self, group: Siblings, number: int) -> tuple[Any, Region]:
+        """The record of the call and its region."""
+        kind = group.kinds[number]
+        cotangents: list[torch.Tensor] = []
+        found: list[Any] = []
+
+        def run(*buffers: torch.Tensor) -> Any:
+            key = self._key(self._forward(*buffers))
+            results = self._own_results(kind)
+            _refuse_views(results, buffers)
+            flags = [r.requires_grad for r in results]
+            chosen = [r for r in results if r.requires_grad]
+            if kind.used is not None:
+                flags = _narrowed(flags, kind.used)
+                chosen = list(itertools.compress(chosen, kind.used))
+            watch = current_watch()
+            assert watch is not None
+            wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
+            cotangents.extend(map(unknown_like, chosen))
+            grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True) if chosen else []
+            given = {key: g for key, g in zip(wanted, grads, strict=False) if g is not None}
+            found[:] = [key, flags, list(given), num_draws()]
+            return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)
+
+        try:
+            graph = capture(run, [Spec(tuple(b.shape), b.dtype) for b in self.buffers.values()], keep=keeps_whole)
+        except Exception as error:
+            raise CannotShare(_first_line(error)) from error
+        key, flags, given, draws = found
+        inputs = self._inputs(graph, cotangents)
+        tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
+        order = [tensors.index(("outside", self._outside(key))) for key in given]
+        about: Any = (graph, inputs, self.record.constants, graph.aux, order, graph.modules, draws, flags)
+        return key, Region(group, number, *about)
+
+    def _outside(self, key: int) -> int:
+        return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
+
+    def _inputs(self, graph: Graph, cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
+        """Where each input of the graph comes from."""
+        if missing := missing_lowerings(graph.module):
+            raise CannotShare(f"{missing[0].target} has no lowering")
+        known = {"outside": self.record.outside, "cotangent": cotangents, "constant": self.record.constants}
+        origins = {id(t): (origin, i) for origin, tensors in known.items() for i, t in enumerate(tensors)}
+        if any(id(t) not in origins for t in graph.closure):
+            raise CannotShare("it uses a tensor whose origin is not known")
+        return [("buffer", i) for i in range(len(self.buffers))] + [origins[id(t)] for t in graph.closure]
+
+    def _own_results(self, kind: Kind) -> list[torch.Tensor]:
+        """The tensors that the call has made and returns, or left for others, each once."""
+        made = self.record.tensors()
+        leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in kind.left)]
+        return list({id(t): t for t in leaves if self.record.made(t)}.values())
+
+    def results(self, handle: int, region: Region) -> Any:
+        """What the call returns: the results of its operator in their places; new values of buffers are written."""
+        given = {
+            "buffer": list(self.buffers.values()),
+            "outside": self.record.outside,
+            "constant": region.constants,
+        }
+        tensors = [as_captured(given[kind][i]) for kind, i in region.tensors]
+        outputs = LayerCall.apply(handle, *tensors)
+        own = self._own_results(region.kind)
+        new = {id(fake): tensor for fake, tensor in self.passed}
+        new |= dict(zip(map(id, own), outputs, strict=False))  # pyright: ignore[reportArgumentType]
+        with torch.no_grad():
+            for position, value in zip(region.graph.written, outputs[len(own) :], strict=True):  # pyright: ignore
+                given["buffer"][position].copy_(value)
+        for name, tensor in self.assigned.items():
+            _set_buffer(self.module, name, new[id(tensor)])  # a new tensor: Python may hold the old one still
+        for number, fake in self.record.tensors().items():
+            leave(fake, functools.partial(_left, region, number, new.get(id(fake))))
+        for fake, tensor in self.passed:
+            leave(fake, functools.partial(_given, tensor))
+        return torch_pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), self.out)
+
+
+def _left(region: Region, number: int, result: torch.Tensor | None) -> torch.Tensor:
+    if result is None:
+        raise LeftBehind(region, number)
+    return result
+
+
+def _given(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _narrowed(flags: list[bool], used: Sequence[bool]) -> list[bool]:
+    answers = iter(used)
+    return [flag and next(answers) for flag in flags]
+
+
+def _refuse_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    watch = current_watch()
+    assert watch is not None
+    given = [fake for fake, _ in watch.standins()] + list(buffers)
+    storages = [t.untyped_storage()._cdata for t in (*given, *results)]
+    if len(set(storages[len(given) :])) < len(results) or set(storages[: len(given)]) & set(storages[len(given) :]):
+        raise CannotShare("it returns a view of what it was given, or two views of one tensor")
+
+
+def _set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._buffers[leaf] = value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+@contextlib.contextmanager
+def saving_plainly() -> Iterator[None]:
+    """Hooks on saved tensors that are active around a layer see what the layer saves, not what happens in it."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module on what stands in the capture under way for its arguments and its own tensors.
+
+    Torch functions would find that by themselves, but `autograd.Function.apply` is none.
+    """
+    args, kwargs = torch_pytree.tree_map_only(torch.Tensor, as_captured, (args, kwargs))
+    held = [(d, name, t) for m in module.modules() for d in (m._parameters, m._buffers) for name, t in d.items()]
+    for tensors, name, tensor in held:
+        tensors[name] = None if tensor is None else as_captured(tensor)  # pyright: ignore
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        for tensors, name, tensor in held:
+            if tensor is not None and tensors.get(name) is as_captured(tensor):  # else forward has assigned another
+                tensors[name] = tensor
