@@ -15,6 +15,7 @@ from torch_shard._accumulate import Microbatches
 from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._compile_cache import CompileCache
 from torch_shard._function import ambient
+from torch_shard._fused import find_fused
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings, shared_memory
@@ -126,9 +127,12 @@ class Step:
             repeats=self.repeats,
         )
         self._check_reach(program)
-        if isinstance(self.repeats.remat, int):
-            return self._within(self.repeats.remat, program, placed, state)
-        return self._jitted(program, placed)
+        budget = self.repeats.remat if isinstance(self.repeats.remat, int) else None
+        compiled = self._jitted(program, placed) if budget is None else self._within(budget, program, placed, state)
+        compiled.fused = list(map(str, find_fused(program, self.plan, self.layout.spec)))
+        for finding in compiled.fused:
+            logger.warning("%s: %s", self.caller, finding)
+        return compiled
 
     def _jitted(self, program: LossProgram, placed: list[jax.Array]) -> "Compiled":
         return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated, self._cache)
@@ -165,11 +169,12 @@ class Step:
         raise NotImplementedError
 
     def report(self) -> str:
-        """Which layers run as loops in the programs compiled so far, and of the others why not."""
-        lines = [line for compiled in self._compiled.values() for line in compiled.report]
-        return "\n".join(dict.fromkeys(lines)) or (
-            "No layers repeat." if self._compiled else "Nothing was compiled yet."
-        )
+        """Which layers run as loops in the programs compiled so far, of the others why not, and what is slow."""
+        if not self._compiled:
+            return "Nothing was compiled yet."
+        layers = [line for compiled in self._compiled.values() for line in compiled.report] or ["No layers repeat."]
+        fused = [line for compiled in self._compiled.values() for line in compiled.fused]
+        return "\n".join(dict.fromkeys(layers + fused))
 
     def _normal(self, state: Any) -> Any:
         """The state as the program takes it."""
@@ -191,6 +196,8 @@ class Compiled:
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self.random, self.report = program.random, program.report
+        self.fused: list[str] = []
+        """What to say of projections that are split across their pieces."""
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:
