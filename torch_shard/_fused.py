@@ -5,8 +5,9 @@ products: as tensors of stride 0 along all other dims, so that torch's own views
 computed. Where a piece is cut out whose rows are not spread evenly over the shards, XLA has to move it.
 
 Followed: views, products, pointwise operators, calls of repeated layers. Not followed, and so not found: convolutions,
-recurrent layers, embeddings, reductions, reshapes that merge the split dim with another, the bodies of branches and
-loops, dims that are split over an axis of the batch (XLA gathers such weights first).
+recurrent layers, embeddings, reductions, reshapes that merge the split dim with another, strided slices (which XLA
+gathers though they are even), what a piece is cut into further once it is not even, the bodies of branches and loops,
+dims that are split over an axis of the batch (XLA gathers such weights first).
 """
 
 import dataclasses
@@ -91,7 +92,7 @@ class Fused:
         if len(split.shape) != 2 or parts[1 - split.dim] is not None or split.shape[1 - split.dim] % split.num_shards:
             return ""
         swapped = PartitionSpec(None, parts[0]) if split.dim == 0 else PartitionSpec(parts[1])
-        return f", or split its other dim: {describe_spec(swapped)}"
+        return f", or split its other dim, {describe_spec(swapped)}, for one gather or sum instead"
 
 
 def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSpec) -> list[Fused]:
