@@ -251,10 +251,23 @@ def test_weights_that_are_split_with_the_batch_are_not_warned_of(caplog: pytest.
     assert _compiled(WARNED[0], caplog, **options)[2]
 
 
-def test_a_crop_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A padded vocabulary: one piece, of which little moves."""
-    case = Case("crop", lambda: Gated(lambda y: y[..., :16]))
-    assert not _compiled(case, caplog)[2]
+FEW = {
+    "crop": lambda y: y[..., :16],  # a padded vocabulary
+    "rows": lambda y: y[..., 3:4] - y[..., 7:8].expand(BATCH, 4, 16),  # two answers of a language model
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_moves_little_is_not_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert not _compiled(Case(name, lambda: Gated(FEW[name])), caplog)[2]
+
+
+def test_rows_are_followed_through_products_with_vectors(caplog: pytest.LogCaptureFixture) -> None:
+    def mean_over_time(y: torch.Tensor) -> torch.Tensor:
+        return gate_first(y.transpose(1, 2) @ torch.full((4,), 0.25))[:, None]
+
+    _, _, (warning,) = _compiled(Case("mean", lambda: Gated(mean_over_time)), caplog)
+    assert HALVES in warning
 
 
 def test_evaluation_warns_too(caplog: pytest.LogCaptureFixture) -> None:

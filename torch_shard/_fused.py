@@ -149,10 +149,11 @@ class _Follow:
         """By the split and the shape that it was cut in: for each piece, by its first row and size, if it is even."""
 
     def found(self) -> Iterable[Fused]:
-        """Of those that are cut into several pieces: a single one is a crop, and moves little."""
+        """Of those that are cut into several pieces, of most of them: a crop or a few rows move little."""
         for (split, shape), pieces in self._cuts.items():
             sizes = tuple(size for _, size in sorted(pieces))
-            if len(sizes) > 1 and sum(sizes) <= math.prod(shape) and not all(pieces.values()):
+            is_partition = len(sizes) > 1 and 0.5 <= sum(sizes) / math.prod(shape) <= 1
+            if is_partition and not all(pieces.values()):
                 yield Fused(split, sizes)
 
     def run(self, graph: Graph, inputs: Sequence[Rows], outputs: Sequence[Any]) -> list[Rows]:
@@ -249,6 +250,7 @@ def _moved(node: Node, source: Node, rows: torch.Tensor) -> Any:
 def _product(rows: torch.Tensor, is_left: bool, shape: tuple[int, ...]) -> torch.Tensor | None:
     """The rows in a product: of those along a summed dim nothing is left."""
     summed = -1 if is_left else -2
-    if rows.ndim < 2 or len(shape) < 2 or (rows.size(summed) > 1 and rows.stride(summed)):
+    if rows.ndim < 2 or (rows.size(summed) > 1 and rows.stride(summed)):
         return None
-    return rows.narrow(summed, 0, 1).expand(shape)
+    left = rows.narrow(summed, 0, 1)
+    return (left if rows.ndim <= len(shape) else left.squeeze(summed)).expand(shape)  # a vector takes a dim away
