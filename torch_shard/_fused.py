@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._layer_ops import LAYER, Call
 from torch_shard._loss import LossProgram
 from torch_shard._mesh import ResolvedPlan, describe_spec
-from torch_shard._regions import LAYER, Call
 
 _VIEWS = {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}
 _VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
