@@ -248,6 +248,77 @@ class Sampling(Stack):
         return super().forward(x) * sum(self.seen)
 
 
+class HandingOver(Stack):
+    """The first block leaves what the others read, by a dict that all of them are given."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+            first = shared.setdefault("first", self.norm(x))
+            return super().forward(x) + first.sin() * self.norm(x)
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, shared = self.start(x), {}
+        for block in self.blocks:
+            x = block(x, shared)
+        return x + shared["first"]
+
+
+class WithConstants(Block):
+    """Tensors made of Python's numbers, one of them of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = torch.tensor([])
+        gates = torch.tensor([0.5, 1.5])
+        return super().forward(torch.cat([empty, x * gates.repeat(WIDTH // 2)], -1))
+
+
+class WritingAfter(Sampling):
+    """What a block left is overwritten outside, also through a view, before and after it is read."""
+
+    class Layer(Block):
+        def __init__(self, seen: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.leave = seen.append
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.leave(x.detach().abs())
+            return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        y = Stack.forward(self, x)
+        for i, left in enumerate(self.seen):
+            y = y + left
+            left[:, 0].mul_(i)
+            y = y * left.cos()
+        return y
+
+
+class Listing(Stack):
+    """Blocks are given a list to which they append, and return it."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            seen.append(x.tanh())
+            if len(seen) > 1:
+                seen[0] = seen[0] * 0.5
+            return super().forward(x), seen
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        x, returned = self.start(x), None
+        for block in self.blocks:
+            x, returned = block(x, seen)
+        assert returned is seen
+        return x + sum(seen)
+
+
 def _varied(change: Callable[[Stack], Any], **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Stack(**options)
@@ -325,7 +396,11 @@ LAYERED = [
     _case("split otherwise", lambda: Stack(depth=7), says="blocks.3", rules=ONE_APART),
     _case("in place", lambda: Stack(InPlace), says="blocks.0: "),
     _case("a view", lambda: Stack(Viewing), says="a view"),
-    _case("an attribute", lambda: Stack(Remembering), says="size", loss_fn=with_sizes),
-    _case("a list", Sampling, says="earlier capture"),
+    _case("an attribute", lambda: Stack(Remembering), loss_fn=with_sizes),
+    _case("a list", Sampling),
+    _case("handed over", HandingOver, (DEPTH - 1, 1), (DEPTH - 1, 1)),
+    _case("given a list", Listing, says="no neighbour runs the same program"),
+    _case("constants", lambda: Stack(WithConstants)),
+    _case("written afterwards", WritingAfter),
     _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),
 ]

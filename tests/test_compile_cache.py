@@ -145,7 +145,7 @@ def test_jaxs_own_settings_and_cache_are_left_alone(tmp_path: Path) -> None:
         for name, value in before.items():
             jax.config.update(name, value)
         reset_cache()
-    assert {name.split("-")[0] for name in programs} == {"jit_train_step", "jit_init_fn"}
+    assert {name.split("-")[0] for name in programs} == {"jit_train_step", "jit_init_opt_state"}
     assert entries(ours) == programs
     assert any("lambda" in name for name in entries(theirs))
     assert not any("train_step" in name for name in entries(theirs))

@@ -96,7 +96,7 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False) -> Graph:
+def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True) -> Graph:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
     Args:
@@ -104,6 +104,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         specs: The inputs.
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
         explain: Record module paths and source lines on the nodes (slower; for error messages).
+        restore: Put back the attributes that `fn` changes on modules; otherwise a capture around this one does.
 
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
@@ -113,7 +114,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         try:
             graph = _capture(fn, specs, keep, explain, mode, watch)
         finally:
-            changes = watch.journal.restore()
+            changes = watch.journal.restore() if restore else []
         if drawn != (random.getstate(), str(np.random.get_state())):
             raise NotImplementedError(
                 "The captured function draws from Python's `random` or from numpy.random. It runs once, so a compiled "
@@ -315,9 +316,11 @@ def _constant(tracer: Any, node: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
     with _disable_current_modes(), torch._C._DisableFuncTorch(), mode:  # below the levels of torch.func
-        fake = _empty_like(tensor) if isinstance(tensor, FakeTensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-        return fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, FakeTensor):  # of a capture around this one: strides are the program's own
+            return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+        return torch.empty(tensor.shape, **options)
 
 
 # How PyTorch says, in different places, that it has no values to give.

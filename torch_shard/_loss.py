@@ -196,7 +196,7 @@ def loss_program(
         guard, captured = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
-            guard, captured = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
+            guard = Guard(model, loss_fn)  # it counted once more
         programs[key] = LossProgram(captured, list(held.all), model, guard)
     return programs[key]
 

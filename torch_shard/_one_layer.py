@@ -1,5 +1,6 @@
 """One call of one layer: captured as a region, or run on fakes to see that it is the program of another call."""
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._attributes import Journal
 from torch_shard._capture import Graph, Spec, capture, leave, rehearse, unknown_like
 from torch_shard._layer_ops import LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
@@ -34,13 +34,9 @@ class OneLayer:
         self.assigned: dict[str, torch.Tensor] = {}
 
     def _forward(self, *buffers: torch.Tensor) -> Any:
-        """Run the module, once; what it leaves changed is taken back."""
-        journal = Journal()
-        journal.note(self.module.named_modules())
+        """Run the module, once; new buffers are taken back."""
         with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
             self.out = self.run()
-        if changes := journal.restore():
-            raise CannotShare(f"forward changes the attribute {changes[0].path}")
         if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
             raise CannotShare("forward assigns a parameter anew")
         now = dict(self.module.named_buffers())
@@ -93,7 +89,9 @@ class OneLayer:
             return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)
 
         try:
-            graph = capture(run, [Spec(tuple(b.shape), b.dtype) for b in self.buffers.values()], keep=keeps_whole)
+            graph = capture(
+                run, [Spec(tuple(b.shape), b.dtype) for b in self.buffers.values()], keep=keeps_whole, restore=False
+            )
         except Exception as error:
             raise CannotShare(_first_line(error)) from error
         key, flags, given, draws = found
@@ -143,7 +141,9 @@ class OneLayer:
             leave(fake, functools.partial(_left, region, number, new.get(id(fake))))
         for fake, tensor in self.passed:
             leave(fake, functools.partial(_given, tensor))
-        return torch_pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), self.out)
+        return torch_pytree.tree_map(
+            lambda leaf: new.get(id(leaf), leaf), _replaced(self.out, new), is_leaf=lambda v: type(v) in _MUTABLE
+        )
 
 
 def _left(region: Region, number: int, result: torch.Tensor | None) -> torch.Tensor:
@@ -197,13 +197,27 @@ def on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwar
 
     Torch functions would find that by themselves, but `autograd.Function.apply` is none.
     """
-    args, kwargs = torch_pytree.tree_map_only(torch.Tensor, as_captured, (args, kwargs))
-    held = [(d, name, t) for m in module.modules() for d in (m._parameters, m._buffers) for name, t in d.items()]
-    for tensors, name, tensor in held:
-        tensors[name] = None if tensor is None else as_captured(tensor)  # pyright: ignore
+    held = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+    given = [*torch_pytree.tree_leaves((args, kwargs)), *itertools.chain(*(d.values() for d in held))]
+    standins = {id(t): as_captured(t) for t in given if isinstance(t, torch.Tensor)}
+    tensors = {id(standins[id(t)]): t for t in given if isinstance(t, torch.Tensor)}
+    args, kwargs, _ = _replaced((args, kwargs, held), standins)
     try:
         return original(module, *args, **kwargs)
     finally:
-        for tensors, name, tensor in held:
-            if tensor is not None and tensors.get(name) is as_captured(tensor):  # else forward has assigned another
-                tensors[name] = tensor
+        _replaced((args, kwargs, held), tensors)
+
+
+_MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)
+
+
+def _replaced(value: Any, new: dict[int, Any]) -> Any:
+    """Tensors replaced by `id`: within lists and dicts in place, for forward may write to them."""
+    if isinstance(value, tuple):
+        items = [_replaced(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if type(value) is list:
+        value[:] = [_replaced(item, new) for item in value]
+    elif type(value) in _MUTABLE:
+        value.update({key: _replaced(item, new) for key, item in value.items()})
+    return new.get(id(value), value)

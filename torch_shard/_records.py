@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._attributes import NUMBERS, Same
 from torch_shard._kernels import REPLACED
@@ -99,7 +99,8 @@ class Record(TorchDispatchMode):
                 return "outside", len(self.outside) - 1, about
         if type(tensor) is torch.Tensor and tensor.numel() <= 64:
             self.constants.append(tensor)
-            return "constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist())
+            with _disable_current_modes():
+                return "constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist())
         raise CannotShare("it uses a tensor whose origin is not known")
 
     def _behind(self, node: Any, nodes: dict[Any, int]) -> Any:

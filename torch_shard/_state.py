@@ -123,11 +123,11 @@ class StateLayout:
 
     def init_opt_state(self, params: Stacks) -> Any:
         """The optimiser's state for these parameters."""
-        init = jax.jit(
-            lambda params: run_by_name(self._optimizer.init, params, layout=self.params),
-            out_shardings=self.shardings.opt_state,
-        )
-        return init(params)
+
+        def init_opt_state(params: Stacks) -> Any:
+            return run_by_name(self._optimizer.init, params, layout=self.params)
+
+        return jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params)
 
     def normal(self, state: TrainState) -> TrainState:
         """A state as it is stored: what was replaced by plain dicts is stacked.
