@@ -316,11 +316,14 @@ def _constant(tracer: Any, node: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
-    with _disable_current_modes(), torch._C._DisableFuncTorch(), mode:  # below the levels of torch.func
+    """A fake on the CPU like a tensor: made at once and not by an operator, as a model has many tensors."""
+    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "meta"}
+    with _disable_current_modes(), torch._C._DisableFuncTorch():  # below the levels of torch.func
         if isinstance(tensor, FakeTensor):  # of a capture around this one: strides are the program's own
-            return torch.empty_strided(tensor.shape, tensor.stride(), **options)
-        return torch.empty(tensor.shape, **options)
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
+        else:
+            meta = torch.empty(tensor.shape, **options)
+        return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 # How PyTorch says, in different places, that it has no values to give.

@@ -81,22 +81,17 @@ CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
 """The calls in captures, by their numbers in the graphs."""
 
 
-@torch.library.custom_op("torch_shard::layer", mutates_args=())
-def _layer(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
+torch.library.define("torch_shard::layer", "(int call, Tensor[] tensors) -> Tensor[]")
+torch.library.define("torch_shard::layer_backward", "(int call, Tensor token, Tensor[] grads) -> Tensor[]")
+# They are only captured, never run.
 
 
-@_layer.register_fake
+@torch.library.register_fake("torch_shard::layer")
 def _layer_shapes(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*(_like(fake) for fake in CALLS[call].region.results), torch.empty(0, device="cpu")]
 
 
-@torch.library.custom_op("torch_shard::layer_backward", mutates_args=())
-def _layer_backward(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_layer_backward.register_fake
+@torch.library.register_fake("torch_shard::layer_backward")
 def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     region = CALLS[call].region
     return [_like(fake) for fake in region.fakes[region.num_results : region.graph.num_outputs]]

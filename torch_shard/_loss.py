@@ -316,11 +316,31 @@ def _gradients(loss: torch.Tensor, leaves: dict[str, torch.Tensor], caller: str)
             f"{caller}: the loss does not depend on any trainable parameter. Something between the parameters and the "
             "loss cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss computed from the batch alone."
         )
-    loss.backward()  # not autograd.grad, which reentrant checkpoints refuse
-    found = [leaf.grad for leaf in leaves.values()]
+    found = _derivatives(loss, list(leaves.values()))
     without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
     grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)]
     return grads, without
+
+
+def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Gradients; by `backward` where only that will do, which costs the capture a node for each."""
+    if not _has_reentrant_checkpoint(loss):
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+    loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+    return False
 
 
 def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:

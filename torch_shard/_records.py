@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_shard._attributes import NUMBERS, Same
 from torch_shard._kernels import REPLACED
+from torch_shard._values import DEVICE_OF
 from torch_shard._watch import current_watch
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
@@ -43,6 +44,8 @@ class Record(TorchDispatchMode):
         """Tensors that it made of Python's numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].fake_device
         kwargs = kwargs or {}
         given = self._encode((args, kwargs))
         result = func(*args, **kwargs) if func not in REPLACED else REPLACED[func](*args, **kwargs)

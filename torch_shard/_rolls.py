@@ -41,7 +41,7 @@ class Loop:
     iterations: list[list[Step]]
     slots: list[list[Slot]]
     carries: list[tuple[Value, int, tuple[int, ...]]]
-    each: list[list[Value]]
+    each: list[tuple[Value, ...]]
     fixed: list[Value]
 
     @property
@@ -59,7 +59,13 @@ def roll(steps: list[Step]) -> list[Step | Loop]:
     """Replace steps that repeat by loops, those with the most iterations first."""
     order = {step: i for i, step in enumerate(steps)}
     anchors = [i for i, step in enumerate(steps) if step.layer is not None]
-    found = [stretch for at in range(len(anchors)) if (stretch := _best(steps, anchors[at:], order))]
+    found = []
+    while anchors:
+        stretch = _best(steps, anchors, order)
+        # Another loop that begins within this one cannot be longer, unless it begins in the last iteration.
+        last = order[stretch[2].iterations[-1][0]] if stretch else 0
+        anchors = [i for i in anchors[1:] if i >= last]
+        found += [stretch] if stretch else []
     found.sort(key=lambda stretch: -len(stretch[2].iterations))
     loops: dict[int, tuple[int, Loop]] = {}
     for first, stop, loop in found:
@@ -115,7 +121,7 @@ def _prove(spans: list[list[Step]], order: dict[Step, int]) -> Loop | None:
     while len(spans) > 1:
         proof = _Proof(spans, order)
         if proof.holds == len(spans):
-            return Loop(spans, proof.slots, proof.carries, proof.each, proof.fixed)
+            return Loop(spans, proof.slots, *map(list, (proof.carries, proof.each, proof.fixed)))
         spans = spans[: proof.holds]
     return None
 
@@ -126,16 +132,16 @@ class _Proof:
     def __init__(self, spans: list[list[Step]], order: dict[Step, int]) -> None:
         self._spans, self._start, self._order = spans, order[spans[0][0]], order
         self._numbers = [{step: number for number, step in enumerate(span)} for span in spans]
-        self.carries: list[tuple[Value, int, tuple[int, ...]]] = []
-        self.each: list[list[Value]] = []
-        self.fixed: list[Value] = []
+        self.carries: dict[tuple[Value, int, tuple[int, ...]], int] = {}
+        self.each: dict[tuple[Value, ...], int] = {}
+        self.fixed: dict[Value, int] = {}
         self.slots: list[list[Slot]] = []
         self.holds = len(spans)
         for number in range(len(spans[0])):
             per_source = zip(*(span[number].sources for span in spans), strict=True)
-            self.slots.append([self._slot(list(values)) for values in per_source])
+            self.slots.append([self._slot(values) for values in per_source])
 
-    def _slot(self, values: list[Value]) -> Slot:
+    def _slot(self, values: tuple[Value, ...]) -> Slot:
         first, own = values[0], self._made(0, values[0])
         handed = self._made(0, values[1])
         holds = {
@@ -165,11 +171,9 @@ class _Proof:
         return isinstance(value.source, int) or self._order[value.source] < self._start
 
 
-def _prefix(values: list[Value], test: Callable[[int, Value], bool]) -> int:
+def _prefix(values: tuple[Value, ...], test: Callable[[int, Value], bool]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
-def _index(known: list[Any], item: Any) -> int:
-    if item not in known:
-        known.append(item)
-    return known.index(item)
+def _index(known: dict[Any, int], item: Any) -> int:
+    return known.setdefault(item, len(known))

@@ -19,6 +19,7 @@ from torch_shard._graph import args_of
 from torch_shard._source import current_user_line
 
 aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the time; the answer needs no other mode
 _TORCH = pathlib.Path(torch.__file__).parent
 _LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
@@ -54,6 +55,8 @@ class Values(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].fake_device
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
             answer = self._answer(func, args)
             if answer is not None:
