@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
@@ -43,7 +43,7 @@ from torch_shard._watch import ModuleFlags, Watch, flags_hold
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
-_LEFT = WeakIdKeyDictionary()  # what fakes of captures within the one under way mean in it
+_LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 
@@ -154,7 +154,7 @@ def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
 
 def in_transform() -> bool:
     """Whether a transform of torch.func is under way."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return maybe_current_level() is not None
 
 
 def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,17 +287,17 @@ def _is_input(node: torch.fx.Node | None) -> bool:
     return node is not None and node.op != "call_function"
 
 
-def leave(fake: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
-    """Say what a fake of a capture within the one under way means in it, now that the inner one is over."""
-    _LEFT[fake] = value
+def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
+    """Say what a tensor means in the capture under way: most often, a fake of a capture within it that is over."""
+    _LEFT[tensor] = value
 
 
 def _revive(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
-    if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
-        return tensor
     if (value := _LEFT.get(tensor)) is not None:
         return _revive(value())
+    if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
+        return tensor
     tracer: Any = getattr(tensor.fake_mode, "tracer", None)
     slot: Any = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
     with _disable_current_modes(), torch.no_grad():

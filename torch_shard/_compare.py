@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._convert import host_array, to_host
-from torch_shard._loss import split_loss
+from torch_shard._joint import split_loss
 from torch_shard._mesh import describe_mesh, make_mesh
 from torch_shard._module import LossFn
 from torch_shard._plan import ShardingPlan

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torch_shard._batch import flatten_batch
 from torch_shard._capture import Graph, capture
-from torch_shard._loss import joint_loss
+from torch_shard._joint import JointLoss
 from torch_shard._lower import draws_random, place_of
 from torch_shard._module import LossFn
 from torch_shard._ops import LOWERINGS, find_lowering, keeps_whole
@@ -101,7 +101,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"explain_capture: model must be a Module, got {type(model).__name__}.")
     _, signature = flatten_batch(batch)
-    fn, specs = joint_loss(model, loss_fn, signature, train=train, caller="explain_capture")
+    fn, specs = JointLoss(model, loss_fn, signature, train=train, caller="explain_capture")()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),

@@ -11,6 +11,7 @@ dims that are split over an axis of the batch (XLA gathers such weights first).
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
+from torch_shard._bundles import names_of
 from torch_shard._graph import args_of, fill_in, outputs_of
 from torch_shard._layer_ops import LAYER, Call
 from torch_shard._loss import LossProgram
@@ -103,11 +105,12 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
         plan: How its parameters are split.
         batch_spec: How the batch is split.
     """
-    graph, num_grads = program.program.graph.module.graph, len(program.grads)
+    graph, num_grads = program.program.graph.module.graph, len(program.program.graph.aux.grads)
     loss, *rest = outputs_of(graph)
-    splits = _splits(program.names, plan, batch_spec)
+    splits = _splits(itertools.chain(*map(names_of, program.units)), plan, batch_spec)
     follow = _Follow({} if program.rolled is None else program.rolled.calls)
-    inputs = [{split: split.rows for split in splits if split.name == name} for name in program.names]
+    rows = {name: {split: split.rows for split in splits if split.name == name} for name in plan.entries}
+    inputs = [rows[unit] if isinstance(unit, str) else [rows[name] for name in unit.names] for unit in program.units]
     follow.run(graph, inputs, [loss, *rest[num_grads:]])
     alike: dict[Any, list[Fused]] = {}
     for found in follow.found():
@@ -156,7 +159,7 @@ class _Follow:
             if is_partition and not all(pieces.values()):
                 yield Fused(split, sizes)
 
-    def run(self, graph: Graph, inputs: Sequence[Rows], outputs: Sequence[Any]) -> list[Rows]:
+    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[Any]) -> list[Rows]:
         """The rows in the outputs, given those in the first inputs."""
         needed, given = _ancestors(outputs), iter(inputs)
         known: dict[Node, Any] = {}
@@ -200,9 +203,10 @@ class _Follow:
     def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Rows]:
         """The rows in the results of a repeated layer."""
         number, tensors = args_of(node)
-        region = self._calls[number].region
-        values = iter(tensors)
-        inputs = [{} if kind == "cotangent" else known[next(values)] for kind, _ in region.inputs]
+        call, region = self._calls[number], self._calls[number].region
+        rows = [known[tensor] for tensor in tensors]
+        values = iter([rows[i] if member is None else rows[i][member] for i, member in call.arguments])
+        inputs = [{} if kind == "cotangent" else next(values) for kind, _ in region.inputs]
         outputs, graph = outputs_of(region.graph.module.graph), region.graph
         results = outputs[: region.num_results] + outputs[graph.num_outputs :]
         return [*self.run(graph.module.graph, inputs, results), {}]  # the last is the token

@@ -1,12 +1,15 @@
 """A captured layer as one opaque operator in the graph of the whole, its backward pass as another."""
 
 import dataclasses
+import functools
 import itertools
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph
 from torch_shard._layers import Kind, Siblings
 from torch_shard._watch import ModuleFlags
@@ -70,11 +73,30 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a layer: which region it is, and where its random numbers begin."""
+    """One call of a layer.
+
+    Attributes:
+        region: Which it is.
+        path: Of the module.
+        place: Where its random numbers begin.
+        arguments: For each tensor of the region, which argument of the operator it is, or a member of which bundle.
+        bundles: Which arguments are bundles.
+    """
 
     region: Region
     path: str
     place: int
+    arguments: Sequence[tuple[int, int | None]]
+    bundles: Mapping[int, Bundle]
+
+    @functools.cached_property
+    def gradients(self) -> dict[int, dict[int | None, int]]:
+        """For each argument with a gradient, the numbers of the region's that it is made of, by member."""
+        found: dict[int, dict[int | None, int]] = {}
+        for number, position in enumerate(self.region.gradients):
+            argument, member = self.arguments[position]
+            found.setdefault(argument, {})[member] = number
+        return found
 
 
 CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
@@ -93,8 +115,14 @@ def _layer_shapes(call: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @torch.library.register_fake("torch_shard::layer_backward")
 def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    region = CALLS[call].region
-    return [_like(fake) for fake in region.fakes[region.num_results : region.graph.num_outputs]]
+    found, region = CALLS[call], CALLS[call].region
+    fakes = region.fakes[region.num_results : region.graph.num_outputs]
+    return [
+        torch.empty(bundle.numel, dtype=bundle.dtype, device="cpu")
+        if (bundle := found.bundles.get(argument))
+        else _like(fakes[numbers[None]])
+        for argument, numbers in found.gradients.items()
+    ]
 
 
 LAYER, LAYER_BACKWARD = torch.ops.torch_shard.layer.default, torch.ops.torch_shard.layer_backward.default
@@ -109,12 +137,14 @@ class LayerCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        region = CALLS[number].region
+        call = CALLS[number]
+        region = call.region
         *outputs, ctx.token = torch.ops.torch_shard.layer(number, list(tensors))  # the backward pass needs this call
         ctx.number = number
         ctx.set_materialize_grads(False)
-        kept = [t for t, (kind, _) in zip(tensors, region.tensors, strict=True) if kind != "buffer"]
-        ctx.save_for_backward(*kept)  # for autograd's check that nobody writes to them in between
+        kinds = zip(call.arguments, region.tensors, strict=True)
+        kept = dict.fromkeys(argument for (argument, _), (kind, _) in kinds if kind != "buffer")
+        ctx.save_for_backward(*(tensors[i] for i in kept))  # for autograd's check that nobody writes to them in between
         constant = [not d for d in region.differentiable]
         ctx.mark_non_differentiable(*itertools.compress(outputs, constant), *outputs[len(constant) :])
         return tuple(outputs)
@@ -129,8 +159,8 @@ class LayerCall(torch.autograd.Function):
         if any(c is None for c in chosen):
             raise Unused(call.region, tuple(c is not None for c in chosen))
         found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, chosen)
-        grads = dict(zip(call.region.gradients, found, strict=True))
-        return None, *(grads.get(position) for position in range(len(call.region.tensors)))
+        grads = dict(zip(call.gradients, found, strict=True))
+        return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
 
 
 class Again(BaseException):
@@ -176,6 +206,15 @@ class Unused(Again):
         """They have no cotangents."""
         region = self._region
         region.group.kinds[region.number] = dataclasses.replace(region.kind, used=self._used)
+
+
+class Unbundled(Again):
+    """Parameters of layers are used outside of them."""
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """Each is an input of its own."""
+        for group in groups:
+            group.bundled = False
 
 
 class LeftBehind(Again):

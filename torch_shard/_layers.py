@@ -40,12 +40,14 @@ class Siblings:
         members: Their paths, by `id` of the module, in order.
         refused: Why each is captured by itself, if it is.
         kinds: By the numbers of the calls that begin a kind of their own.
+        bundled: Whether the parameters of each are one input of the capture.
     """
 
     path: str
     members: dict[int, str]
     refused: str | None = None
     kinds: dict[int, Kind] = dataclasses.field(default_factory=lambda: {0: Kind()})
+    bundled: bool = True
 
     def refuse(self, why: str) -> None:
         """Let each member be captured by itself; the first reason stays."""
@@ -123,7 +125,7 @@ def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblin
         names: Of all entries, in order.
         groups: Those that are refused stand alone.
     """
-    tied = _tied(model)
+    tied = tied_names(model)
     stacks = []
     for group in groups:
         paths = list(group.members.values())
@@ -133,7 +135,7 @@ def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblin
     return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names)
 
 
-def _tied(model: nn.Module) -> set[str]:
+def tied_names(model: nn.Module) -> set[str]:
     """The names of tensors that have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in _entries(model):

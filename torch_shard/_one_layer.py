@@ -2,30 +2,43 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _autograd
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph, Spec, capture, leave, rehearse, unknown_like
-from torch_shard._layer_ops import LayerCall, LeftBehind, Region
+from torch_shard._layer_ops import Call, LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
 from torch_shard._lower import missing_lowerings
 from torch_shard._ops import keeps_whole
 from torch_shard._records import CannotShare, Record
-from torch_shard._values import num_draws
+from torch_shard._values import num_draws, skip_draws
 from torch_shard._watch import as_captured, binding, current_watch
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A parameter as part of a bundle, and the bundle in the capture of the whole."""
+
+    bundle: Bundle
+    number: int
+    whole: torch.Tensor
 
 
 class OneLayer:
     """One call of one module."""
 
-    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[], Any], bundled: Mapping[int, Member]) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
+        self.bundled = bundled
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
         self.parameters = list(module.parameters())
         self.record = Record()
@@ -35,7 +48,12 @@ class OneLayer:
 
     def _forward(self, *buffers: torch.Tensor) -> Any:
         """Run the module, once; new buffers are taken back."""
+        watch = current_watch()
+        assert watch is not None
         with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
+            for parameter in self.parameters:
+                if id(parameter) in self.bundled:
+                    watch.adopt(parameter)
             self.out = self.run()
         if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
             raise CannotShare("forward assigns a parameter anew")
@@ -43,8 +61,6 @@ class OneLayer:
         self.assigned = {name: now[name] for name, b in self.buffers.items() if now.get(name) is not b}
         for name in self.assigned:
             _set_buffer(self.module, name, self.buffers[name])
-        watch = current_watch()
-        assert watch is not None
         self.passed = watch.standins()  # what it may return as it was given
         return self.out, self.assigned
 
@@ -120,21 +136,35 @@ class OneLayer:
         leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in kind.left)]
         return list({id(t): t for t in leaves if self.record.made(t)}.values())
 
-    def results(self, handle: int, region: Region) -> Any:
+    def call(self, region: Region, path: str) -> tuple[Call, list[torch.Tensor]]:
+        """The call as one of a region, and the arguments of its operator."""
+        buffers = list(self.buffers.values())
+        given = {"buffer": buffers, "outside": self.record.outside, "constant": region.constants}
+        arguments: list[torch.Tensor] = []
+        places: list[tuple[int, int | None]] = []
+        bundles: dict[int, Bundle] = {}
+        numbers: dict[Bundle, int] = {}
+        for kind, i in region.tensors:
+            tensor, member = given[kind][i], self.bundled.get(id(given[kind][i]))
+            if member is None or member.bundle not in numbers:
+                arguments.append(as_captured(tensor) if member is None else member.whole)
+            if member is None:
+                places.append((len(arguments) - 1, None))
+                continue
+            number = numbers.setdefault(member.bundle, len(arguments) - 1)
+            bundles[number] = member.bundle
+            places.append((number, member.number))
+        return Call(region, path, skip_draws(region.num_draws), places, bundles), arguments
+
+    def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
         """What the call returns: the results of its operator in their places; new values of buffers are written."""
-        given = {
-            "buffer": list(self.buffers.values()),
-            "outside": self.record.outside,
-            "constant": region.constants,
-        }
-        tensors = [as_captured(given[kind][i]) for kind, i in region.tensors]
-        outputs = LayerCall.apply(handle, *tensors)
+        outputs = LayerCall.apply(handle, *arguments)
         own = self._own_results(region.kind)
         new = {id(fake): tensor for fake, tensor in self.passed}
         new |= dict(zip(map(id, own), outputs, strict=False))  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             for position, value in zip(region.graph.written, outputs[len(own) :], strict=True):  # pyright: ignore
-                given["buffer"][position].copy_(value)
+                list(self.buffers.values())[position].copy_(value)
         for name, tensor in self.assigned.items():
             _set_buffer(self.module, name, new[id(tensor)])  # a new tensor: Python may hold the old one still
         for number, fake in self.record.tensors().items():
@@ -182,14 +212,14 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def saving_plainly() -> Iterator[None]:
     """Hooks on saved tensors that are active around a layer see what the layer saves, not what happens in it."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if _autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
-    torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
+    _autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
     try:
         yield
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
 
 
 def on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -10,19 +10,19 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from torch_shard._capture import in_transform
-from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region
+from torch_shard._bundles import Bundle
+from torch_shard._capture import in_transform, leave
+from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled
 from torch_shard._layers import Siblings
-from torch_shard._one_layer import OneLayer, on_standins, saving_plainly
+from torch_shard._one_layer import Member, OneLayer, on_standins, saving_plainly
 from torch_shard._records import CannotShare, hooks_refused
-from torch_shard._values import skip_draws
 from torch_shard._watch import add_modules, current_watch
 
 _CAPTURES = itertools.count()
@@ -38,6 +38,7 @@ class Regions:
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
         self._inside = False
+        self._bundled: dict[int, Member] = {}
         self._first = next(_CAPTURES) << 32
         self.calls: dict[int, Call] = {}
         """By their numbers in the graph, which are the same when the capture is repeated."""
@@ -66,10 +67,20 @@ class Regions:
                 stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
             yield
 
+    def bind(self, bundle: Bundle, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Let a tensor of the capture be these parameters, which only the calls of their own module may use."""
+
+        def used() -> torch.Tensor:
+            raise Unbundled
+
+        for number, name in enumerate(bundle.names):
+            self._bundled[id(parameters[name])] = Member(bundle, number, whole)
+            leave(parameters[name], used)
+
     def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
         number, self._inside = self._counts[id(group)], True
         self._counts[id(group)] += 1
-        layer, found = OneLayer(module, run), self._found[id(group)]
+        layer, found = OneLayer(module, run, self._bundled), self._found[id(group)]
         try:
             with saving_plainly():
                 if number in group.kinds:
@@ -86,14 +97,14 @@ class Regions:
         if torch._C._current_graph_task_id() != -1 and id(module) in self._latest:  # a checkpoint, in the backward pass
             self._latest[id(module)].remat = True
         self._latest[id(module)] = region
-        call = Call(region, group.members[id(module)], skip_draws(region.num_draws))
+        call, arguments = layer.call(region, group.members[id(module)])
         handle = self._first + len(self.calls)
         self.calls[handle] = CALLS[handle] = call
         add_modules(region.flags)
-        return layer.results(handle, region)
+        return layer.results(handle, region, arguments)
 
     def release(self) -> None:
         """Forget what only a capture under way needs."""
         for call in self.calls.values():
             call.region.graph = dataclasses.replace(call.region.graph, closure=())
-        self._modules = {}
+        self._modules, self._bundled = {}, {}

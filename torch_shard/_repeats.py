@@ -1,12 +1,13 @@
 """A loss whose repeated layers are captured as regions and rolled into loops; which are, and of the others why not."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
+from torch_shard._bundles import Unit, names_of
 from torch_shard._capture import Spec
 from torch_shard._function import FlatFn, Program
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
@@ -15,7 +16,7 @@ from torch_shard._lower import draws_random
 from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
-from torch_shard._steps import Step, steps_of
+from torch_shard._steps import Members, Step, steps_of
 
 REMAT = ("none", "dots", "block")
 
@@ -78,6 +79,12 @@ class Rolled:
     def run(self, key: Any, inputs: Inputs) -> list[Any]:
         """Arrays, and rows of stacked arrays."""
         return evaluate(self._items, self._outputs, key, inputs)
+
+    def without(self, units: Sequence[Unit]) -> list[str]:
+        """Those of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
+        pairs = zip(units, self._outputs[1:], strict=False)
+        bundles = [(names_of(unit), found.values) for unit, found in pairs if isinstance(found, Members)]
+        return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
 
     @property
     def loops(self) -> list[Loop]:

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 
 from torch_shard._lower import matmul_precision
 from torch_shard._rolls import Loop
-from torch_shard._steps import Step, Value
+from torch_shard._steps import Members, Step, Value
 
 
 class Inputs(Protocol):
-    """The inputs of a program by number; some are rows of stacks."""
+    """The inputs of a program by number, and in a bundle by the number of the member; some are rows of stacks."""
 
-    def __getitem__(self, number: int) -> jax.Array: ...
+    def __getitem__(self, at: tuple[int, ...]) -> jax.Array: ...
 
-    def row(self, number: int) -> "Row | None":
+    def row(self, at: tuple[int, ...]) -> "Row | None":
         """Of which stack it is a row, if it is one."""
         ...
 
@@ -83,12 +83,12 @@ def evaluate(items: Sequence[Step | Loop], outputs: Sequence[Any], key: Any, inp
 
     Args:
         items: In order.
-        outputs: `Value`s, or what is no tensor.
+        outputs: `Value`s, `Members`, or what is no tensor.
         key: A random key, or None.
         inputs: What `Value`s with a number are.
 
     Returns:
-        For each output an array, or a `Row`.
+        For each output an array or a `Row`, for a bundle a list of them, with None for zero.
     """
     run = _Run(items, outputs, inputs)
     with matmul_precision():
@@ -97,7 +97,7 @@ def evaluate(items: Sequence[Step | Loop], outputs: Sequence[Any], key: Any, inp
                 run.loop(item, key)
             else:
                 run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
-        return [run.read(value) if isinstance(value, Value) else value for value in outputs]
+        return [run.output(value) for value in outputs]
 
 
 class _Run:
@@ -106,13 +106,20 @@ class _Run:
         self.done: dict[Step, Any] = {}
         self._rows: dict[tuple[Step, tuple[int, ...]], Any] = {}
         self._wanted: dict[Any, set[tuple[int, ...]]] = {}
-        for value in (*itertools.chain(*map(_reads, items)), *(v for v in outputs if isinstance(v, Value))):
+        each = itertools.chain(*(v.values if isinstance(v, Members) else [v] for v in outputs))
+        for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Value))):
             self._wanted.setdefault(value.source, set()).add(value.path)
+
+    def output(self, value: Any) -> Any:
+        """What an output is."""
+        if isinstance(value, Members):
+            return [None if v is None else self.read(v) for v in value.values]
+        return self.read(value) if isinstance(value, Value) else value
 
     def read(self, value: Value) -> Any:
         """The array or row that a value is."""
         if isinstance(value.source, int):
-            return self._inputs[value.source]
+            return self._inputs[(value.source, *value.path)]
         if value.source not in self.done:
             return self._rows[value.source, value.path]
         return _at(self.done[value.source], value.path)
@@ -128,7 +135,7 @@ class _Run:
         return None, stack_of(found)
 
     def _row(self, value: Value) -> Any:
-        row = self._inputs.row(value.source) if isinstance(value.source, int) else None
+        row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
         return self.read(value) if row is None else row
 
     def loop(self, loop: Loop, key: Any) -> None:

@@ -59,13 +59,14 @@ def roll(steps: list[Step]) -> list[Step | Loop]:
     """Replace steps that repeat by loops, those with the most iterations first."""
     order = {step: i for i, step in enumerate(steps)}
     anchors = [i for i, step in enumerate(steps) if step.layer is not None]
-    found = []
-    while anchors:
-        stretch = _best(steps, anchors, order)
-        # Another loop that begins within this one cannot be longer, unless it begins in the last iteration.
-        last = order[stretch[2].iterations[-1][0]] if stretch else 0
-        anchors = [i for i in anchors[1:] if i >= last]
-        found += [stretch] if stretch else []
+    found, begin, last = [], 0, -1
+    for at in range(len(anchors)):
+        if at < begin or (stretch := _best(steps, anchors[at:], order)) is None:
+            continue
+        found.append(stretch)
+        if at != last:  # what begins within a loop is no longer, unless it begins in its last iteration
+            layers, count = len(stretch[2].layers), len(stretch[2].iterations)
+            begin = last = at + layers - layers // count
     found.sort(key=lambda stretch: -len(stretch[2].iterations))
     loops: dict[int, tuple[int, Loop]] = {}
     for first, stop, loop in found:
@@ -121,7 +122,7 @@ def _prove(spans: list[list[Step]], order: dict[Step, int]) -> Loop | None:
     while len(spans) > 1:
         proof = _Proof(spans, order)
         if proof.holds == len(spans):
-            return Loop(spans, proof.slots, *map(list, (proof.carries, proof.each, proof.fixed)))
+            return Loop(spans, proof.slots, list(proof.carries), list(proof.each), list(proof.fixed))
         spans = spans[: proof.holds]
     return None
 

@@ -180,9 +180,10 @@ class Program:
         return [self._slot(v, slots) for v in jaxpr.outvars]
 
     def _slot(self, atom: Any, slots: dict[Var, Slot]) -> Slot:
-        return (
-            self._constant(literal_key(atom), atom.val, atom.aval.dtype) if isinstance(atom, Literal) else slots[atom]
-        )
+        if not isinstance(atom, Literal):
+            return slots[atom]
+        dtype = atom.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        return self._constant(literal_key(atom), atom.val, dtype)
 
     def _constant(self, key: Hashable, value: Any, dtype: Any = None) -> Slot:
         if key not in self._constants:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._graph import args_of, fill_in, outputs_of
-from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Call, Region
+from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Call, Region, Unbundled
 from torch_shard._lower import lower, operation, sources_of
 from torch_shard._partition import partition
 
@@ -25,6 +26,13 @@ class Value:
 
     def __getitem__(self, index: int) -> "Value":
         return Value(self.source, (*self.path, index))
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A bundle: the value of each member, None for one that is zero."""
+
+    values: tuple[Value | None, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,7 +107,7 @@ def _stays(values: list[Value]) -> bool:
 
 
 def steps_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Step], list[Any]]:
-    """The steps of a graph, and its outputs: a `Value` each, or what is no tensor."""
+    """The steps of a graph, and its outputs: a `Value` or `Members` each, or what is no tensor."""
     builder = _Builder(calls, remat)
     for node in graph.graph.nodes:
         builder.add(node)
@@ -111,7 +119,7 @@ def steps_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple
 class _Builder:
     def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
         self._calls, self._remat = calls, remat
-        self.values: dict[Node, Value] = {}
+        self.values: dict[Node, Any] = {}
         self.steps: list[Step] = []
         self._forwards: dict[int, Step] = {}
         self._backwards: list[tuple[int, Step]] = []
@@ -123,21 +131,50 @@ class _Builder:
             source, index = args_of(node)
             self.values[node] = self.values[source][index]
         elif node.op == "call_function":
-            step = self._step(node, [self.values[source] for source in sources_of(node)])
-            self.values[node] = Value(step)
-            self.steps.append(step)
+            self.values[node] = self._result(node, [self.values[source] for source in sources_of(node)])
 
-    def _step(self, node: Node, sources: list[Value]) -> Step:
-        if node.target not in (LAYER, LAYER_BACKWARD):
-            return Step(_kind(node), sources, operation(node), node.meta.get("random_place"))
-        number = args_of(node)[0]
-        call = self._calls[number]
-        step = Step((node.target, id(call.region)), sources, _unconnected, call.place, call.path)
+    def _result(self, node: Node, sources: list[Any]) -> Any:
         if node.target is LAYER:
-            self._forwards[number] = step
-        else:
-            self._backwards.append((number, step))
+            return self._forward(args_of(node)[0], sources)
+        if node.target is LAYER_BACKWARD:
+            return self._backward(args_of(node)[0], sources)
+        if any(not isinstance(source, Value) for source in sources):
+            return self._sum(node, sources)
+        return Value(self._new(Step(_kind(node), sources, operation(node), node.meta.get("random_place"))))
+
+    def _new(self, step: Step) -> Step:
+        self.steps.append(step)
         return step
+
+    def _forward(self, number: int, arguments: list[Value]) -> Value:
+        call = self._calls[number]
+        sources = [arguments[i] if member is None else arguments[i][member] for i, member in call.arguments]
+        self._forwards[number] = self._new(Step((LAYER, id(call.region)), sources, _unconnected, call.place, call.path))
+        return Value(self._forwards[number])
+
+    def _backward(self, number: int, sources: list[Value]) -> list[Value | Members]:
+        call = self._calls[number]
+        step = self._new(Step((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path))
+        self._backwards.append((number, step))
+        found: list[Value | Members] = []
+        for argument, numbers in call.gradients.items():
+            values = {member: Value(step, (i,)) for member, i in numbers.items()}
+            bundle = call.bundles.get(argument)
+            found.append(Members(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
+        return found
+
+    def _sum(self, node: Node, sources: list[Any]) -> Members:
+        """The gradients of a layer that is called several times, which autograd adds: nothing else is known here."""
+        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
+        if not is_sum or len(sources) != 2 or not all(isinstance(source, Members) for source in sources):
+            raise Unbundled
+        pairs = zip(*(source.values for source in sources), strict=True)
+        return Members(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
+
+    def _added(self, values: list[Value]) -> Value | None:
+        if len(values) < 2:
+            return values[0] if values else None
+        return Value(self._new(Step("sum of gradients", values, lambda key, place, values: values[0] + values[1])))
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
@@ -167,7 +204,7 @@ def _kind(node: Node) -> Any:
     arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
     fakes = node.meta.get("val")
     fakes = fakes if isinstance(fakes, (tuple, list)) else [fakes]
-    shapes = tuple((tuple(f.shape), f.dtype) if hasattr(f, "shape") else repr(f) for f in fakes)
+    shapes = tuple((tuple(f.shape), f.dtype) if isinstance(f, torch.Tensor) else repr(f) for f in fakes)
     return node.target, repr(arguments), shapes, "random_place" in node.meta
 
 

@@ -21,6 +21,11 @@ from torch_shard._source import current_user_line
 
 WHOLE = {**ATTENTION, **CTC, **PLAIN, **RECURRENT}
 """What a capture calls instead of functions of torch."""
+_T = torch.Tensor
+_DEVICE = _T.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_ABOUT = frozenset(attribute.__get__ for attribute in (_T.shape, _T.dtype, _T.ndim, _T.requires_grad))  # pyright: ignore
+_ABOUT |= {_T.size, _T.stride, _T.dim, _T.numel, _T.is_floating_point}
+_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 
@@ -61,9 +66,11 @@ class Watch(TorchFunctionMode):
         self.bound: tuple[torch.Tensor, ...] = ()
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _INNERMOST.watch is not self:  # a capture inside of a capture
+        if _INNERMOST.watch is not self or func in _ABOUT:  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
-        args, kwargs = torch_pytree.tree_map(self._on_cpu, (args, kwargs or {}))
+        if func == _DEVICE and not self._is_of_capture(args[0]):
+            return torch.device("cpu")
+        args, kwargs = self._on_cpu(args), self._on_cpu(kwargs or {})
         func = WHOLE.get(func, func)
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
@@ -73,11 +80,21 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: Any) -> Any:
+        """Arguments of a torch call as they are in the capture."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
         if isinstance(value, torch.Tensor):
             return value if self._is_of_capture(value) else self._standin(value)
-        if isinstance(value, torch.device):
+        if kind is tuple or kind is list:
+            return kind(map(self._on_cpu, value))
+        if kind is dict:
+            return {key: self._on_cpu(item) for key, item in value.items()}
+        if kind is torch.device:
             return torch.device("cpu") if value.type == "jax" else value
-        return "cpu" if isinstance(value, str) and value.split(":")[0] == "jax" else value
+        if kind is str:
+            return "cpu" if value.split(":")[0] == "jax" else value
+        return value if torch_pytree.tree_is_leaf(value) else torch_pytree.tree_map(self._on_cpu, value)
 
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
@@ -85,6 +102,11 @@ class Watch(TorchFunctionMode):
             standin = original if self._is_of_capture(original) else self._make_standin(original)
             self._standins[id(tensor)] = (standin, original, tensor)
         return self._standins[id(tensor)][0]
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let a fake of this capture stand for a tensor, whatever it means elsewhere."""
+        if id(tensor) not in self._standins:
+            self._standins[id(tensor)] = (self._make_standin(tensor), tensor, tensor)
 
     def was_read(self, tensor: torch.Tensor) -> bool:
         """Whether the callable closed over this tensor."""

@@ -1,0 +1,196 @@
+"""Loss, gradients, new buffers and metrics of a module as one flat torch function, which is what is captured."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._batch import BatchSignature
+from torch_shard._bundles import Bundle, Unit, units_of
+from torch_shard._capture import Spec
+from torch_shard._function import FlatFn
+from torch_shard._module import LossFn, call_with, eval_mode, holdings
+from torch_shard._regions import Regions
+
+RESERVED = ("loss", "grad_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossShape:
+    """How to read the flat inputs and outputs of the capture."""
+
+    units: list[Unit]
+    grads: list[Unit]
+    buffers: list[str]
+    metrics: Any
+    without_grad: tuple[Unit, ...]
+
+
+class JointLoss:
+    """`loss_fn(model, batch)` with all that a step needs of it.
+
+    Args:
+        model: Captured with the training flags that it has now, or in eval mode.
+        loss_fn: Returns a scalar, or a scalar and a dict of metrics.
+        signature: Of the batch.
+        compute_dtype: What products run in, by autocast; None for what torch gives.
+        train: With gradients; otherwise in eval mode and without.
+        caller: The public function, for errors.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        signature: BatchSignature,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        train: bool,
+        caller: str,
+    ) -> None:
+        self._model, self._loss_fn, self._signature = model, loss_fn, signature
+        self._compute_dtype, self._train, self._caller = compute_dtype, train, caller
+        self._held = holdings(model)
+        self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
+
+    def __call__(self, regions: Regions | None = None) -> tuple[FlatFn, list[Spec]]:
+        """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
+
+        Args:
+            regions: What repeated layers are to be.
+        """
+        hooked = [name for name, hooks in self._hooks.items() if hooks]
+        groups = regions.groups if regions else ()
+        units = units_of(self._model, self._held.all, groups, self._held.trainable, hooked)
+
+        def joint(*inputs: torch.Tensor) -> Any:
+            given = dict(zip(units, inputs, strict=False))
+            batch = inputs[len(units) :]
+            with contextlib.ExitStack() as stack:
+                if regions:
+                    stack.enter_context(regions.active())
+                if not self._train:
+                    stack.enter_context(eval_mode(self._model))
+                    stack.enter_context(torch.no_grad())
+                run = self._training if self._train else self._evaluation
+                return call_with(self._model, lambda m: run(m, given, batch), self._tensors(given, regions))
+
+        return joint, [*map(self._spec, units), *self._signature.specs]
+
+    def _spec(self, unit: Unit) -> Spec:
+        if isinstance(unit, Bundle):
+            return Spec((unit.numel,), unit.dtype, self._train)
+        tensor = self._held.all[unit]
+        return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
+
+    def _tensors(self, given: dict[Unit, torch.Tensor], regions: Regions | None) -> dict[str, torch.Tensor]:
+        """What the module is to hold instead of its own, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for unit, tensor in given.items():
+            if isinstance(unit, Bundle):
+                assert regions is not None
+                regions.bind(unit, tensor, self._held.trainable)
+            else:
+                found[unit] = tensor
+        return found
+
+    def _training(self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
+        leaves = {unit: t for unit, t in given.items() if isinstance(unit, Bundle) or unit in self._held.trainable}
+        for name, hooks in self._hooks.items():
+            for hook in hooks:
+                leaves[name].register_hook(hook)
+        loss, metrics, tree = self._forward(module, batch)
+        grads, without = self._gradients(loss, leaves)
+        buffers = self._buffers(module)
+        outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
+        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
+
+    def _evaluation(
+        self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> Any:
+        loss, metrics, tree = self._forward(module, batch)
+        return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
+
+    def _forward(self, module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
+        with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
+            out = self._loss_fn(module, self._signature.rebuild(batch))
+        loss, metrics = split_loss(out, self._caller)
+        leaves, tree = jax.tree.flatten(metrics)
+        return loss, [torch.as_tensor(x).detach() for x in leaves], tree
+
+    def _buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """The buffers as forward left them."""
+        now = dict(module.named_buffers())
+        for name, before in self._held.buffers.items():
+            after = now.get(name)
+            if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
+                what = "removes it" if after is None else f"makes it {tuple(after.shape)} {after.dtype}"
+                raise NotImplementedError(
+                    f"The buffer {name} is {tuple(before.shape)} {before.dtype} and forward {what}, but a compiled "
+                    "program keeps shapes and dtypes. Give the buffer its largest size at first and write to a part."
+                )
+        return [now[name] for name in self._held.buffers]
+
+    def _gradients(self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]) -> tuple[Any, tuple[Unit, ...]]:
+        if not loss.requires_grad:
+            raise ValueError(
+                f"{self._caller}: the loss does not depend on any trainable parameter. Something between them "
+                "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
+            )
+        found = _derivatives(loss, list(leaves.values()))
+        without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
+        grads = [
+            torch.zeros(p.shape, dtype=p.dtype) if g is None else g for p, g in zip(leaves.values(), found, strict=True)
+        ]
+        return grads, without
+
+
+def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """The gradient hooks of a parameter, to be read before the capture, in which a fake stands for it."""
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise NotImplementedError(
+            f"{name} has a post-accumulate-grad hook, which sees .grad, and a compiled step has none. "
+            "Use Tensor.register_hook, or an optax transformation."
+        )
+    return list((parameter._backward_hooks or {}).values())
+
+
+def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Gradients; by `backward` where only that will do, which costs the capture a node for each."""
+    if not _has_reentrant_checkpoint(loss):
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+    loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        todo += [after for after, _ in node.next_functions]
+    return False
+
+
+def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
+    pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    loss, metrics = pair
+    is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
+    if not is_scalar or not isinstance(metrics, dict):
+        found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
+        raise TypeError(
+            f"{caller}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; it "
+            f"returned {found}{also}. Reduce the loss with .mean() or .sum()."
+        )
+    if taken := [name for name in RESERVED if name in metrics]:
+        raise ValueError(f"{caller}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
+    return loss, metrics
