@@ -16,7 +16,6 @@ from torch import nn
 
 import torch_shard as ts
 from benchmarks.rows import Row, timed
-from benchmarks.sides import offered
 from benchmarks.timing import seconds
 
 
@@ -47,7 +46,7 @@ def _ours(leaves: int) -> Callable[[], Any]:
         optax.sgd(1e-3),
         mesh=ts.make_mesh(batch=1),
         plan=ts.ShardingPlan({}, default=jax.P()),
-        **offered(scan_layers=False),  # stacked, there would be two leaves
+        scan_layers=False,  # stacked, there would be two leaves
     )
     held, batch = [step.init(seed=0)], torch.ones(2, 4)
 

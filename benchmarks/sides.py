@@ -1,7 +1,6 @@
 """Ours, and other ways to train the same torch model: each a function of a batch that waits and returns the loss."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,6 @@ Side = Callable[[Any], float]
 LEARNING_RATE = 1e-4
 
 
-def offered(**options: Any) -> dict[str, Any]:
-    """Those options that `make_train_step` takes in this version."""
-    takes = inspect.signature(ts.make_train_step).parameters
-    return {name: value for name, value in options.items() if name in takes}
-
-
 class Ours:
     """Our train step with its state."""
 
@@ -33,7 +26,7 @@ class Ours:
     ) -> None:
         self.model, self.mesh, self.optimizer = model, mesh, optax.adamw(LEARNING_RATE)
         plan = ts.ShardingPlan(specs, default=jax.P())
-        self.step = ts.make_train_step(model, loss_fn, self.optimizer, mesh=mesh, plan=plan, **offered(**options))
+        self.step = ts.make_train_step(model, loss_fn, self.optimizer, mesh=mesh, plan=plan, **options)
         self.state: Any = None
 
     def values(self) -> Values:
