@@ -45,14 +45,10 @@ def _float32_functions() -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in FLOAT32 if hasattr(owner, name))
 
 
-def is_accelerated() -> bool:
-    """Whether an autocast region of an accelerator is active in the capture under way."""
-    return _ACTIVE.depth > 0 and torch.is_autocast_enabled("cpu")
-
-
 def widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a torch call as autocast passes them on."""
-    if not is_accelerated() or func not in _float32_functions():
+    """The arguments of a torch call as an autocast region of an accelerator passes them on, if one is active."""
+    active = _ACTIVE.depth > 0 and torch.is_autocast_enabled("cpu")
+    if not active or func not in _float32_functions():
         return args, kwargs
     return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, (args, kwargs))
 

@@ -17,9 +17,9 @@ from jax.core import Tracer
 
 from torch_shard import _device  # noqa: F401  (registers the device)
 from torch_shard._bridge import to_array, wrap_array
-from torch_shard._capture import is_fake
 from torch_shard._closure import MoreInputs, Reader
 from torch_shard._convert import adopt_torch_nodes
+from torch_shard._fakes import is_fake
 from torch_shard._function import TorchFunction
 from torch_shard._keys import next_key, wrap_seed
 from torch_shard._mesh import check_mesh

@@ -1,49 +1,40 @@
 """A torch callable and example shapes become one functional ATen graph, by PyTorch's own tracer and autograd.
 
 Nothing is executed: the callable runs once on fake CPU tensors, so that PyTorch itself resolves views, mutation, ties,
-autograd modes, hooks, custom functions and autocast. This module knows nothing of JAX. It alone imports PyTorch's
-semi-public tracing API.
+autograd modes, hooks, custom functions and autocast. This module knows nothing of JAX. With `_fakes`, it alone imports
+PyTorch's semi-public tracing API.
 """
 
 import contextlib
 import dataclasses
 import functools
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_shard._attributes import Change, settle
+from torch_shard._fakes import empty_like, fakes, node_of, tracer
 from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
-from torch_shard._places import annotated, explain_backward, explained
+from torch_shard._places import explain_backward, explained
 from torch_shard._simplify import simplify
-from torch_shard._source import current_user_line, user_frame
+from torch_shard._source import user_frame
 from torch_shard._strided import stride_in_order
 from torch_shard._surroundings import reference_kernels, surroundings
-from torch_shard._values import Constants, Values
+from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
-_LOCK = threading.RLock()  # PyTorch's tracer keeps global state
-_MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
-_LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
+aten = torch.ops.aten
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
 
@@ -91,11 +82,6 @@ class Graph:
         return flags_hold(self.modules)
 
 
-def is_fake(value: Any) -> bool:
-    """Whether `value` stands for a tensor of a capture under way."""
-    return isinstance(value, FakeTensor)
-
-
 def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True) -> Graph:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
@@ -110,7 +96,7 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     drawn = random.getstate(), str(np.random.get_state())
-    with _fakes(explain) as (mode, watch):
+    with fakes(explain) as (mode, watch):
         try:
             graph = _capture(fn, specs, keep, explain, mode, watch)
         finally:
@@ -123,46 +109,6 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
 
 
-@contextlib.contextmanager
-def _fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, Watch]]:
-    """The fakes of one capture, and what stands for tensors that are none."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    part = functools.partial
-    watch = Watch(
-        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
-    )
-    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
-        _MODES.append(mode)
-        try:
-            yield mode, watch
-        finally:
-            _MODES.remove(mode)
-            if not _MODES:
-                _LEFT.clear()
-
-
-def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
-    """Run `fn` within a capture on fakes of what it closes over, as `capture` would, but write no graph.
-
-    Returns:
-        What `fn` returned, and the modules that ran.
-    """
-    values = Values(lambda tensor: None, lambda: None)
-    with _fakes(False) as (mode, watch), enable_python_dispatcher(), mode, watch.watching(), values:
-        return fn(), watch.modules()
-
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return maybe_current_level() is not None
-
-
-def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like one of the capture under way that it has not met yet: it belongs to the capture around."""
-    with _disable_current_modes(), _MODES[-2]:
-        return _empty_like(tensor)
-
-
 def _capture(
     fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, watch: Watch
 ) -> Graph:
@@ -170,10 +116,10 @@ def _capture(
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
-    values = Values(_node_of, lambda: _tracer().root)
+    values = Values(node_of, lambda: tracer().root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        mode.tracer = _tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
+        mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
         with watch.watching(), surroundings(), values:
             outputs, other = fn(*args)
         aux.append(other)
@@ -185,7 +131,7 @@ def _capture(
         explain_backward(with_views)
     constants = constants_to_inputs(with_views)
     with mode:
-        inputs = [*(f.detach() for f in fakes), *(_empty_like(c) for c in constants)]
+        inputs = [*(f.detach() for f in fakes), *(empty_like(c) for c in constants)]
         stride_in_order(with_views)
         functional = _functionalize(with_views, inputs, keep, explain)
     check_outputs(with_views.graph, functional.graph)
@@ -195,10 +141,6 @@ def _capture(
     simplify(functional)
     closure = tuple(map(watch.original, constants))
     return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped)
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
@@ -238,92 +180,6 @@ def _view_of_any_layout(view: Any, x: torch.Tensor, shape: Sequence[int]) -> Any
     except (RuntimeError, ValueError):
         return view(x.clone(memory_format=torch.contiguous_format), shape)
     return NotImplemented
-
-
-def _node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node that made a tensor of the trace under way."""
-    mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    return None if slot is None else slot.proxy.node
-
-
-def _tracer() -> Any:
-    """The tracer under way; its `root` holds the constants of the trace."""
-    mode: Any = get_proxy_mode()
-    return mode.tracer
-
-
-def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
-    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
-    if isinstance(tensor, FakeTensor):
-        return tensor.fake_mode is mode
-    return tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
-
-
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`: from now on `tensor` is another name of `value`; earlier views of it are not.
-
-    An input of the capture is written instead, so that its new value comes out.
-    """
-    node: Any = _node_of(tensor)
-    mode: Any = get_proxy_mode()
-    if _is_input(node):
-        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            raise NotImplementedError(
-                f"{current_user_line()}\n.data of an input or a parameter, {tuple(tensor.shape)} {tensor.dtype}, is "
-                f"set to {tuple(value.shape)} {value.dtype}, but a compiled program keeps shapes and dtypes."
-            )
-        tensor.data.copy_(value)
-        return
-    alias = value.detach()
-    torch.Tensor.data.__set__(tensor, alias)  # pyright: ignore[reportAttributeAccessIssue]
-    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(alias, mode.tracer))
-
-
-def _is_input(node: torch.fx.Node | None) -> bool:
-    """Whether a node is an input of the capture, or a plain alias of one."""
-    while node is not None and node.target in (aten.detach.default, aten.alias.default):
-        node = node.all_input_nodes[0]
-    return node is not None and node.op != "call_function"
-
-
-def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
-    """Say what a tensor means in the capture under way: most often, a fake of a capture within it that is over."""
-    _LEFT[tensor] = value
-
-
-def _revive(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
-    if (value := _LEFT.get(tensor)) is not None:
-        return _revive(value())
-    if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
-        return tensor
-    tracer: Any = getattr(tensor.fake_mode, "tracer", None)
-    slot: Any = get_proxy_slot(tensor, tracer, None) if tracer is not None else None
-    with _disable_current_modes(), torch.no_grad():
-        value = None if slot is None else _constant(tracer, slot.proxy.node)
-    if value is None:
-        raise NotImplementedError(
-            f"{current_user_line()}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
-            "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
-            "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
-        )
-    return value
-
-
-def _constant(tracer: Any, node: torch.fx.Node) -> torch.Tensor | None:
-    return Constants(node.graph, tracer.root).value(node)
-
-
-def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake on the CPU like a tensor: made at once and not by an operator, as a model has many tensors."""
-    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "meta"}
-    with _disable_current_modes(), torch._C._DisableFuncTorch():  # below the levels of torch.func
-        if isinstance(tensor, FakeTensor):  # of a capture around this one: strides are the program's own
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
-        else:
-            meta = torch.empty(tensor.shape, **options)
-        return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 # How PyTorch says, in different places, that it has no values to give.

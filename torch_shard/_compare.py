@@ -182,7 +182,7 @@ def compare_batches(
     rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in {**in_torch[-1], **on_mesh[-1]}]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
     return Comparison(
-        rows=tuple(sorted(rows, key=lambda row: -_order(row.worst))),
+        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
         reference="one device" if random else "eager torch",
         mesh=f"mesh {describe_mesh(mesh)}",
         tolerance=max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes),
@@ -294,10 +294,6 @@ def _apart(key: tuple[str, str], reference: Values, found: Values) -> float:
 def _largest(value: np.ndarray) -> float:
     array = np.abs(np.asarray(value, np.complex128))
     return float(array[np.isfinite(array)].max(initial=0))
-
-
-def _order(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
 
 
 def _where(row: Difference) -> str:

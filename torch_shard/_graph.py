@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -10,6 +11,11 @@ from torch.fx.node import map_arg
 def args_of(node: Node) -> tuple[Any, ...]:
     """The positional arguments of a node; nodes stand for their values."""
     return node.args
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def outputs_of(graph: Graph) -> list[Any]:

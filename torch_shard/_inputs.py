@@ -2,9 +2,11 @@
 
 import torch
 
-from torch_shard._graph import outputs_of
+from torch_shard._graph import is_random, outputs_of
 
 aten = torch.ops.aten
+FAR = 1 << 20
+"""Places in the random stream from here on belong to operators that PyTorch has made of others."""
 
 
 def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
@@ -54,7 +56,7 @@ def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
     Raises:
         NotImplementedError: The rewriting changed how many there are, and some draw the numbers of others again.
     """
-    old, new = ([n for n in graph.nodes if _is_random(n)] for graph in (before, after))
+    old, new = ([n for n in graph.nodes if is_random(n)] for graph in (before, after))
     places = [n.meta.get("random_place") for n in old]
     if len(old) != len(new) or None in places:
         if len(set(places)) != len(places):
@@ -62,10 +64,6 @@ def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
                 "A random operator that PyTorch decomposes is computed again in a checkpoint, and would draw other "
                 "numbers there. Use torch.utils.checkpoint without it, or torch_shard.jax_checkpoint."
             )
-        places = list(range(len(new)))
+        places = [(number + 1) * FAR for number in range(len(new))]
     for node, place in zip(new, places, strict=True):
         node.meta["random_place"] = place
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -14,7 +14,9 @@ from torch._C import _autograd
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._bundles import Bundle
-from torch_shard._capture import Graph, Spec, capture, leave, rehearse, unknown_like
+from torch_shard._capture import Graph, Spec, capture
+from torch_shard._fakes import leave, rehearse, unknown_like
+from torch_shard._inputs import FAR
 from torch_shard._layer_ops import Call, LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
 from torch_shard._lower import missing_lowerings
@@ -124,6 +126,8 @@ class OneLayer:
         """Where each input of the graph comes from."""
         if missing := missing_lowerings(graph.module):
             raise CannotShare(f"{missing[0].target} has no lowering")
+        if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
+            raise CannotShare("PyTorch decomposes one of its random operators")
         known = {"outside": self.record.outside, "cotangent": cotangents, "constant": self.record.constants}
         origins = {id(t): (origin, i) for origin, tensors in known.items() for i, t in enumerate(tensors)}
         if any(id(t) not in origins for t in graph.closure):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_shard._bundles import Bundle
-from torch_shard._capture import in_transform, leave
+from torch_shard._fakes import in_transform, leave
 from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled
 from torch_shard._layers import Siblings
 from torch_shard._one_layer import Member, OneLayer, on_standins, saving_plainly

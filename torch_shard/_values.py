@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._checks import passing_truth
-from torch_shard._graph import args_of
+from torch_shard._graph import args_of, is_random
 from torch_shard._source import current_user_line
 
 aten = torch.ops.aten
@@ -179,16 +179,12 @@ class Constants:
         inputs = node.all_input_nodes
         if node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
             self._values[node] = literal.clone()
-        elif node.op == "call_function" and not _is_random(node):
+        elif node.op == "call_function" and not is_random(node):
             if all(self._known(i) is not None for i in inputs):
                 args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
                 self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             elif _writes(node):
                 self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _writes(node: Node) -> bool:

@@ -1,0 +1,166 @@
+"""The fakes that a capture runs on, and what stands in it for tensors that are none.
+
+With `_capture`, the only module that imports PyTorch's semi-public tracing API.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_shard._places import annotated
+from torch_shard._source import current_user_line
+from torch_shard._values import Constants, Values
+from torch_shard._watch import ModuleFlags, Watch
+
+aten = torch.ops.aten
+_LOCK = threading.RLock()  # PyTorch's tracer keeps global state
+_MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
+_LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
+
+
+def is_fake(value: Any) -> bool:
+    """Whether `value` stands for a tensor of a capture under way."""
+    return isinstance(value, FakeTensor)
+
+
+@contextlib.contextmanager
+def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, Watch]]:
+    """The fakes of one capture, and what stands for tensors that are none."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    part = functools.partial
+    watch = Watch(
+        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
+    )
+    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
+        _MODES.append(mode)
+        try:
+            yield mode, watch
+        finally:
+            _MODES.remove(mode)
+            if not _MODES:
+                _LEFT.clear()
+
+
+def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
+    """Run `fn` within a capture on fakes of what it closes over, as `capture` would, but write no graph.
+
+    Returns:
+        What `fn` returned, and the modules that ran.
+    """
+    values = Values(lambda tensor: None, lambda: None)
+    with fakes(False) as (mode, watch), enable_python_dispatcher(), mode, watch.watching(), values:
+        return fn(), watch.modules()
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return maybe_current_level() is not None
+
+
+def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like one of the capture under way that it has not met yet: it belongs to the capture around."""
+    with _disable_current_modes(), _MODES[-2]:
+        return empty_like(tensor)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that made a tensor of the trace under way."""
+    mode = get_proxy_mode()
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return None if slot is None else slot.proxy.node
+
+
+def tracer() -> Any:
+    """The tracer under way; its `root` holds the constants of the trace."""
+    mode: Any = get_proxy_mode()
+    return mode.tracer
+
+
+def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
+    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.fake_mode is mode
+    return tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: from now on `tensor` is another name of `value`; earlier views of it are not.
+
+    An input of the capture is written instead, so that its new value comes out.
+    """
+    node: Any = node_of(tensor)
+    mode: Any = get_proxy_mode()
+    if _is_input(node):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise NotImplementedError(
+                f"{current_user_line()}\n.data of an input or a parameter, {tuple(tensor.shape)} {tensor.dtype}, is "
+                f"set to {tuple(value.shape)} {value.dtype}, but a compiled program keeps shapes and dtypes."
+            )
+        tensor.data.copy_(value)
+        return
+    alias = value.detach()
+    torch.Tensor.data.__set__(tensor, alias)  # pyright: ignore[reportAttributeAccessIssue]
+    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(alias, mode.tracer))
+
+
+def _is_input(node: torch.fx.Node | None) -> bool:
+    """Whether a node is an input of the capture, or a plain alias of one."""
+    while node is not None and node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node is not None and node.op != "call_function"
+
+
+def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
+    """Say what a tensor means in the capture under way: most often, a fake of a capture within it that is over."""
+    _LEFT[tensor] = value
+
+
+def _revive(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
+    if (value := _LEFT.get(tensor)) is not None:
+        return _revive(value())
+    if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
+        return tensor
+    value = _constant(tensor)
+    if value is None:
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
+            "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
+            "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
+        )
+    return value
+
+
+def _constant(fake: FakeTensor) -> torch.Tensor | None:
+    """What a fake of an earlier capture was, if it is known."""
+    earlier: Any = getattr(fake.fake_mode, "tracer", None)
+    if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
+        return None
+    node: Any = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
+    with _disable_current_modes(), torch.no_grad():
+        return Constants(node.graph, earlier.root).value(node)
+
+
+def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake on the CPU like a tensor: made at once and not by an operator, as a model has many tensors."""
+    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "meta"}
+    with _disable_current_modes(), torch._C._DisableFuncTorch():  # below the levels of torch.func
+        if isinstance(tensor, FakeTensor):  # of a capture around this one: strides are the program's own
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
+        else:
+            meta = torch.empty(tensor.shape, **options)
+        return FakeTensor(mode, meta, torch.device("cpu"))
