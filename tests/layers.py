@@ -399,7 +399,7 @@ LAYERED = [
     _case("an attribute", lambda: Stack(Remembering), loss_fn=with_sizes),
     _case("a list", Sampling),
     _case("handed over", HandingOver, (DEPTH - 1, 1), (DEPTH - 1, 1)),
-    _case("given a list", Listing, says="no neighbour runs the same program"),
+    _case("given a list", Listing, says="layers next to it are other programs"),
     _case("constants", lambda: Stack(WithConstants)),
     _case("written afterwards", WritingAfter),
     _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),

@@ -18,7 +18,11 @@ from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
 from torch_shard._steps import Members, Step, steps_of
 
+SHOWN = 6
 REMAT = ("none", "dots", "block")
+ALONE = (
+    "layers next to it are other programs (the first is, where its input needs no gradient) or do not take its result"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Rolled:
         return [item for item in self._items if isinstance(item, Loop)]
 
 
-def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
+def report(groups: list[Siblings], rolled: Rolled | None, scan: bool) -> list[str]:
     """Lines that say which layers are loops, and of the others why not."""
     lines, scanned = [], set()
     for loop in rolled.loops if rolled else ():
@@ -104,8 +108,8 @@ def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
     for group in groups:
         alone = [path for path in group.members.values() if path not in scanned]
         if alone:
-            why = group.refused or "no neighbour runs the same program on its result"
-            lines.append(f"{', '.join(alone)}: not in a loop: {why}")
+            paths = ", ".join(alone) if len(alone) <= SHOWN else f"{alone[0]}, ..., {alone[-1]} ({len(alone)} layers)"
+            lines.append(f"{paths}: not in a loop: {group.refused or (ALONE if scan else 'scan_layers=False')}")
     return lines
 
 
