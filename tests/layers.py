@@ -319,6 +319,90 @@ class Listing(Stack):
         return x + sum(seen)
 
 
+class Differing(Stack):
+    """The loss depends on another result of the last block than of those before it."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = super().forward(x)
+            return x, (x * self.norm.weight).square().mean()
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, sizes = self.start(x), []
+        for block in self.blocks:
+            x, size = block(x)
+            sizes.append(size)
+        return x * sum(sizes[:-1])
+
+
+class LeavingRules(Stack):
+    """Blocks leave what has a derivative of their own: the same values, other gradients."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            self.size = _Rule.apply(x.square().mean(), self.backward_scale)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+        for i, block in enumerate(self.blocks):
+            block.backward_scale = float(i)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * sum(block.size for block in self.blocks)
+
+
+class Recorded(Stack):
+    """Records go in and come out, and a rule of autograd, which is no function of torch, takes what is in them."""
+
+    @dataclasses.dataclass
+    class Record:
+        x: torch.Tensor
+
+    class Layer(Block):
+        def forward(self, given: Any) -> Any:
+            return Recorded.Record(super().forward(_Scaled.apply(given.x, 0.5)))  # pyright: ignore
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = _Scaled.apply(block(self.Record(x)).x, 0.5)  # pyright: ignore
+        return x
+
+
+class Hooking(Block):
+    """A hook on the graph of autograd."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda grads: tuple(self.scale * g for g in grads))
+        return y
+
+
+class Adding(Stack):
+    """A sum that begins with another shape and dtype, and factors of all shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(WIDTH,), (1,), (BATCH, 1), ()]
+        self.factors = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, total = self.start(x), torch.zeros((), dtype=torch.int32)
+        for block, factor in zip(self.blocks, self.factors, strict=True):
+            x = block(x) * factor
+            total = total + x
+        return total
+
+
 def _varied(change: Callable[[Stack], Any], **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Stack(**options)
@@ -402,5 +486,10 @@ LAYERED = [
     _case("given a list", Listing, says="layers next to it are other programs"),
     _case("constants", lambda: Stack(WithConstants)),
     _case("written afterwards", WritingAfter),
+    _case("results of the last", Differing, (DEPTH - 1, 1), (DEPTH - 1, 1)),
+    _case("rules left behind", LeavingRules, says="no neighbour runs the same program"),
+    _case("records and rules", Recorded),
+    _case("hooks on the graph", lambda: Stack(Hooking), says="grad_fn"),
+    _case("shapes between", Adding, says="no neighbour"),
     _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),
 ]

@@ -115,6 +115,22 @@ def test_loops_can_be_asked_for_and_refused() -> None:
         run(model, remat="all")
 
 
+class CountingOn(Block):
+    """Multiplies by the number of earlier calls, of all models' steps."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_layers_may_not_depend_on_counts_of_their_calls() -> None:
+    step = ts.make_train_step(Stack(CountingOn), squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    with pytest.raises(NotImplementedError, match=r"changes the plain attribute blocks.0.calls"):
+        step(step.init(seed=0), (torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
+
+
 def test_an_evaluation_has_loops_too() -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model().eval(), case.batches(1)

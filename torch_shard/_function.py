@@ -6,7 +6,7 @@ parameters) is read anew by whoever traces: see `Closure`.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,18 @@ class Program:
         specs: Its inputs.
         what: Its name, for errors.
         others: Operators that the caller runs in a way of its own.
+        inner: Gives the graphs that these stand for.
     """
 
-    def __init__(self, fn: FlatFn, specs: Sequence[Spec], what: str, others: Collection[Any] = ()) -> None:
+    def __init__(
+        self,
+        fn: FlatFn,
+        specs: Sequence[Spec],
+        what: str,
+        others: Collection[Any] = (),
+        inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
+    ) -> None:
+        self._inner = inner
         self.graph: Graph = capture(fn, specs, keep=keeps_whole)
         self._check_numbers(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
@@ -45,13 +54,17 @@ class Program:
         """The JAX function `(key, *arrays) -> list of arrays`."""
         return lower(self.graph.module)
 
+    def _code(self, graph: Graph) -> list[str]:
+        return [graph.module.code, *(module.code for module in self._inner())]
+
     def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
         """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""
         if not self.graph.changed:
             return
+        first = self._code(self.graph)
         with new_values(self.graph.changed):
             second = capture(fn, specs, keep=keeps_whole)
-        if second.module.code != self.graph.module.code:
+        if self._code(second) != first:
             names = ", ".join(change.path for change in self.graph.changed)
             raise NotImplementedError(
                 f"{what} changes the plain attribute {names} on each call and depends on it, but a compiled program is "

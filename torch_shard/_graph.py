@@ -1,6 +1,6 @@
 """Reading FX graphs: their nodes' arguments and outputs, which PyTorch types as anything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,15 @@ def outputs_of(graph: Graph) -> list[Any]:
 def fill_in(arguments: Any, value_of: Callable[[Node], Any]) -> Any:
     """Arguments with each node replaced by its value."""
     return map_arg(arguments, value_of)
+
+
+def depending_on(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes of a graph and all that are computed from them."""
+    found = set(nodes)
+    for node in next(iter(found)).graph.nodes if found else ():
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def check_outputs(before: Graph, after: Graph) -> None:

@@ -76,7 +76,10 @@ class JointLoss:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
                 run = self._training if self._train else self._evaluation
-                return call_with(self._model, lambda m: run(m, given, batch), self._tensors(given, regions))
+                found = call_with(self._model, lambda m: run(m, given, batch), self._tensors(given, regions))
+                if regions:
+                    regions.check()
+                return found
 
         return joint, [*map(self._spec, units), *self._signature.specs]
 

@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 import itertools
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph
+from torch_shard._graph import depending_on, outputs_of
 from torch_shard._layers import Kind, Siblings
 from torch_shard._watch import ModuleFlags
-
-MOST_KINDS = 4
-"""So many different programs may the calls of one group be."""
 
 
 @dataclasses.dataclass
@@ -34,6 +33,7 @@ class Region:
         flags: Modules that ran.
         num_draws: How many random operators it has.
         differentiable: Which results require a gradient.
+        used: Of these, which have a cotangent: the loss depends on them.
         remat: Whether the user's own checkpoint computes it again in the backward pass.
     """
 
@@ -47,6 +47,7 @@ class Region:
     flags: ModuleFlags
     num_draws: int
     differentiable: list[bool]
+    used: tuple[bool, ...]
     remat: bool = False
 
     @property
@@ -70,8 +71,17 @@ class Region:
         fakes = self.fakes
         return fakes[: self.num_results] + fakes[self.graph.num_outputs :]
 
+    def reached(self, present: Iterable[bool]) -> list[bool]:
+        """Which gradients depend on cotangents, of which some are absent."""
+        nodes = [node for node in self.graph.module.graph.nodes if node.op == "placeholder"]
+        cotangents = [node for node, (kind, _) in zip(nodes, self.inputs, strict=True) if kind == "cotangent"]
+        chosen = depending_on(itertools.compress(cotangents, present))
+        return [
+            node in chosen for node in outputs_of(self.graph.module.graph)[self.num_results : self.graph.num_outputs]
+        ]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(eq=False)
 class Call:
     """One call of a layer.
 
@@ -81,6 +91,8 @@ class Call:
         place: Where its random numbers begin.
         arguments: For each tensor of the region, which argument of the operator it is, or a member of which bundle.
         bundles: Which arguments are bundles.
+        number: Which call of its group it is.
+        used: Which results the loss was seen to depend on, of those with a gradient; None before the backward pass.
     """
 
     region: Region
@@ -88,6 +100,8 @@ class Call:
     place: int
     arguments: Sequence[tuple[int, int | None]]
     bundles: Mapping[int, Bundle]
+    number: int
+    used: tuple[bool, ...] | None = None
 
     @functools.cached_property
     def gradients(self) -> dict[int, dict[int | None, int]]:
@@ -97,6 +111,17 @@ class Call:
             argument, member = self.arguments[position]
             found.setdefault(argument, {})[member] = number
         return found
+
+    def cotangents(self, given: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, bool]]:
+        """Those that the region has, and whether each was given; zeros if not.
+
+        That may be: in one of several backward passes, or as it was not known yet what the loss depends on.
+        """
+        results = list(itertools.compress(zip(given, self.region.fakes, strict=False), self.region.differentiable))
+        seen = tuple(grad is not None for grad, _ in results)
+        self.used = seen if self.used is None else tuple(map(operator.or_, seen, self.used))
+        chosen = itertools.compress(results, self.region.used)
+        return [(_zeros(fake), False) if grad is None else (grad, True) for grad, fake in chosen]
 
 
 CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
@@ -128,6 +153,10 @@ def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) 
 LAYER, LAYER_BACKWARD = torch.ops.torch_shard.layer.default, torch.ops.torch_shard.layer_backward.default
 
 
+def _zeros(fake: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(fake.shape, dtype=fake.dtype, device="cpu")
+
+
 def _like(fake: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
 
@@ -155,11 +184,12 @@ class LayerCall(torch.autograd.Function):
         assert ctx.saved_tensors is not None
         if torch.is_grad_enabled():
             raise Refused(None, "the loss takes a derivative of its gradient")
-        chosen = list(itertools.compress(cotangents, call.region.differentiable))
-        if any(c is None for c in chosen):
-            raise Unused(call.region, tuple(c is not None for c in chosen))
-        found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, chosen)
+        chosen = call.cotangents(cotangents)
+        found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, [c for c, _ in chosen])
         grads = dict(zip(call.gradients, found, strict=True))
+        if not all(given for _, given in chosen):  # autograd has no gradient where no path leads, rather than zeros
+            reached = call.region.reached(given for _, given in chosen)
+            grads = {i: g for i, g in grads.items() if any(reached[n] for n in call.gradients[i].values())}
         return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
 
 
@@ -191,21 +221,36 @@ class NewKind(Again):
 
     def learn(self, groups: list[Siblings]) -> None:
         """It begins a kind of its own."""
-        self._group.kinds[self._number] = Kind()
-        if len(self._group.kinds) > MOST_KINDS:
-            self._group.refuse(f"its layers are more than {MOST_KINDS} different programs")
+        self._group.add_kind(self._number, Kind())
 
 
 class Unused(Again):
-    """The loss does not depend on some results of a layer."""
+    """The loss depends on other results of layers than was assumed."""
 
-    def __init__(self, region: Region, used: tuple[bool, ...]) -> None:
-        self._region, self._used = region, used
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self._calls = [call for call in calls if call.used is not None]
 
     def learn(self, groups: list[Siblings]) -> None:
-        """They have no cotangents."""
-        region = self._region
-        region.group.kinds[region.number] = dataclasses.replace(region.kind, used=self._used)
+        """The others have no cotangents; calls that differ in this are different programs."""
+        known = {(id(call.region), call.used) for call in self._calls if call.number == call.region.number}
+        for call in self._calls:
+            group, kind = call.region.group, (id(call.region), call.used)
+            assert call.used is not None
+            group.used[call.number] = call.used
+            if kind not in known:
+                known.add(kind)
+                group.add_kind(call.number, call.region.kind)
+
+
+def check_used(calls: Iterable[Call]) -> None:
+    """See that the loss depends on the results of layers that their regions have cotangents for.
+
+    Raises:
+        Unused: It does not.
+    """
+    calls = list(calls)
+    if any(call.used not in (None, call.region.used) for call in calls):
+        raise Unused(calls)
 
 
 class Unbundled(Again):
@@ -227,3 +272,4 @@ class LeftBehind(Again):
         """It is another result."""
         region = self._region
         region.group.kinds[region.number] = Kind(left=(*region.kind.left, self._number))
+        region.group.used.clear()  # there are more results now

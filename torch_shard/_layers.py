@@ -14,6 +14,8 @@ from torch import nn
 
 from torch_shard._stacks import Layout
 
+MOST_KINDS = 4
+"""So many different programs may the calls of one group be."""
 LEAST = 3
 """So many alike siblings are worth a loop."""
 
@@ -23,11 +25,9 @@ class Kind:
     """What is known of the calls of one program.
 
     Attributes:
-        used: Which results the loss depends on, of those with a gradient; None for all.
         left: Numbers, in the record of a call, of tensors that it left behind (in a cache, a list) and that are used.
     """
 
-    used: tuple[bool, ...] | None = None
     left: tuple[int, ...] = ()
 
 
@@ -40,6 +40,7 @@ class Siblings:
         members: Their paths, by `id` of the module, in order.
         refused: Why each is captured by itself, if it is.
         kinds: By the numbers of the calls that begin a kind of their own.
+        used: Which results the loss depends on, of those with a gradient, by the numbers of the calls; all, if unknown.
         bundled: Whether the parameters of each are one input of the capture.
     """
 
@@ -47,11 +48,18 @@ class Siblings:
     members: dict[int, str]
     refused: str | None = None
     kinds: dict[int, Kind] = dataclasses.field(default_factory=lambda: {0: Kind()})
+    used: dict[int, tuple[bool, ...]] = dataclasses.field(default_factory=dict)
     bundled: bool = True
 
     def refuse(self, why: str) -> None:
         """Let each member be captured by itself; the first reason stays."""
         self.refused = self.refused or why
+
+    def add_kind(self, number: int, kind: Kind) -> None:
+        """Let a call begin a kind of its own."""
+        self.kinds[number] = kind
+        if len(self.kinds) > MOST_KINDS:
+            self.refuse(f"its layers are more than {MOST_KINDS} different programs")
 
 
 def find_siblings(model: nn.Module, specs: Mapping[str, Any], least: int = LEAST) -> list[Siblings]:

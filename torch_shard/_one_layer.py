@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -94,16 +95,15 @@ class OneLayer:
             _refuse_views(results, buffers)
             flags = [r.requires_grad for r in results]
             chosen = [r for r in results if r.requires_grad]
-            if kind.used is not None:
-                flags = _narrowed(flags, kind.used)
-                chosen = list(itertools.compress(chosen, kind.used))
+            used = group.used.get(number, (True,) * len(chosen))
+            chosen = list(itertools.compress(chosen, used))
             watch = current_watch()
             assert watch is not None
             wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
             cotangents.extend(map(unknown_like, chosen))
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True) if chosen else []
             given = {key: g for key, g in zip(wanted, grads, strict=False) if g is not None}
-            found[:] = [key, flags, list(given), num_draws()]
+            found[:] = [key, flags, used, list(given), num_draws()]
             return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)
 
         try:
@@ -112,11 +112,11 @@ class OneLayer:
             )
         except Exception as error:
             raise CannotShare(_first_line(error)) from error
-        key, flags, given, draws = found
+        key, flags, used, given, draws = found
         inputs = self._inputs(graph, cotangents)
         tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
         order = [tensors.index(("outside", self._outside(key))) for key in given]
-        about: Any = (graph, inputs, self.record.constants, graph.aux, order, graph.modules, draws, flags)
+        about: Any = (graph, inputs, self.record.constants, graph.aux, order, graph.modules, draws, flags, used)
         return key, Region(group, number, *about)
 
     def _outside(self, key: int) -> int:
@@ -140,25 +140,25 @@ class OneLayer:
         leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in kind.left)]
         return list({id(t): t for t in leaves if self.record.made(t)}.values())
 
-    def call(self, region: Region, path: str) -> tuple[Call, list[torch.Tensor]]:
+    def call(self, region: Region, number: int, path: str) -> tuple[Call, list[torch.Tensor]]:
         """The call as one of a region, and the arguments of its operator."""
         buffers = list(self.buffers.values())
         given = {"buffer": buffers, "outside": self.record.outside, "constant": region.constants}
         arguments: list[torch.Tensor] = []
         places: list[tuple[int, int | None]] = []
         bundles: dict[int, Bundle] = {}
-        numbers: dict[Bundle, int] = {}
+        at: dict[Bundle, int] = {}
         for kind, i in region.tensors:
             tensor, member = given[kind][i], self.bundled.get(id(given[kind][i]))
-            if member is None or member.bundle not in numbers:
+            if member is None or member.bundle not in at:
                 arguments.append(as_captured(tensor) if member is None else member.whole)
             if member is None:
                 places.append((len(arguments) - 1, None))
                 continue
-            number = numbers.setdefault(member.bundle, len(arguments) - 1)
-            bundles[number] = member.bundle
-            places.append((number, member.number))
-        return Call(region, path, skip_draws(region.num_draws), places, bundles), arguments
+            position = at.setdefault(member.bundle, len(arguments) - 1)
+            bundles[position] = member.bundle
+            places.append((position, member.number))
+        return Call(region, path, skip_draws(region.num_draws), places, bundles, number), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
         """What the call returns: the results of its operator in their places; new values of buffers are written."""
@@ -190,11 +190,6 @@ def _given(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _narrowed(flags: list[bool], used: Sequence[bool]) -> list[bool]:
-    answers = iter(used)
-    return [flag and next(answers) for flag in flags]
-
-
 def _refuse_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
     watch = current_watch()
     assert watch is not None
@@ -224,6 +219,18 @@ def saving_plainly() -> Iterator[None]:
         yield
     finally:
         _autograd._pop_saved_tensors_default_hooks()
+
+
+@contextlib.contextmanager
+def functions_on_standins() -> Iterator[None]:
+    """Let an `autograd.Function` see what stands for its arguments: what a layer left behind is a fake of its own."""
+    apply = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def on_captured(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(cls, *(as_captured(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(on_captured)):
+        yield
 
 
 def on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

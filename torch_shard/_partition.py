@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_shard._graph import outputs_of
+from torch_shard._graph import depending_on, outputs_of
 
 aten = torch.ops.aten
 # Nothing is computed by these: what they are of is saved instead.
@@ -101,7 +101,7 @@ def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, nu
 
 def _saved(grads: list[Any], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
     """What the backward pass must be given: values of the forward pass that may be saved, and inputs."""
-    behind = _with_cotangents(grads, cotangents)
+    behind = depending_on(cotangents)
     saved: set[Node] = set()
     seen: set[Node] = set()
     todo = [n for n in grads if isinstance(n, Node)]
@@ -123,16 +123,6 @@ def _is_saved(node: Node, may_save: Callable[[Node], bool]) -> bool:
         source = node.all_input_nodes[0]
         return not isinstance(source.meta.get("val"), torch.Tensor) and may_save(source)
     return isinstance(node.meta.get("val"), torch.Tensor) and may_save(node)
-
-
-def _with_cotangents(grads: list[Any], cotangents: set[Node]) -> set[Node]:
-    """The nodes that depend on a cotangent."""
-    graph = next(iter(cotangents)).graph if cotangents else None
-    found = set(cotangents)
-    for node in graph.nodes if graph else ():
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any]) -> GraphModule:

@@ -8,7 +8,9 @@ pack saved tensors.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,9 @@ from torch_shard._watch import current_watch
 _VALUES = (*NUMBERS, complex, bytes, type(None))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
+
+
+_grad_fn = torch._C.TensorBase.grad_fn.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CannotShare(BaseException):
@@ -55,9 +60,8 @@ class Record(TorchDispatchMode):
     def close(self, result: Any) -> tuple[Any, ...]:
         """The record as one hashable value, for a call that returned `result`."""
         leaves, tree = torch_pytree.tree_flatten(result)
-        own = [leaf for leaf in leaves if self.made(leaf)]
         nodes: dict[Any, int] = {}
-        behind = tuple(self._behind(t.grad_fn, nodes) for t in own if t.requires_grad)
+        behind = tuple(self._behind(_grad_fn(t), nodes) for t in self.tensors().values() if t.requires_grad)
         returned = tuple(self._numbers.get(id(leaf)) for leaf in leaves)
         return tuple(self._events), str(tree), returned, behind
 
@@ -123,13 +127,25 @@ class Record(TorchDispatchMode):
         return type(node)._forward_cls, inputs, saved, self._encode(vars(node))  # pyright: ignore
 
 
+def _reads_plainly(frame: FrameType) -> bool:
+    """Whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in ("torch", __name__.partition(".")[0]) and name != "torch.utils.hooks"
+
+
 @contextlib.contextmanager
 def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
     """Refuse, while `active()`, what a record does not show.
 
     Raises:
-        CannotShare: A hook was registered on a tensor, or on what autograd saves.
+        CannotShare: A hook was registered on a tensor or on what autograd saves, or may be on its graph.
     """
+
+    def grad_fn(tensor: torch.Tensor) -> Any:
+        if active() and not _reads_plainly(sys._getframe(1)):
+            raise CannotShare("it reads grad_fn, where a hook may be registered")
+        return _grad_fn(tensor)
+
     register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
@@ -144,6 +160,7 @@ def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.Tensor, "register_hook", register_hook),
+        mock.patch.object(torch.Tensor, "grad_fn", property(grad_fn)),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
     ):
         yield

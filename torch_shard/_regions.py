@@ -16,12 +16,13 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from torch_shard._bundles import Bundle
 from torch_shard._fakes import in_transform, leave
-from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled
+from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
 from torch_shard._layers import Siblings
-from torch_shard._one_layer import Member, OneLayer, on_standins, saving_plainly
+from torch_shard._one_layer import Member, OneLayer, functions_on_standins, on_standins, saving_plainly
 from torch_shard._records import CannotShare, hooks_refused
 from torch_shard._watch import add_modules, current_watch
 
@@ -34,7 +35,7 @@ class Regions:
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
         self._group_of = {key: group for group in groups if not group.refused for key in group.members}
-        self._found: dict[int, dict[Any, Region]] = {id(group): {} for group in groups}
+        self._found: dict[int, dict[Any, list[Region]]] = {id(group): {} for group in groups}
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
         self._inside = False
@@ -63,6 +64,7 @@ class Regions:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks_refused(lambda: self._inside))
+            stack.enter_context(functions_on_standins())
             for cls in classes:
                 stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
             yield
@@ -85,9 +87,11 @@ class Regions:
             with saving_plainly():
                 if number in group.kinds:
                     key, region = layer.capture(group, number)
-                    found[key] = region
+                    found.setdefault(key, []).insert(0, region)
                 else:
-                    region = found.get(layer.rehearse())
+                    same = found.get(layer.rehearse(), [])
+                    used = group.used.get(number)
+                    region = next((r for r in same if used in (None, r.used)), None)
         except CannotShare as reason:
             raise Refused(group, f"{group.members[id(module)]}: {reason}") from reason
         finally:
@@ -97,11 +101,19 @@ class Regions:
         if torch._C._current_graph_task_id() != -1 and id(module) in self._latest:  # a checkpoint, in the backward pass
             self._latest[id(module)].remat = True
         self._latest[id(module)] = region
-        call, arguments = layer.call(region, group.members[id(module)])
+        call, arguments = layer.call(region, number, group.members[id(module)])
         handle = self._first + len(self.calls)
         self.calls[handle] = CALLS[handle] = call
         add_modules(region.flags)
         return layer.results(handle, region, arguments)
+
+    def check(self) -> None:
+        """See, after the backward pass, that the calls are what was assumed; starts again if not."""
+        check_used(self.calls.values())
+
+    def graphs(self) -> list[GraphModule]:
+        """Of the calls, in order."""
+        return [call.region.graph.module for call in self.calls.values()]
 
     def release(self) -> None:
         """Forget what only a capture under way needs."""

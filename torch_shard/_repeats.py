@@ -135,7 +135,7 @@ def capture_layers(
     while any(group.refused is None for group in groups):
         regions = Regions(groups, modules)
         try:
-            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD))
+            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
             return program, Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0]), groups
         except Again as reason:
             reason.learn(groups)

@@ -202,10 +202,15 @@ def _unconnected(key: Any, place: Any, values: Sequence[Any]) -> Any:
 def _kind(node: Node) -> Any:
     """All of a node but its sources."""
     arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
-    fakes = node.meta.get("val")
-    fakes = fakes if isinstance(fakes, (tuple, list)) else [fakes]
-    shapes = tuple((tuple(f.shape), f.dtype) if isinstance(f, torch.Tensor) else repr(f) for f in fakes)
-    return node.target, repr(arguments), shapes, "random_place" in node.meta
+    about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
+    return node.target, repr(arguments), about, "random_place" in node.meta
+
+
+def _about(value: Any) -> Any:
+    """Shape and dtype of what a node gives."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_about, value))
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)
 
 
 class _Gap:
