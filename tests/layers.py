@@ -387,6 +387,37 @@ class Hooking(Block):
         return y
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.autocast("cpu", enabled=False):
+            return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # in full precision, for autocast has ended then
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+class Casting(Stack):
+    """Autocast around the blocks is not around their backward pass."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + _Product.apply(torch.tanh(_Product.apply(x, self.up.weight)), self.down.weight)  # pyright: ignore
+
+    def __init__(self) -> None:
+        super().__init__(self.Layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
 class Adding(Stack):
     """A sum that begins with another shape and dtype, and factors of all shapes."""
 
@@ -491,5 +522,6 @@ LAYERED = [
     _case("records and rules", Recorded),
     _case("hooks on the graph", lambda: Stack(Hooking), says="grad_fn"),
     _case("shapes between", Adding, says="no neighbour"),
+    _case("autocast", Casting),
     _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),
 ]

@@ -7,7 +7,7 @@ float32. Source: "Ops that can autocast to float32" in PyTorch's documentation o
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -95,3 +95,18 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *error)
 
     return leave
+
+
+def casting() -> list[str]:
+    """The kinds of devices for which autocast is on."""
+    return [device for device in ("cpu", "jax", "cuda") if torch.is_autocast_enabled(device)]
+
+
+@contextlib.contextmanager
+def autocast_only(devices: Collection[str] = ()) -> Iterator[None]:
+    """Leave autocast on for these kinds of devices, and no others."""
+    with contextlib.ExitStack() as stack:
+        for device in casting():
+            if device not in devices:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
+from torch_shard._autocast import autocast_only
 from torch_shard._fakes import empty_like, fakes, node_of, tracer
 from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
@@ -150,7 +151,10 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explai
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
-    with _errors_for_users(), explained(explain), enable_python_dispatcher(), torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_errors_for_users())
+        for context in (explained(explain), enable_python_dispatcher(), torch.no_grad(), autocast_only()):
+            stack.enter_context(context)  # what autocast was to cast it has cast in the first pass
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)
 

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch._C import _autograd
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._autocast import autocast_only
 from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph, Spec, capture
 from torch_shard._fakes import leave, rehearse, unknown_like
@@ -39,9 +40,11 @@ class Member:
 class OneLayer:
     """One call of one module."""
 
-    def __init__(self, module: nn.Module, run: Callable[[], Any], bundled: Mapping[int, Member]) -> None:
+    def __init__(
+        self, module: nn.Module, run: Callable[[], Any], bundled: Mapping[int, Member], cast_backward: Collection[str]
+    ) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
-        self.bundled = bundled
+        self.bundled, self._cast_backward = bundled, cast_backward
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
         self.parameters = list(module.parameters())
         self.record = Record()
@@ -101,7 +104,9 @@ class OneLayer:
             assert watch is not None
             wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
             cotangents.extend(map(unknown_like, chosen))
-            grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True) if chosen else []
+            with autocast_only(self._cast_backward):  # the layer may run within autocast, its backward pass runs after
+                leaves = list(wanted.values())
+                grads = torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else []
             given = {key: g for key, g in zip(wanted, grads, strict=False) if g is not None}
             found[:] = [key, flags, used, list(given), num_draws()]
             return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from torch_shard._autocast import casting
 from torch_shard._bundles import Bundle
 from torch_shard._fakes import in_transform, leave
 from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
@@ -38,7 +39,7 @@ class Regions:
         self._found: dict[int, dict[Any, list[Region]]] = {id(group): {} for group in groups}
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
-        self._inside = False
+        self._inside, self._cast = False, casting()  # around the whole, and so around its backward pass
         self._bundled: dict[int, Member] = {}
         self._first = next(_CAPTURES) << 32
         self.calls: dict[int, Call] = {}
@@ -82,7 +83,7 @@ class Regions:
     def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
         number, self._inside = self._counts[id(group)], True
         self._counts[id(group)] += 1
-        layer, found = OneLayer(module, run, self._bundled), self._found[id(group)]
+        layer, found = OneLayer(module, run, self._bundled, self._cast), self._found[id(group)]
         try:
             with saving_plainly():
                 if number in group.kinds:
