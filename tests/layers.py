@@ -350,10 +350,10 @@ class LeavingRules(Stack):
     def __init__(self) -> None:
         super().__init__(self.Layer)
         for i, block in enumerate(self.blocks):
-            block.backward_scale = float(i)
+            block.backward_scale = float(i)  # pyright: ignore
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * sum(block.size for block in self.blocks)
+        return super().forward(x) * sum(block.size for block in self.blocks)  # pyright: ignore
 
 
 class Recorded(Stack):

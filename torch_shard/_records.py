@@ -28,7 +28,7 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
 
 
-_grad_fn = torch._C.TensorBase.grad_fn.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_grad_fn = torch._C.TensorBase.grad_fn.__get__  # pyright: ignore
 
 
 class CannotShare(BaseException):
