@@ -518,10 +518,10 @@ LAYERED = [
     _case("constants", lambda: Stack(WithConstants)),
     _case("written afterwards", WritingAfter),
     _case("results of the last", Differing, (DEPTH - 1, 1), (DEPTH - 1, 1)),
-    _case("rules left behind", LeavingRules, says="no neighbour runs the same program"),
+    _case("rules left behind", LeavingRules, says="are other programs"),
     _case("records and rules", Recorded),
     _case("hooks on the graph", lambda: Stack(Hooking), says="grad_fn"),
-    _case("shapes between", Adding, says="no neighbour"),
+    _case("shapes between", Adding, says="do not take its result"),
     _case("autocast", Casting),
     _case("second derivative", Stack, says="derivative of its gradient", loss_fn=penalty),
 ]
