@@ -297,6 +297,18 @@ def test_the_stored_arrays_are_reused() -> None:
     assert analysis.alias_size_in_bytes >= local
 
 
+def test_a_donated_state_is_not_read() -> None:
+    step = make()
+    state = step.init()
+    params: Any = state.params
+    name = next(name for name, (_, row) in params.layout.places.items() if row is not None)
+    before = np.asarray(params[name])
+    later, _ = step(state, batches(1)[0])
+    with pytest.raises(RuntimeError, match="donated to a later step"):  # and the process does not hang
+        params[name]
+    assert later.params[name].shape == before.shape
+
+
 def test_no_communication_is_added() -> None:
     found = []
     for scan_layers in (False, "auto"):

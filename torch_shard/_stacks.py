@@ -224,6 +224,11 @@ def take_row(stack: Any, row: int) -> Any:
     if isinstance(stack, Tracer):
         return jax.lax.index_in_dim(stack, row, keepdims=False)
     if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):
+        if stack.is_deleted():  # a compiled program does not look, and on some devices waits for ever
+            raise RuntimeError(
+                "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
+                "returned, or copy what you need before the step: numpy.asarray(state.params[name])."
+            )
         return _taker(row_sharding(stack.sharding))(stack, row)
     return stack[row]
 
