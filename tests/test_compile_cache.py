@@ -189,5 +189,7 @@ def test_a_directory_that_cannot_be_written_to(make_step: Any, tmp_path: Path) -
             make_step(
                 nn.Linear(8, 4), squared_error, *optimizer, mesh=make_mesh((4, 2)), plan=WHOLE, compile_cache=path
             )
+    with pytest.raises(ValueError, match="compile_cache is empty"):
+        make("")
     with pytest.raises(TypeError, match="compile_cache must be a path or None, got int"):
         make(3)

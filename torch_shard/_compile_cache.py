@@ -32,6 +32,8 @@ class CompileCache:
         if directory is not None and not isinstance(directory, str | os.PathLike):
             kind = type(directory).__name__
             raise TypeError(f"{caller}: compile_cache must be a path or None, got {kind}.")
+        if directory is not None and not os.fspath(directory):
+            raise ValueError(f"{caller}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
         if self.directory is None:
             return
