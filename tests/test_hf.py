@@ -53,7 +53,7 @@ def _assert_loops(case: Case, *lines: str) -> None:
 
 def _both_ways(path: str, count: int = 4, what: str = "4 iterations") -> list[str]:
     first, last = f"{path}.{4 - count}", f"{path}.3"
-    return [f"{first} to {last}: one loop, {what}", f"{last} to {first}: one loop, {what}"]
+    return [f"{first} to {last}: one loop, {what}", f"{last} to {first}, backward: one loop, {what}"]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

@@ -45,10 +45,9 @@ class LossProgram:
         captured: tuple[Program, Rolled | None, list[Siblings]],
         model: torch.nn.Module,
         guard: Guard,
-        scan: bool,
     ) -> None:
         program, rolled, self.groups = captured
-        self.report = report(self.groups, rolled, scan)
+        self.report = report(self.groups, rolled)
         self.program, self.rolled, self.units = program, rolled, program.graph.aux.units
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
@@ -200,7 +199,7 @@ def loss_program(
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = Guard(model, loss_fn)  # it counted once more
-        programs[key] = LossProgram(captured, model, guard, repeats.scan is not False)
+        programs[key] = LossProgram(captured, model, guard)
     return programs[key]
 
 

@@ -51,8 +51,12 @@ class Repeats:
 
     def groups(self, model: nn.Module) -> list[Siblings]:
         """The layers of a model that may be one program."""
-        least = LEAST if self.scan == "auto" and self.remat == "none" else 2
-        return find_siblings(model, dict(self.specs), least) if self.wanted else []
+        return find_siblings(model, dict(self.specs), self.least) if self.wanted else []
+
+    @property
+    def least(self) -> int:
+        """So many alike siblings are looked at."""
+        return LEAST if self.scan == "auto" and self.remat == "none" else 2
 
 
 class Rolled:
@@ -66,7 +70,7 @@ class Rolled:
     """
 
     def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
-        self._program, self.calls, self._scan = program, calls, scan
+        self._program, self.calls, self.scan = program, calls, scan
         steps, self._outputs = steps_of(program.graph.module, calls, remat)
         self._items: list[Step | Loop] = roll(steps) if scan else list(steps)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
@@ -78,7 +82,7 @@ class Rolled:
 
     def with_remat(self, remat: str) -> "Rolled":
         """The same program with another choice."""
-        return Rolled(self._program, self.calls, self._scan, remat)
+        return Rolled(self._program, self.calls, self.scan, remat)
 
     def run(self, key: Any, inputs: Inputs) -> list[Any]:
         """Arrays, and rows of stacked arrays."""
@@ -96,7 +100,7 @@ class Rolled:
         return [item for item in self._items if isinstance(item, Loop)]
 
 
-def report(groups: list[Siblings], rolled: Rolled | None, scan: bool) -> list[str]:
+def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
     """Lines that say which layers are loops, and of the others why not."""
     lines, scanned = [], set()
     for loop in rolled.loops if rolled else ():
@@ -104,12 +108,13 @@ def report(groups: list[Siblings], rolled: Rolled | None, scan: bool) -> list[st
         scanned |= set(layers)
         per = len(layers) // len(loop.iterations)
         what = f"{len(loop.iterations)} iterations" + (f" of {per} layers" if per > 1 else "")
-        lines.append(f"{layers[0]} to {layers[-1]}: one loop, {what}")
+        lines.append(f"{layers[0]} to {layers[-1]}{', backward' * loop.is_backward}: one loop, {what}")
     for group in groups:
         alone = [path for path in group.members.values() if path not in scanned]
         if alone:
             paths = ", ".join(alone) if len(alone) <= SHOWN else f"{alone[0]}, ..., {alone[-1]} ({len(alone)} layers)"
-            lines.append(f"{paths}: not in a loop: {group.refused or (ALONE if scan else 'scan_layers=False')}")
+            asked = rolled is None or rolled.scan
+            lines.append(f"{paths}: not in a loop: {group.refused or (ALONE if asked else 'scan_layers=False')}")
     return lines
 
 

@@ -50,6 +50,11 @@ class Loop:
         return [step.layer for steps in self.iterations for step in steps if step.layer is not None]
 
     @property
+    def is_backward(self) -> bool:
+        """Whether it has backward passes of layers."""
+        return any(step.is_backward for step in self.iterations[0])
+
+    @property
     def reads(self) -> list[Value]:
         """All that must be known before it starts."""
         return [*(first for first, _, _ in self.carries), *itertools.chain(*self.each), *self.fixed]

@@ -172,9 +172,15 @@ class Step:
         """Which layers run as loops in the programs compiled so far, of the others why not, and what is slow."""
         if not self._compiled:
             return "Nothing was compiled yet."
-        layers = [line for compiled in self._compiled.values() for line in compiled.report] or ["No layers repeat."]
+        layers = [line for compiled in self._compiled.values() for line in compiled.report] or [self._why_none()]
         fused = [line for compiled in self._compiled.values() for line in compiled.fused]
         return "\n".join(dict.fromkeys(layers + fused))
+
+    def _why_none(self) -> str:
+        """What to say where no layers were looked at."""
+        if not self.repeats.wanted:
+            return "No layers are loops: scan_layers=False."
+        return f"No layers repeat: there are no {self.repeats.least} numbered siblings that look alike."
 
     def _normal(self, state: Any) -> Any:
         """The state as the program takes it."""

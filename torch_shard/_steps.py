@@ -45,6 +45,7 @@ class Step:
         operate: `(random key, place in its stream, values of the sources) -> value`.
         place: Where it stands in the stream of random numbers, if it draws any.
         layer: The path of the module that it is the forward or backward pass of, if it is one.
+        is_backward: Whether it is the backward pass.
     """
 
     kind: Any
@@ -52,6 +53,7 @@ class Step:
     operate: Operate
     place: int | None = None
     layer: str | None = None
+    is_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ class _Builder:
 
     def _backward(self, number: int, sources: list[Value]) -> list[Value | Members]:
         call = self._calls[number]
-        step = self._new(Step((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path))
+        step = self._new(Step((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True))
         self._backwards.append((number, step))
         found: list[Value | Members] = []
         for argument, numbers in call.gradients.items():
