@@ -107,6 +107,7 @@ def test_loops_can_be_asked_for_and_refused() -> None:
     assert run(model).report() == "No layers repeat: there are no 3 numbered siblings that look alike."
     alike = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 3))
     assert run(alike, scan_layers=False).report() == "No layers are loops: scan_layers=False."
+    assert "remat='none' takes" in run(alike, remat=2**30).report()
     assert "0, 1, 2: not in a loop: scan_layers=False" in run(alike, scan_layers=False, remat="block").report()
     with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* no numbered siblings"):
         run(model, scan_layers=True)

@@ -145,7 +145,8 @@ class Step:
             with self._cache.active():
                 found[choice] = compiled.num_bytes(self._normal(state), placed)
             if found[choice] <= budget:
-                logger.info("%s: remat=%r takes %d of %d bytes per device", self.caller, choice, found[choice], budget)
+                compiled.chosen = [f"remat={choice!r} takes {found[choice]} of {budget} bytes per device."]
+                logger.info("%s: %s", self.caller, compiled.chosen[0])
                 return compiled
         raise ValueError(
             f"{self.caller}: no choice of remat fits into {budget} bytes per device: "
@@ -169,12 +170,15 @@ class Step:
         raise NotImplementedError
 
     def report(self) -> str:
-        """Which layers run as loops in the programs compiled so far, of the others why not, and what is slow."""
+        """Which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
+
+        With a number of bytes as `remat`, also what that chose.
+        """
         if not self._compiled:
             return "Nothing was compiled yet."
         layers = [line for compiled in self._compiled.values() for line in compiled.report] or [self._why_none()]
-        fused = [line for compiled in self._compiled.values() for line in compiled.fused]
-        return "\n".join(dict.fromkeys(layers + fused))
+        more = [line for compiled in self._compiled.values() for line in (*compiled.chosen, *compiled.fused)]
+        return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
         """What to say where no layers were looked at."""
@@ -204,6 +208,8 @@ class Compiled:
         self.random, self.report = program.random, program.report
         self.fused: list[str] = []
         """What to say of projections that are split across their pieces."""
+        self.chosen: list[str] = []
+        """What a budget of bytes chose."""
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:
