@@ -1,7 +1,7 @@
 """Models with repeated layers, and which loops they are: `(iterations, layers in each)`, forward then backward."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -434,6 +434,31 @@ class Adding(Stack):
         return total
 
 
+class Branching(Stack):
+    """Blocks have a second result, and leave a third; the loss depends on some of them."""
+
+    class Layer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, left: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            left.append(self.side(x).cos())
+            return super().forward(x), self.side(x).sin()
+
+    def __init__(self, *, second: Sequence[int] = (), third: Sequence[int] = (), detached: Sequence[int] = ()) -> None:
+        super().__init__(self.Layer, depth=6)
+        self.second, self.third, self.detached = second, third, detached
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, y, left = self.start(x), x, []
+        for i, block in enumerate(self.blocks):
+            x, side = block(x, left)
+            x = x.detach() if i in self.detached else x
+            y = y + side if i in self.second else y
+        return x + y + sum(left[i] for i in self.third)
+
+
 def _varied(change: Callable[[Stack], Any], **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Stack(**options)
@@ -514,6 +539,12 @@ LAYERED = [
     _case("an attribute", lambda: Stack(Remembering), loss_fn=with_sizes),
     _case("a list", Sampling),
     _case("handed over", HandingOver, (DEPTH - 1, 1), (DEPTH - 1, 1)),
+    _case("a second result of one", lambda: Branching(second=[2]), (2, 1), (3, 1), (3, 1), (2, 1)),
+    _case("a second result of the last", lambda: Branching(second=[5]), (5, 1), (5, 1)),
+    _case("a second result of the first", lambda: Branching(second=[0]), (5, 1), (5, 1)),
+    _case("left behind by one", lambda: Branching(third=[2]), (2, 1), (3, 1), (3, 1), (2, 1)),
+    _case("left behind by two", lambda: Branching(third=[1, 4]), (2, 3), (2, 3)),
+    _case("only a second result", lambda: Branching(second=[1, 4], detached=[2, 5]), says="layers next to it"),
     _case("given a list", Listing, says="layers next to it are other programs"),
     _case("constants", lambda: Stack(WithConstants)),
     _case("written afterwards", WritingAfter),

@@ -135,6 +135,29 @@ def test_layers_may_not_depend_on_counts_of_their_calls() -> None:
         step(step.init(seed=0), (torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
 
 
+class Widened(Block):
+    """Norms are in float32, and so is what a region within the layer asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm(x).dtype == torch.float32
+        with torch.autocast("cuda", torch.bfloat16):
+            assert x.softmax(-1).dtype == torch.float32
+            assert self.up(x).dtype == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert self.norm(x.float()).dtype == self.up(x.float()).dtype == torch.float32
+        return super().forward(x)
+
+
+def test_loops_compute_in_the_dtypes_of_the_unrolled_program() -> None:
+    case = Case("widened", lambda: Stack(Widened), regression(WIDTH, out=WIDTH), {})
+    losses, state, step = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16)
+    wanted, unrolled, _ = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16, scan_layers=False)
+    assert _loops(step) == FORTH_AND_BACK
+    np.testing.assert_allclose(losses, wanted, rtol=2e-3)  # XLA rounds to bfloat16 less often in one of them
+    for name, value in unrolled.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=0, atol=4e-3, err_msg=name)
+
+
 def test_an_evaluation_has_loops_too() -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model().eval(), case.batches(1)

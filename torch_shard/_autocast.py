@@ -56,8 +56,10 @@ def widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def autocast_on_fakes() -> Iterator[None]:
     """Let regions of `torch.autocast` for any device act on the CPU tensors of a capture, also one entered outside."""
+    if _ACTIVE.capturing:  # a capture within a capture: they do, and one that is active is so within
+        yield
+        return
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
-    depth, capturing = _ACTIVE.depth, _ACTIVE.capturing
     _ACTIVE.depth, _ACTIVE.capturing = 0, True
     methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
     patches: Any = {name: wrap(getattr(torch.autocast, name)) for name, wrap in methods.items()}
@@ -67,7 +69,7 @@ def autocast_on_fakes() -> Iterator[None]:
             with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
                 yield
     finally:
-        _ACTIVE.depth, _ACTIVE.capturing = depth, capturing
+        _ACTIVE.depth, _ACTIVE.capturing = 0, False
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
