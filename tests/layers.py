@@ -434,6 +434,54 @@ class Adding(Stack):
         return total
 
 
+class _Late(torch.autograd.Function):
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * _Late.scale
+
+
+class ReadingLate(Block):
+    """A rule of autograd that reads in the backward pass what the loss has set after the forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_Late.apply(x))  # pyright: ignore
+
+
+def scaled_late(model: nn.Module, batch: Any) -> torch.Tensor:
+    _Late.scale = 1.0
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    _Late.scale = 0.5
+    return loss
+
+
+class Observed(Stack):
+    """Hooks within the blocks, and around them, change results and collect them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, out: self.seen.append(out) or 0.5 * out)
+            block.down.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+            block.register_forward_hook(lambda module, args, out: self.seen.append(out.cos()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        return super().forward(x) + sum(t.mean() for t in self.seen)
+
+
+def _weight_normed() -> nn.Module:
+    block = Block()
+    nn.utils.parametrizations.weight_norm(block.up)
+    return block
+
+
 class Branching(Stack):
     """Blocks have a second result, and leave a third; the loss depends on some of them."""
 
@@ -546,6 +594,9 @@ LAYERED = [
     _case("left behind by two", lambda: Branching(third=[1, 4]), (2, 3), (2, 3)),
     _case("only a second result", lambda: Branching(second=[1, 4], detached=[2, 5]), says="layers next to it"),
     _case("given a list", Listing, says="layers next to it are other programs"),
+    _case("a rule that reads late", lambda: Stack(ReadingLate), says="_Late.backward reads", loss_fn=scaled_late),
+    _case("forward hooks", Observed),
+    _case("parametrized", lambda: Stack(_weight_normed)),
     _case("constants", lambda: Stack(WithConstants)),
     _case("written afterwards", WritingAfter),
     _case("results of the last", Differing, (DEPTH - 1, 1), (DEPTH - 1, 1)),

@@ -111,6 +111,12 @@ def test_loops_can_be_asked_for_and_refused() -> None:
     assert "0, 1, 2: not in a loop: scan_layers=False" in run(alike, scan_layers=False, remat="block").report()
     with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* no numbered siblings"):
         run(model, scan_layers=True)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+    )  # 4, 3 twice, not in a row
+    with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* layers next to it are other programs"):
+        run(model, scan_layers=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"(?s)remat='block' needs .* torch.utils.checkpoint"):
         run(model, remat="block")
     with pytest.raises(ValueError, match='scan_layers must be True, False or "auto", got 3'):

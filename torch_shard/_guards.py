@@ -72,6 +72,18 @@ def _read_cell(cell: types.CellType) -> Any:
         return None
 
 
+def read_by(fn: Callable[..., Any]) -> tuple[Any, ...]:
+    """Now, the plain values that a function reads from outside, also as attributes of classes that it names."""
+    found = []
+    for name, read in _of_function(fn):
+        value = read()
+        if isinstance(value, type):
+            named = set(fn.__code__.co_names).intersection(vars(value))
+            value = {attribute: vars(value)[attribute] for attribute in sorted(named)}
+        found.append((name, _snapshot(value)))
+    return tuple(found)
+
+
 class Guard:
     """The plain values that a loss function reads from outside, and the records among a model's attributes."""
 

@@ -13,6 +13,7 @@ import torch
 from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph
 from torch_shard._graph import depending_on, outputs_of
+from torch_shard._guards import read_by
 from torch_shard._layers import Kind, Siblings
 from torch_shard._watch import ModuleFlags
 
@@ -31,6 +32,7 @@ class Region:
             among them, and what it left behind.
         gradients: For each gradient, the number of the input that it belongs to, cotangents not counted.
         flags: Modules that ran.
+        rules: What the backward passes of its `autograd.Function`s read from outside.
         num_draws: How many random operators it has.
         differentiable: Which results require a gradient.
         used: Of these, which have a cotangent: the loss depends on them.
@@ -45,6 +47,7 @@ class Region:
     num_results: int
     gradients: list[int]
     flags: ModuleFlags
+    rules: dict[Any, Any]
     num_draws: int
     differentiable: list[bool]
     used: tuple[bool, ...]
@@ -184,6 +187,10 @@ class LayerCall(torch.autograd.Function):
         assert ctx.saved_tensors is not None
         if torch.is_grad_enabled():
             raise Refused(None, "the loss takes a derivative of its gradient")
+        for function, then in call.region.rules.items():
+            if read_by(function.backward) != then:
+                why = f"{function.__name__}.backward reads a value that changes after the layer has run"
+                raise Refused(call.region.group, why)
         chosen = call.cotangents(cotangents)
         found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, [c for c, _ in chosen])
         grads = dict(zip(call.gradients, found, strict=True))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torch_shard._stacks import Layout
 
@@ -102,9 +103,9 @@ def _look(path: str, module: nn.Module, specs: Mapping[str, Any]) -> Hashable | 
     inner = list(module.named_modules(remove_duplicate=False))
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
-    if not any(True for _ in module.parameters()) or any(_has_hooks(m) for name, m in inner if name):
+    if not any(True for _ in module.parameters()) or any(m._backward_hooks or m._backward_pre_hooks for _, m in inner):
         return None
-    classes = tuple((name, type(m), m.training) for name, m in inner)
+    classes = tuple((name, type_before_parametrizations(m), m.training) for name, m in inner)
     return classes, tuple((n, *_about(t), _padded(specs.get(f"{path}.{n}"), t.ndim)) for n, t in _entries(module))
 
 
@@ -114,10 +115,6 @@ def _about(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def _padded(spec: Any, ndim: int) -> Hashable:
     return None if spec is None else tuple(spec) + (None,) * (ndim - len(spec))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -121,7 +121,18 @@ class OneLayer:
         inputs = self._inputs(graph, cotangents)
         tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
         order = [tensors.index(("outside", self._outside(key))) for key in given]
-        about: Any = (graph, inputs, self.record.constants, graph.aux, order, graph.modules, draws, flags, used)
+        about: Any = (
+            graph,
+            inputs,
+            self.record.constants,
+            graph.aux,
+            order,
+            graph.modules,
+            self.record.rules,
+            draws,
+            flags,
+            used,
+        )
         return key, Region(group, number, *about)
 
     def _outside(self, key: int) -> int:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._attributes import NUMBERS, Same
+from torch_shard._guards import read_by
 from torch_shard._kernels import REPLACED
 from torch_shard._values import DEVICE_OF
 from torch_shard._watch import current_watch
@@ -45,6 +46,8 @@ class Record(TorchDispatchMode):
         self._alive: list[Any] = []
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
+        self.rules: dict[Any, Any] = {}
+        """What the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
 
@@ -124,7 +127,9 @@ class Record(TorchDispatchMode):
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return node.name(), inputs
         saved = tuple(self._numbers.get(id(t), "new") for t in node.saved_tensors)  # pyright: ignore
-        return type(node)._forward_cls, inputs, saved, self._encode(vars(node))  # pyright: ignore
+        function = type(node)._forward_cls  # pyright: ignore
+        self.rules[function] = read_by(function.backward)
+        return function, inputs, saved, self._encode(vars(node)), self.rules[function]
 
 
 def _reads_plainly(frame: FrameType) -> bool:

@@ -141,7 +141,10 @@ def capture_layers(
         regions = Regions(groups, modules)
         try:
             program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
-            return program, Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0]), groups
+            rolled = Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0])
+            if repeats.scan is True and not rolled.loops:
+                raise Refused(None, ALONE)
+            return program, rolled, groups
         except Again as reason:
             reason.learn(groups)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
