@@ -476,6 +476,33 @@ class Observed(Stack):
         return super().forward(x) + sum(t.mean() for t in self.seen)
 
 
+_SIZES: list[torch.Tensor] = []
+_TABLES: dict[int, torch.Tensor] = {}
+
+
+class LeavingGlobally(Block):
+    """To a list of the file, which the loss clears."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _SIZES.append(x.square().mean())
+        return super().forward(x)
+
+
+def with_global_sizes(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = F.mse_loss(model(batch[0]), batch[1]) + sum(_SIZES)
+    _SIZES.clear()
+    return loss
+
+
+class Keeping(Block):
+    """A table for each layer, made when it is first needed and kept for later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if id(self) not in _TABLES:
+            _TABLES[id(self)] = torch.arange(WIDTH).float().sin()
+        return super().forward(x) + _TABLES[id(self)]
+
+
 def _weight_normed() -> nn.Module:
     block = Block()
     nn.utils.parametrizations.weight_norm(block.up)
@@ -595,6 +622,8 @@ LAYERED = [
     _case("only a second result", lambda: Branching(second=[1, 4], detached=[2, 5]), says="layers next to it"),
     _case("given a list", Listing, says="layers next to it are other programs"),
     _case("a rule that reads late", lambda: Stack(ReadingLate), says="_Late.backward reads", loss_fn=scaled_late),
+    _case("a list of the file", lambda: Stack(LeavingGlobally), loss_fn=with_global_sizes),
+    _case("kept tables", lambda: Stack(Keeping)),
     _case("forward hooks", Observed),
     _case("parametrized", lambda: Stack(_weight_normed)),
     _case("constants", lambda: Stack(WithConstants)),

@@ -13,7 +13,7 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import Case, make_mesh, regression, squared_error
 from tests.eager import assert_follows, eager_trajectory
-from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Layered, Stack
+from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Keeping, Layered, Stack
 from torch_shard._rolls import Loop
 
 EVERYWHERE = ts.ShardingPlan({}, default=P())
@@ -162,6 +162,16 @@ def test_loops_compute_in_the_dtypes_of_the_unrolled_program() -> None:
     np.testing.assert_allclose(losses, wanted, rtol=2e-3)  # XLA rounds to bfloat16 less often in one of them
     for name, value in unrolled.params.items():
         np.testing.assert_allclose(state.params[name], value, rtol=0, atol=4e-3, err_msg=name)
+
+
+def test_what_layers_keep_serves_later_captures() -> None:
+    case = Case("keeping", lambda: Stack(Keeping), regression(WIDTH, out=WIDTH), {})
+    model, (batch,) = case.model(), case.batches(1)
+    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=case.plan)
+    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((1, 1)), plan=case.plan)
+    state, _ = step(step.init(seed=0), batch)
+    wanted = case.loss_fn(step.export(state), batch).item()
+    np.testing.assert_allclose(evaluate(state, batch)["loss"], wanted, rtol=1e-6)
 
 
 def test_an_evaluation_has_loops_too() -> None:

@@ -61,6 +61,19 @@ class Journal:
         return changes
 
 
+class Contents:
+    """What containers hold, to be put back."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._before = {id(v): (v, _contents(v)) for v in values if type(v) in _CONTAINERS}
+
+    def restore(self) -> None:
+        """Put it back where it has changed."""
+        for container, contents in self._before.values():
+            if _contents(container) != contents:
+                _refill(container, contents)
+
+
 def _contents(container: Any) -> Any:
     """What tells whether a container has changed, and restores it."""
     return [(k, Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(Same, container))
@@ -85,11 +98,15 @@ def _put_back(attributes: dict[str, Any], name: str, old: Any, contents: Any) ->
         return
     attributes[name] = old
     if contents is not None:
-        old.clear()
-        if isinstance(old, dict):
-            old.update((k, v.value) for k, v in contents)
-        else:
-            (old.update if isinstance(old, set) else old.extend)(v.value for v in contents)
+        _refill(old, contents)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update((k, v.value) for k, v in contents)
+    else:
+        (container.update if isinstance(container, set) else container.extend)(v.value for v in contents)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch_shard._watch import ModuleFlags, Watch
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
+_SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
 
@@ -145,8 +146,14 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
+    """Say that a fake of a rehearsal is what another one is, of the capture that it repeats."""
+    _SAME[fake] = captured
+
+
 def _constant(fake: FakeTensor) -> torch.Tensor | None:
     """What a fake of an earlier capture was, if it is known."""
+    fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
     earlier: Any = getattr(fake.fake_mode, "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
         return None

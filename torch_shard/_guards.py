@@ -84,6 +84,13 @@ def read_by(fn: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def reached_by(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[Any]:
+    """What a loss function and the forward methods of a model read from outside."""
+    forwards = dict.fromkeys(type(module).forward for module in model.modules())
+    for fn in (loss_fn, *forwards):
+        yield from (read() for _, read in _of_function(fn))
+
+
 class Guard:
     """The plain values that a loss function reads from outside, and the records among a model's attributes."""
 

@@ -36,6 +36,7 @@ class Region:
         num_draws: How many random operators it has.
         differentiable: Which results require a gradient.
         used: Of these, which have a cotangent: the loss depends on them.
+        made: The tensors of the call that it was captured from, by their numbers in the record; until it is released.
         remat: Whether the user's own checkpoint computes it again in the backward pass.
     """
 
@@ -52,6 +53,7 @@ class Region:
     differentiable: list[bool]
     used: tuple[bool, ...]
     remat: bool = False
+    made: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:

@@ -103,7 +103,8 @@ def _look(path: str, module: nn.Module, specs: Mapping[str, Any]) -> Hashable | 
     inner = list(module.named_modules(remove_duplicate=False))
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
-    if not any(True for _ in module.parameters()) or any(m._backward_hooks or m._backward_pre_hooks for _, m in inner):
+    hooked = any(m._backward_hooks or m._backward_pre_hooks for name, m in inner if name)
+    if hooked or not any(True for _ in module.parameters()):
         return None
     classes = tuple((name, type_before_parametrizations(m), m.training) for name, m in inner)
     return classes, tuple((n, *_about(t), _padded(specs.get(f"{path}.{n}"), t.ndim)) for n, t in _entries(module))

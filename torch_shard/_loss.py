@@ -195,7 +195,7 @@ def loss_program(
         options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
         joint = JointLoss(model, loss_fn, signature, **options)
         what = f"{caller}: the loss"
-        guard, captured = Guard(model, loss_fn), capture_layers(model, repeats, joint, what)
+        guard, captured = Guard(model, loss_fn), capture_layers(model, loss_fn, repeats, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = Guard(model, loss_fn)  # it counted once more

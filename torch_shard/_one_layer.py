@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._autocast import autocast_only
 from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph, Spec, capture
-from torch_shard._fakes import leave, rehearse, unknown_like
+from torch_shard._fakes import equate, leave, rehearse, unknown_like
 from torch_shard._inputs import FAR
 from torch_shard._layer_ops import Call, LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
@@ -187,7 +187,10 @@ class OneLayer:
                 list(self.buffers.values())[position].copy_(value)
         for name, tensor in self.assigned.items():
             _set_buffer(self.module, name, new[id(tensor)])  # a new tensor: Python may hold the old one still
+        region.made = region.made or self.record.tensors()
         for number, fake in self.record.tensors().items():
+            if region.made[number] is not fake:
+                equate(fake, region.made[number])
             leave(fake, functools.partial(_left, region, number, new.get(id(fake))))
         for fake, tensor in self.passed:
             leave(fake, functools.partial(_given, tensor))

@@ -120,4 +120,5 @@ class Regions:
         """Forget what only a capture under way needs."""
         for call in self.calls.values():
             call.region.graph = dataclasses.replace(call.region.graph, closure=())
+            call.region.made = {}
         self._modules, self._bundled = {}, {}

@@ -7,12 +7,15 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from torch_shard._attributes import Contents
 from torch_shard._bundles import Unit, names_of
 from torch_shard._capture import Spec
 from torch_shard._function import FlatFn, Program
+from torch_shard._guards import reached_by
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random
+from torch_shard._module import LossFn
 from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
@@ -119,12 +122,17 @@ def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
 
 
 def capture_layers(
-    model: nn.Module, repeats: Repeats, joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]], what: str
+    model: nn.Module,
+    loss_fn: LossFn,
+    repeats: Repeats,
+    joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]],
+    what: str,
 ) -> tuple[Program, Rolled | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
         model: What the loss runs.
+        loss_fn: The loss.
         repeats: What to do with repeated layers.
         joint: The function to capture, and its inputs, given the regions that it is to use.
         what: Name of the function, for errors.
@@ -137,6 +145,7 @@ def capture_layers(
     """
     groups = repeats.groups(model)
     modules = {id(m): m for m in model.modules()}
+    containers = Contents(reached_by(model, loss_fn))
     while any(group.refused is None for group in groups):
         regions = Regions(groups, modules)
         try:
@@ -146,8 +155,10 @@ def capture_layers(
                 raise Refused(None, ALONE)
             return program, rolled, groups
         except Again as reason:
+            containers.restore()
             reason.learn(groups)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
+            containers.restore()
             why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
             Refused(None, why).learn(groups)
         finally:
