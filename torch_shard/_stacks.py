@@ -81,6 +81,12 @@ class Stacks(Mapping[str, Any]):
     def __init__(self, layout: Layout, arrays: Iterable[Any]) -> None:
         self.layout, self.arrays = layout, tuple(arrays)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError(
+            f"A state is not written to: {name} cannot be assigned. Make another one, as in dataclasses.replace(state, "
+            f"params={{**state.params, {name!r}: array}}), which a step takes."
+        )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], layout: Layout | Iterable[Group]) -> "Stacks":
         """Store `values` in a layout.

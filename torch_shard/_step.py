@@ -47,7 +47,9 @@ class Step:
     ) -> None:
         check_mesh(mesh, caller=self.caller)
         _check_type(self.caller, "model", model, torch.nn.Module)
+        _check_type(self.caller, "loss_fn", loss_fn, Callable)
         _check_type(self.caller, "plan", plan, ShardingPlan)
+        _check_type(self.caller, "batch_spec", spec, PartitionSpec | None)
         _check_compute_dtype(self.caller, compute_dtype)
         _check_repeats(self.caller, repeats)
         self.model, self.loss_fn, self.mesh, self.compute_dtype = model, loss_fn, mesh, compute_dtype
@@ -235,9 +237,10 @@ class Compiled:
         return out
 
 
-def _check_type(caller: str, argument: str, value: Any, kind: type) -> None:
+def _check_type(caller: str, argument: str, value: Any, kind: Any) -> None:
     if not isinstance(value, kind):
-        raise TypeError(f"{caller}: {argument} must be a {kind.__name__}, got {type(value).__name__}.")
+        wanted = getattr(kind, "__name__", kind)
+        raise TypeError(f"{caller}: {argument} must be a {wanted}, got {type(value).__name__}.")
 
 
 def _check_compute_dtype(caller: str, dtype: Any) -> None:

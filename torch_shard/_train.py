@@ -62,10 +62,12 @@ def make_train_step(
         scan_layers: Whether repeated layers (numbered siblings that are one program) run as one loop, forward and
             backward, so that the time to compile does not grow with depth. They are then stored as rows of one array
             each; names, plan, optimiser and export stay those of the model. `"auto"`: where it is proved to mean the
-            same, for three layers or more; True: an error says why it cannot be; False: never. `step.report()` tells.
+            same, for three layers or more; True: for two or more, and an error if nothing becomes a loop; False: never.
+            `step.report()` tells.
         remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
             everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
-            device, to take the first of these that fits, by compiling them.
+            device, to take the first of these that fits, by compiling them. It is an error where no two layers repeat
+            (of a number of bytes: where the program does not fit), and does not need loops: `scan_layers=False` will do.
 
     Notes:
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
@@ -125,7 +127,8 @@ def make_eval_step(
         batch_spec: Likewise.
         compute_dtype: Likewise.
         compile_cache: Likewise.
-        scan_layers: Likewise; it takes states that are stored either way.
+        scan_layers: Likewise; it takes states that are stored either way. (Nothing is kept for a backward pass, so
+            there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
 
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
