@@ -176,10 +176,8 @@ def _refuse_if_asked(groups: list[Siblings], repeats: Repeats, what: str) -> Non
     else:
         return
     reasons = [f"  {group.path} ({len(group.members)} layers): {group.refused}" for group in groups]
-    found = (
-        "\n".join(reasons)
-        or "  The model has no numbered siblings (nn.ModuleList, nn.Sequential) alike in classes, shapes and splits."
-    )
+    none = "  It has no numbered siblings (nn.ModuleList, nn.Sequential) that are alike in classes, shapes and splits."
+    found = "\n".join(reasons) or none
     raise ValueError(
         f"{what}: {asked} needs repeated layers that are one program, and there are none:\n\n{found}\n\n"
         'Use scan_layers="auto" and remat="none", or wrap what is to be computed again in torch.utils.checkpoint.'

@@ -67,7 +67,7 @@ def make_train_step(
         remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
             everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
             device, to take the first of these that fits, by compiling them. It is an error where no two layers repeat
-            (of a number of bytes: where the program does not fit), and does not need loops: `scan_layers=False` will do.
+            (of a number of bytes: where nothing fits); it does not need loops, `scan_layers=False` will do.
 
     Notes:
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
@@ -202,7 +202,7 @@ class TrainStep(Step):
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
         compiled, arrays = self._prepare(batch, state)
-        if state.step.is_deleted():
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
