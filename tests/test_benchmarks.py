@@ -105,10 +105,6 @@ def test_a_side_that_computes_something_else_is_not_timed():
         agree({"ours": lambda _: 1.0}, None)
 
 
-def test_only_options_that_exist_are_passed():
-    assert sides.offered(mesh=1, no_such_option=2) == {"mesh": 1}
-
-
 def test_layout_turns_and_stacks_values_and_specs_alike():
     values = {"h.0.q.weight": np.zeros((6, 4)), "h.1.q.weight": np.ones((6, 4)), "ln.weight": np.ones(4)}
     specs = {"h.0.q.weight": P("model"), "h.1.q.weight": P("model"), "ln.weight": P()}

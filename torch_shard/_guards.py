@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,8 +87,8 @@ def read_by(fn: Callable[..., Any]) -> tuple[Any, ...]:
 
 def reached_by(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[Any]:
     """What a loss function and the forward methods of a model read from outside."""
-    forwards = dict.fromkeys(type(module).forward for module in model.modules())
-    for fn in (loss_fn, *forwards):
+    forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
+    for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
         yield from (read() for _, read in _of_function(fn))
 
 
