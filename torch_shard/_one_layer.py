@@ -64,8 +64,10 @@ class OneLayer:
         if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
             raise CannotShare("forward assigns a parameter anew")
         now = dict(self.module.named_buffers())
-        self.assigned = {name: now[name] for name, b in self.buffers.items() if now.get(name) is not b}
-        for name in self.assigned:
+        changed = [name for name, buffer in self.buffers.items() if now.get(name) is not buffer]
+        bound = dict(zip(self.buffers, buffers, strict=True))  # what `self.count += 1` assigns, having written to it
+        self.assigned = {name: now[name] for name in changed if now.get(name) is not bound[name]}
+        for name in changed:
             _set_buffer(self.module, name, self.buffers[name])
         self.passed = watch.standins()  # what it may return as it was given
         return self.out, self.assigned
@@ -250,22 +252,6 @@ def functions_on_standins() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(on_captured)):
         yield
-
-
-def on_standins(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module on what stands in the capture under way for its arguments and its own tensors.
-
-    Torch functions would find that by themselves, but `autograd.Function.apply` is none.
-    """
-    held = [d for m in module.modules() for d in (m._parameters, m._buffers)]
-    given = [*torch_pytree.tree_leaves((args, kwargs)), *itertools.chain(*(d.values() for d in held))]
-    standins = {id(t): as_captured(t) for t in given if isinstance(t, torch.Tensor)}
-    tensors = {id(standins[id(t)]): t for t in given if isinstance(t, torch.Tensor)}
-    args, kwargs, _ = _replaced((args, kwargs, held), standins)
-    try:
-        return original(module, *args, **kwargs)
-    finally:
-        _replaced((args, kwargs, held), tensors)
 
 
 _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)

@@ -23,7 +23,7 @@ from torch_shard._bundles import Bundle
 from torch_shard._fakes import in_transform, leave
 from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
 from torch_shard._layers import Siblings
-from torch_shard._one_layer import Member, OneLayer, functions_on_standins, on_standins, saving_plainly
+from torch_shard._one_layer import Member, OneLayer, functions_on_standins, saving_plainly
 from torch_shard._records import CannotShare, hooks_refused
 from torch_shard._watch import add_modules, current_watch
 
@@ -59,7 +59,7 @@ class Regions:
                 mine = threading.get_ident() == thread and current_watch() is watch and not in_transform()
                 if group is None or not mine or self._inside:
                     return original(module, *args, **kwargs)
-                return self._call(group, module, functools.partial(on_standins, original, module, args, kwargs))
+                return self._call(group, module, functools.partial(original, module, *args, **kwargs))
 
             return forward
 
