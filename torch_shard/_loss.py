@@ -178,12 +178,12 @@ def loss_program(
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
     Args:
-        model: Captured with the training flags that it has now, or in eval mode.
-        loss_fn: Returns a scalar, or a scalar and a dict of metrics.
-        signature: Of the batch.
-        compute_dtype: What products run in, by autocast; None for what torch gives.
-        train: With gradients; otherwise in eval mode and without.
-        caller: The public function, for errors.
+        model: As for `JointLoss`, like all but the last.
+        loss_fn: Likewise.
+        signature: Likewise.
+        compute_dtype: Likewise.
+        train: Likewise.
+        caller: Likewise.
         repeats: What to do with repeated layers.
     """
     held = holdings(model)
