@@ -235,6 +235,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def _array(value: Any) -> np.ndarray:
+    if isinstance(value, jax.Array):
+        value = to_host(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return np.array(host_array(value.to_dense() if value.is_sparse else value))
@@ -253,11 +255,7 @@ def _values(numbers: dict[str, Any], grads: Any, state: TrainState, tensors: Any
     found = {("loss" if name == "loss" else "metric", name): value for name, value in numbers.items()}
     found |= {("gradient", name): grad for name, grad in grads.items()}
     found |= {(kinds.get(name, "buffer"), name): value for name, value in held.items()}
-    return {key: _host(value) for key, value in found.items()}
-
-
-def _host(value: Any) -> np.ndarray:
-    return _array(to_host(value)) if isinstance(value, jax.Array) else np.asarray(value)
+    return {key: _array(value) for key, value in found.items()}
 
 
 def _difference(key: tuple[str, str], reference: list[Values], one: list[Values] | None, mesh: list[Values]) -> Any:

@@ -102,14 +102,8 @@ class OneLayer:
             chosen = [r for r in results if r.requires_grad]
             used = group.used.get(number, (True,) * len(chosen))
             chosen = list(itertools.compress(chosen, used))
-            watch = current_watch()
-            assert watch is not None
-            wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
             cotangents.extend(map(unknown_like, chosen))
-            with autocast_only(self._cast_backward):  # the layer may run within autocast, its backward pass runs after
-                leaves = list(wanted.values())
-                grads = torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else []
-            given = {key: g for key, g in zip(wanted, grads, strict=False) if g is not None}
+            given = self._gradients(chosen, cotangents)
             found[:] = [key, flags, used, list(given), num_draws()]
             return [*(r.detach() for r in results), *(g.detach() for g in given.values())], len(results)
 
@@ -123,19 +117,31 @@ class OneLayer:
         inputs = self._inputs(graph, cotangents)
         tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
         order = [tensors.index(("outside", self._outside(key))) for key in given]
-        about: Any = (
-            graph,
-            inputs,
-            self.record.constants,
-            graph.aux,
-            order,
-            graph.modules,
-            self.record.rules,
-            draws,
-            flags,
-            used,
+        return key, Region(
+            group=group,
+            number=number,
+            graph=graph,
+            inputs=inputs,
+            constants=self.record.constants,
+            num_results=graph.aux,
+            gradients=order,
+            flags=graph.modules,
+            rules=self.record.rules,
+            num_draws=draws,
+            differentiable=flags,
+            used=used,
         )
-        return key, Region(group, number, *about)
+
+    def _gradients(self, chosen: list[torch.Tensor], cotangents: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Of what the call closed over, by `id`, where these results depend on it."""
+        if not chosen:
+            return {}
+        watch = current_watch()
+        assert watch is not None
+        wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
+        with autocast_only(self._cast_backward):  # the layer may run within autocast, its backward pass runs after
+            grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
+        return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
     def _outside(self, key: int) -> int:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)

@@ -136,7 +136,7 @@ class _Proof:
     """Where each source comes from, if that is the same for the iterations; else for how many of them it is."""
 
     def __init__(self, spans: list[list[Step]], order: dict[Step, int]) -> None:
-        self._spans, self._start, self._order = spans, order[spans[0][0]], order
+        self._start, self._order = order[spans[0][0]], order
         self._numbers = [{step: number for number, step in enumerate(span)} for span in spans]
         self.carries: dict[tuple[Value, int, tuple[int, ...]], int] = {}
         self.each: dict[tuple[Value, ...], int] = {}
