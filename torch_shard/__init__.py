@@ -1,16 +1,20 @@
 """Train torch models on JAX meshes: the names that users import."""
 
-from torch_shard import _control  # noqa: F401  (torch.cond in captures)
+from torch_shard import (
+    _control,  # noqa: F401  (torch.cond in captures)
+    collectives,
+)
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._inspect import visualize_sharding
+from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
 from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
-from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad, jax_vmap
+from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "TrainStep",
     "call_jax",
     "call_torch",
+    "collectives",
     "compare_with_torch",
     "disable_globally",
     "enable_globally",
@@ -31,6 +36,8 @@ __all__ = [
     "jax_device",
     "jax_grad",
     "jax_jit",
+    "jax_pmap",
+    "jax_shard_map",
     "jax_value_and_grad",
     "jax_view",
     "jax_vmap",

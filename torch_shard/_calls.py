@@ -16,6 +16,7 @@ import torch
 from jax.core import Tracer
 
 from torch_shard import _device  # noqa: F401  (registers the device)
+from torch_shard._axes import into_shares, sum_shares
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._closure import MoreInputs, Reader
 from torch_shard._convert import adopt_torch_nodes
@@ -24,7 +25,7 @@ from torch_shard._function import TorchFunction
 from torch_shard._keys import next_key, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
-from torch_shard._watch import ModuleFlags, add_modules, as_captured, unwatched
+from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, unwatched
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
@@ -95,7 +96,8 @@ def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) ->
 
         chosen = [p for p, want in zip(primals, wanted, strict=True) if want]
         outputs, pull = jax.vjp(of_wanted, *chosen)
-        return list(pull([c.astype(o.dtype) for c, o in zip(cotangents, outputs, strict=True)]))
+        sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
+        return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
 
     return vjp
 
@@ -129,7 +131,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             check_mesh(leaf.mesh, caller="call_jax")
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    captured = any(map(is_fake, tensors))
+    captured = current_watch() is not None or any(map(is_fake, tensors))
     closure: list[torch.Tensor] = []
     modules: list[ModuleFlags] = []
     token = object()
@@ -151,7 +153,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return [_without_float0(leaf) for leaf, f in zip(out_leaves, found, strict=True) if f]
 
     if random and captured:
-        tensors.append(torch.ops.torch_shard.draw_seed(tensors[0]))
+        tensors.append(torch.ops.torch_shard.draw_seed(tensors[0] if tensors else torch.zeros(())))
     results = iter(_run_with_closure(flat, tensors, closure) if captured else _apply(flat, _run_now, tensors))
     for flags in modules:
         add_modules(flags)

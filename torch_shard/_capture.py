@@ -62,6 +62,7 @@ class Graph:
         aux: What the callable returned besides tensors.
         changed: Numbers and strings that the callable left changed on modules; they have been put back.
         skipped: Places of checks of values, which a compiled program does not make.
+        axes: Named axes that collectives in the callable spoke of, with their sizes.
     """
 
     module: torch.fx.GraphModule
@@ -72,6 +73,7 @@ class Graph:
     aux: Any
     changed: list[Change]
     skipped: list[str]
+    axes: dict[Any, int]
 
     @property
     def num_nodes(self) -> int:
@@ -141,7 +143,7 @@ def _capture(
     carry_random_places(with_views.graph, functional.graph)
     simplify(functional)
     closure = tuple(map(watch.original, constants))
-    return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped)
+    return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped, watch.axes)
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import torch
 
+from torch_shard._axes import vary_like
 from torch_shard._calls import call_pure
 from torch_shard._function import TorchFunction
 from torch_shard._surroundings import SUBSTITUTES
@@ -30,7 +31,9 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
     branches = TorchFunction(true_fn), TorchFunction(false_fn)
 
     def choose(key: Any, pred: jax.Array, operands: Any) -> Any:
-        on_true, on_false = (lambda operands, branch=branch: branch(key, *operands) for branch in branches)
+        runs = [lambda operands, branch=branch: branch(key, *operands) for branch in branches]
+        kinds = [jax.eval_shape(run, operands) for run in runs]
+        on_true, on_false = (lambda operands, run=run: vary_like(run(operands), pred, kinds) for run in runs)
         return jax.lax.cond(pred.reshape(()).astype(bool), on_true, on_false, operands)
 
     return call_pure(choose, (pred, tuple(operands)), {}, random=True)

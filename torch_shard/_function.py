@@ -13,6 +13,7 @@ import jax
 import torch
 
 from torch_shard._attributes import new_values
+from torch_shard._axes import into_shares, manual_axes, still_hold, sum_shares, tracked_axes
 from torch_shard._capture import Graph, Spec, capture
 from torch_shard._closure import CLOSURE
 from torch_shard._convert import adopt_torch_nodes
@@ -54,6 +55,10 @@ class Program:
         """The JAX function `(key, *arrays) -> list of arrays`."""
         return lower(self.graph.module)
 
+    def is_current(self) -> bool:
+        """Whether modules still have the training flags, and named axes the sizes, that they had at the capture."""
+        return self.graph.is_current() and still_hold(self.graph.axes)
+
     def _code(self, graph: Graph) -> list[str]:
         return [graph.module.code, *(module.code for module in self._inner())]
 
@@ -85,9 +90,10 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
 
 
 def ambient() -> tuple[Any, ...]:
-    """The settings of torch that change what a callable means."""
+    """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
-    return torch.get_default_dtype(), autocast, has_x64()
+    axes = tuple(manual_axes().items())
+    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes())
 
 
 class FlatFunction:
@@ -105,7 +111,7 @@ class FlatFunction:
         )
         token = CLOSURE.token
         programs = self._programs.setdefault((specs, token or ambient()), [])
-        return specs, programs, next((p for p in programs if token or p.graph.is_current()), None)
+        return specs, programs, next((p for p in programs if token or p.is_current()), None)
 
     def with_closure(self, arrays: list[jax.Array]) -> tuple["FlatFunction", list[jax.Array]]:
         """The function and arrays to run: called from a capture, closed-over tensors are arguments with a gradient."""
@@ -201,11 +207,11 @@ def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Arr
     def backward(saved: Any, cotangents: list[Any]) -> Any:
         key, arrays, wanted = saved
         given = tuple(_is_given(c) for c in cotangents)
-        chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
+        chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
             return (None,) * (1 + len(arrays))
-        grads = iter(function.vjp(wanted.value, given).jax(key, *arrays, *chosen))
-        return None, *(next(grads) if want else None for want in wanted.value)
+        shares = iter(function.vjp(wanted.value, given).jax(key, *arrays, *chosen))
+        return None, *(sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call

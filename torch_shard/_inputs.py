@@ -58,12 +58,19 @@ def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
     """
     old, new = ([n for n in graph.nodes if is_random(n)] for graph in (before, after))
     places = [n.meta.get("random_place") for n in old]
+    axes = [n.meta.get("random_axes", ()) for n in old]
     if len(old) != len(new) or None in places:
         if len(set(places)) != len(places):
             raise NotImplementedError(
                 "A random operator that PyTorch decomposes is computed again in a checkpoint, and would draw other "
                 "numbers there. Use torch.utils.checkpoint without it, or torch_shard.jax_checkpoint."
             )
+        if len(set(axes)) > 1:
+            raise NotImplementedError(
+                "A random operator that PyTorch decomposes draws within fold_in_axis, and others do not. Fold the axis "
+                "for the whole function (fold_in_axes of the adapter), or draw with torch.rand and its kin."
+            )
         places = [(number + 1) * FAR for number in range(len(new))]
-    for node, place in zip(new, places, strict=True):
-        node.meta["random_place"] = place
+        axes = [axes[0] if axes else ()] * len(new)
+    for node, place, along in zip(new, places, axes, strict=True):
+        node.meta["random_place"], node.meta["random_axes"] = place, along

@@ -1,5 +1,6 @@
 """Random keys for eager work on the jax device; compiled steps carry theirs in their state."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -44,3 +45,10 @@ def next_key() -> "jax.Array":
 def wrap_seed(seed: Any) -> "jax.Array":
     """The random key of two words of key data."""
     return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
+
+
+def fold_axes(key: "jax.Array", axes: Iterable[str]) -> "jax.Array":
+    """Another random key for each index along these named axes."""
+    for axis in axes:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key

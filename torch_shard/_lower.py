@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._keys import fold_axes
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, refuse_generator, torch_dtype
 
 Lowered = Callable[..., list[Any]]
@@ -77,10 +78,12 @@ def operation(node: Node) -> Callable[[Any, Any, Sequence[Any]], Any]:
     kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
+    axes = node.meta.get("random_axes", ())
+
     def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
         given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
-        first = (jax.random.fold_in(key, place),) if target in RANDOM else ()
+        first = (jax.random.fold_in(fold_axes(key, axes), place),) if target in RANDOM else ()
         with jax.named_scope(target._opname):
             return _conform(node, lowering(*first, *args, **named))
 

@@ -205,7 +205,7 @@ def _kind(node: Node) -> Any:
     """All of a node but its sources."""
     arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
     about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
-    return node.target, repr(arguments), about, "random_place" in node.meta
+    return node.target, repr(arguments), about, node.meta.get("random_axes")
 
 
 def _about(value: Any) -> Any:

@@ -4,34 +4,18 @@ Each takes the keyword arguments of the JAX transform that it adapts. Adapted fu
 allows, take torch tensors of the CPU or the jax device, numpy arrays and Python numbers, and return jax-device tensors.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
-from torch_shard._calls import call_pure, is_adapted, pure_of
-from torch_shard._closure import CLOSURE, MoreInputs, Reader
-from torch_shard._convert import adopt_torch_nodes
-from torch_shard._function import ambient
+from torch_shard._adapters import NUM_GIVEN, Compiled, Pure, adapt, shift
+from torch_shard._axes import into_shares, sum_shares, tracked_axes
+from torch_shard._calls import call_jax, is_adapted, pure_of
 from torch_shard._mesh import check_mesh
-from torch_shard._watch import bound_tensors, flags_hold
-
-Pure = Callable[..., Any]
-
-
-def _adapt(fn: Callable[..., Any], pure: Pure) -> Callable[..., Any]:
-    """`pure`, a JAX function of `(key, *args, **kwargs)`, as a torch function named after `fn`."""
-
-    def adapted(*args: Any, **kwargs: Any) -> Any:
-        adopt_torch_nodes((args, kwargs))
-        return call_pure(pure, args, kwargs, random=True)
-
-    if not isinstance(fn, torch.nn.Module):
-        functools.update_wrapper(adapted, fn)
-    adapted._torch_shard_pure = pure  # pyright: ignore[reportFunctionMemberAccess]
-    return adapted
+from torch_shard._watch import bound_tensors
 
 
 def jax_value_and_grad(
@@ -56,9 +40,9 @@ def jax_value_and_grad(
         [2.0, 4.0]
     """
     if is_adapted(fn) or kwargs:
-        options = {"argnums": _shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
-        return _adapt(fn, jax.value_and_grad(pure_of(fn), **options))
-    return _adapt(fn, pure_of(_TorchGradient(fn, argnums, has_aux)))
+        options = {"argnums": shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
+        return adapt(fn, jax.value_and_grad(pure_of(fn), **options))
+    return adapt(fn, pure_of(_TorchGradient(fn, argnums, has_aux)))
 
 
 class _TorchGradient:
@@ -105,11 +89,22 @@ def _gradients(value: torch.Tensor, tree: Any, again: bool) -> Any:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not (value.requires_grad and wanted):
         return jax.tree.map(torch.zeros_like, tree)
+    shared = bool(tracked_axes())
+    seed = call_jax(_seed, value.detach()) if shared else None
     found = torch.autograd.grad(
-        value, wanted, create_graph=again, retain_graph=True, allow_unused=True, materialize_grads=True
+        value, wanted, seed, create_graph=again, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    grads = iter(found)
+    grads = (
+        (call_jax(sum_shares, g, leaf.detach()) for g, leaf in zip(found, wanted, strict=True))
+        if shared
+        else iter(found)
+    )
     return jax.tree.unflatten(structure, [next(grads) if x.requires_grad else torch.zeros_like(x) for x in leaves])
+
+
+def _seed(value: jax.Array) -> jax.Array:
+    """The gradient of a scalar by itself, in shares."""
+    return into_shares(jnp.ones_like(value), value)
 
 
 def jax_grad(
@@ -122,34 +117,20 @@ def jax_grad(
         value, grads = value_and_grad(key, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return _adapt(fn, grad)
-
-
-def jax_vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0, **kwargs: Any) -> Callable[..., Any]:
-    """`jax.vmap` of a torch callable.
-
-    Random operators draw the same numbers for every element of the batch, since the key is not mapped.
-    """
-    pure = pure_of(fn)
-
-    def mapped(key: Any, *args: Any) -> Any:
-        axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
-        return jax.vmap(pure, in_axes=(None, *axes), out_axes=out_axes, **kwargs)(key, *args)
-
-    return _adapt(fn, mapped)
+    return adapt(fn, grad)
 
 
 def jax_checkpoint(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values."""
     if "static_argnums" in kwargs:
-        kwargs["static_argnums"] = _shift(kwargs["static_argnums"])
+        kwargs["static_argnums"] = shift(kwargs["static_argnums"])
     pure = pure_of(fn)
 
     def checkpointed(*args: Any, **named: Any) -> Any:
         # A new function for each call: jax.checkpoint keeps its trace, and with it what the trace closed over.
         return jax.checkpoint(lambda *args, **named: pure(*args, **named), **kwargs)(*args, **named)
 
-    return _adapt(fn, checkpointed)
+    return adapt(fn, checkpointed)
 
 
 def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -171,77 +152,20 @@ def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
         if isinstance(sharding, jax.sharding.NamedSharding):
             check_mesh(sharding.mesh, caller="jax_jit")
-    return _adapt(fn, _Jitted(pure_of(fn), kwargs))
+
+    def compile_for(run: Pure, num_args: int) -> Pure:
+        return jax.jit(run, **_as_ours(kwargs, num_args))
+
+    return adapt(fn, Compiled(pure_of(fn), compile_for))
 
 
-class _Jitted:
-    """One `jax.jit` per set of closed-over tensors, training flags and settings of torch."""
-
-    num_given = 2  # the closed-over tensors and the key stand before the arguments
-
-    def __init__(self, pure: Pure, options: dict[str, Any]) -> None:
-        self.pure, self.options = pure, options
-        self.variants: list[_Variant] = []
-
-    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = CLOSURE.token or ambient()
-        variant = next((v for v in self.variants if v.settings == settings and (CLOSURE.token or v.is_current())), None)
-        if variant is None:
-            variant = _Variant(self, settings, ())
-            self.variants.append(variant)
-        while True:
-            try:
-                return variant(key, args, kwargs)
-            except MoreInputs as request:
-                if CLOSURE.readers and not variant.traced:
-                    raise
-                wider = _Variant(self, settings, (*variant.closure, *request.tensors))
-                self.variants[self.variants.index(variant)] = variant = wider
-
-    def compile_for(self, run: Pure, num_args: int) -> Callable[..., Any]:
-        """`jax.jit(run)` with the user's options, which count arguments without ours."""
-        options = dict(self.options)
-        for name in ("static_argnums", "donate_argnums"):
-            if options.get(name) is not None:
-                options[name] = _shift(options[name], self.num_given)
-        if options.get("in_shardings") is not None:
-            given = options["in_shardings"]
-            given = given if isinstance(given, tuple) else (given,) * num_args
-            options["in_shardings"] = (None, None, *given)
-        return jax.jit(run, **options)
-
-
-class _Variant:
-    """The compiled form for one set of closed-over tensors."""
-
-    def __init__(self, owner: _Jitted, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
-        self.owner, self.settings, self.closure = owner, settings, closure
-        self.flags: list[Any] = []
-        self.jitted: Callable[..., Any] | None = None
-        self.traced = False
-
-    def is_current(self) -> bool:
-        """Whether the modules that ran in the trace still have the training flags that they had."""
-        return all(map(flags_hold, self.flags))
-
-    def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.jitted is None:
-            self.jitted = self.owner.compile_for(self._run, len(args))
-        self.traced = False
-        values = CLOSURE.values(self.closure)
-        return self.jitted(values, key, *args, **kwargs)
-
-    def _run(self, values: list[jax.Array], key: Any, *args: Any, **kwargs: Any) -> Any:
-        self.traced = True
-        reader = Reader(self.closure, values)
-        with reader.active():
-            result = self.owner.pure(key, *args, **kwargs)
-        self.flags.extend(flags for flags in reader.modules if flags not in self.flags)
-        return result
-
-
-def _shift(positions: int | Sequence[int], by: int = 1) -> Any:
-    """Argument positions of the user's function as positions of ours, which has `by` more in front."""
-    if isinstance(positions, int):
-        return positions + by if positions >= 0 else positions
-    return tuple(_shift(p, by) for p in positions)
+def _as_ours(options: dict[str, Any], num_args: int) -> dict[str, Any]:
+    """The user's options of `jax.jit`, which count arguments without ours."""
+    ours = dict(options)
+    for name in ("static_argnums", "donate_argnums"):
+        if ours.get(name) is not None:
+            ours[name] = shift(ours[name], NUM_GIVEN)
+    if ours.get("in_shardings") is not None:
+        given = ours["in_shardings"]
+        ours["in_shardings"] = (None, None, *(given if isinstance(given, tuple) else (given,) * num_args))
+    return ours

@@ -1,11 +1,12 @@
 """Where a captured callable asks for the value of a tensor: known from the program alone, not needed, or refused."""
 
+import contextlib
 import dataclasses
 import operator
 import pathlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,8 @@ class Values(TorchDispatchMode):
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
+        self.axes: tuple[Any, ...] = ()
+        """Named axes along which random operators draw other numbers."""
         self.position = 0
         """How many random operators have run; a checkpoint sets it back to draw the same numbers again."""
 
@@ -71,7 +74,7 @@ class Values(TorchDispatchMode):
         node = self._node_of(first) if isinstance(first, torch.Tensor) else None
         if node is not None:
             node = args_of(node)[0] if node.target is operator.getitem else node
-            node.meta["random_place"] = self.position
+            node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
     def _answer(self, func: Any, args: Any) -> Any:
@@ -109,6 +112,17 @@ def skip_draws(count: int) -> int:
 def num_draws() -> int:
     """How many random operators the capture under way has run."""
     return _CURRENT.stack[-1].position
+
+
+@contextlib.contextmanager
+def drawing_along(axes: tuple[Any, ...]) -> Iterator[None]:
+    """Let random operators of the capture under way draw other numbers for each index along these named axes."""
+    values = _CURRENT.stack[-1]
+    before, values.axes = values.axes, tuple(dict.fromkeys((*values.axes, *axes)))
+    try:
+        yield
+    finally:
+        values.axes = before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +193,17 @@ class Constants:
         inputs = node.all_input_nodes
         if node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
             self._values[node] = literal.clone()
-        elif node.op == "call_function" and not is_random(node):
+        elif node.op == "call_function" and not is_random(node) and not _is_opaque(node):
             if all(self._known(i) is not None for i in inputs):
                 args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
                 self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             elif _writes(node):
                 self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether only JAX can run it."""
+    return getattr(node.target, "namespace", "") == "torch_shard"
 
 
 def _writes(node: Node) -> bool:

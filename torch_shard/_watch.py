@@ -64,6 +64,8 @@ class Watch(TorchFunctionMode):
         self._running: list[nn.Module] = []
         self.journal = Journal()
         self.bound: tuple[torch.Tensor, ...] = ()
+        self.axes: dict[Any, int] = {}
+        """Named axes that the capture depends on, with their sizes."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _INNERMOST.watch is not self or func in _ABOUT:  # a capture inside of a capture, or no use of the values

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard import _ctc  # noqa: F401  (defines the operators)
+from torch_shard._axes import vary_like
 from torch_shard._ops._registry import lowers
 
 NEVER = -1e30  # the logarithm of no probability, finite so that its gradient is zero and not NaN
@@ -30,7 +31,7 @@ def _losses(logp, targets, steps, num_labels, blank):
     start = jnp.broadcast_to(jnp.where(here == 0, 0.0, NEVER).astype(logp.dtype), labels.shape)
     first = jnp.where(here < 2, jnp.take_along_axis(logp[0], labels, 1), NEVER)
     alpha = jnp.where((steps > 0)[:, None], first, start)
-    alpha, _ = jax.lax.scan(step, alpha, (logp[1:], jnp.arange(1, len(logp))))
+    alpha, _ = jax.lax.scan(step, vary_like(alpha, logp, targets, steps), (logp[1:], jnp.arange(1, len(logp))))
     blank_last = jnp.take_along_axis(alpha, 2 * num_labels[:, None], 1)[:, 0]
     label_last = jnp.take_along_axis(alpha, jnp.maximum(2 * num_labels[:, None] - 1, 0), 1)[:, 0]
     return -jnp.logaddexp(blank_last, jnp.where(num_labels > 0, label_last, NEVER))

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from jax.scipy import special
 
+from torch_shard._axes import vary_like
 from torch_shard._ops._registry import lowers
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -83,7 +84,9 @@ def zeta(x, q):
     def add_term(k, total):
         return total + jnp.where(k < count, jnp.where(below, q + k, 1) ** -x, 0)
 
-    head = jax.lax.fori_loop(0, jnp.max(count, initial=0).astype(jnp.int32), add_term, jnp.zeros_like(q))
+    head = jax.lax.fori_loop(
+        0, jnp.max(count, initial=0).astype(jnp.int32), add_term, vary_like(jnp.zeros_like(q), x, count)
+    )
     return head + special.zeta(x, q + count)
 
 
@@ -106,7 +109,7 @@ def _recurrence(first, following):
             return jnp.where(k < n, now, before), jnp.where(k < n, following(k, x, now, before), now)
 
         start = (jnp.ones_like(x), jnp.asarray(first(x), x.dtype))
-        _, highest = jax.lax.fori_loop(1, jnp.max(n, initial=1), step, start)
+        _, highest = jax.lax.fori_loop(1, jnp.max(n, initial=1), step, vary_like(start, x, n))
         return jnp.where(n < 0, 0, jnp.where(n == 0, 1, highest)).astype(x.dtype)
 
     return evaluate

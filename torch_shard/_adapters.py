@@ -1,0 +1,100 @@
+"""What adapters share: a JAX function as a torch function, compiled once per signature of what it is called with."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._calls import call_pure
+from torch_shard._closure import CLOSURE, MoreInputs, Reader
+from torch_shard._convert import adopt_torch_nodes
+from torch_shard._function import ambient
+from torch_shard._watch import flags_hold
+
+Pure = Callable[..., Any]
+"""A JAX function of `(key, *args, **kwargs)`."""
+Transform = Callable[[Pure, int], Pure]
+"""Maps a function of `(closed-over arrays, key, *args, **kwargs)`, of so many args, to its compiled form."""
+
+NUM_GIVEN = 2  # the closed-over arrays and the key stand before the arguments
+
+
+def adapt(fn: Callable[..., Any], pure: Pure) -> Callable[..., Any]:
+    """`pure` as a torch function named after `fn`."""
+
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        adopt_torch_nodes((args, kwargs))
+        return call_pure(pure, args, kwargs, random=True)
+
+    if not isinstance(fn, torch.nn.Module):
+        functools.update_wrapper(adapted, fn)
+    adapted._torch_shard_pure = pure  # pyright: ignore[reportFunctionMemberAccess]
+    return adapted
+
+
+class Compiled:
+    """A compiled form of `pure` per set of closed-over tensors, training flags and settings of torch.
+
+    Args:
+        pure: What to compile.
+        transform: How.
+    """
+
+    def __init__(self, pure: Pure, transform: Transform) -> None:
+        self.pure, self.transform = pure, transform
+        self._variants: list[_Variant] = []
+
+    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = CLOSURE.token or ambient()
+        variant = next(
+            (v for v in self._variants if v.settings == settings and (CLOSURE.token or v.is_current())), None
+        )
+        if variant is None:
+            variant = _Variant(self, settings, ())
+            self._variants.append(variant)
+        while True:
+            try:
+                return variant(key, args, kwargs)
+            except MoreInputs as request:
+                if CLOSURE.readers and not variant.traced:
+                    raise
+                wider = _Variant(self, settings, (*variant.closure, *request.tensors))
+                self._variants[self._variants.index(variant)] = variant = wider
+
+
+class _Variant:
+    """The compiled form for one set of closed-over tensors."""
+
+    def __init__(self, owner: Compiled, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
+        self.owner, self.settings, self.closure = owner, settings, closure
+        self.flags: list[Any] = []
+        self.compiled: dict[int, Pure] = {}
+        self.traced = False
+
+    def is_current(self) -> bool:
+        """Whether the modules that ran in the trace still have the training flags that they had."""
+        return all(map(flags_hold, self.flags))
+
+    def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) not in self.compiled:
+            self.compiled[len(args)] = self.owner.transform(self._run, len(args))
+        self.traced = False
+        values = CLOSURE.values(self.closure)
+        return self.compiled[len(args)](values, key, *args, **kwargs)
+
+    def _run(self, values: list[jax.Array], key: Any, *args: Any, **kwargs: Any) -> Any:
+        self.traced = True
+        reader = Reader(self.closure, values)
+        with reader.active():
+            result = self.owner.pure(key, *args, **kwargs)
+        self.flags.extend(flags for flags in reader.modules if flags not in self.flags)
+        return result
+
+
+def shift(positions: int | Sequence[int], by: int = 1) -> Any:
+    """Argument positions of the user's function as positions of ours, which has `by` more in front."""
+    if isinstance(positions, int):
+        return positions + by if positions >= 0 else positions
+    return tuple(shift(p, by) for p in positions)

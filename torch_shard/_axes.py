@@ -1,0 +1,82 @@
+"""The named axes that code is mapped over while JAX traces it, and what varies over them.
+
+Inside `shard_map`, JAX knows of each value over which axes it may differ between devices, and demands of each gradient
+that it varies over the same axes as its value. PyTorch's autograd knows nothing of that. So within a captured
+derivative a gradient is a *share*: the gradient is the sum of the shares of all devices, whatever varies. Every
+operator on one device, and every collective as a linear map between devices, carries shares to shares; sums of shares
+are shares. Where gradients come from JAX they are divided into shares, and where they go back the shares are summed, at
+no cost over the axes along which they are all the same.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+
+
+def size_of(axis: Any) -> int | None:
+    """How many indices a named axis has here; None where it is not bound."""
+    try:
+        return lax.axis_size(axis)
+    except (NameError, KeyError):
+        return None
+
+
+def manual_axes() -> dict[Any, int]:
+    """Mesh axes that the code under way is written for one device of, with their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis: mesh.shape[axis] for axis, kind in kinds if kind == AxisType.Manual}
+
+
+def tracked_axes() -> dict[Any, int]:
+    """The manual axes, if JAX tracks what varies over them (`check_vma=True`)."""
+    axes = manual_axes()
+    return axes if axes and varying(lax.axis_index(next(iter(axes)))) else {}
+
+
+def still_hold(sizes: Mapping[Any, int]) -> bool:
+    """Whether all these axes are bound here, with these sizes."""
+    return all(size_of(axis) == size for axis, size in sizes.items())
+
+
+def varying(value: Any) -> frozenset[Any]:
+    """The manual axes over which a value may differ."""
+    kind = jax.typeof(value)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # JAX 0.10.0 and later ones
+
+
+def vary(value: Any, axes: Iterable[Any]) -> Any:
+    """The same value, as one that may differ over these axes too."""
+    missing = tuple(axis for axis in axes if axis not in varying(value))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def vary_like(tree: Any, *others: Any) -> Any:
+    """The same values, as ones that may differ wherever they or the others do: what a loop carries keeps its type."""
+    axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves((tree, others))))
+    return jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
+
+
+def into_shares(gradient: Any, value: Any = None) -> Any:
+    """The gradient of a value, divided among the devices that hold the same value.
+
+    Args:
+        gradient: Of a type as JAX has it.
+        value: What it is the gradient of, where its own type does not say.
+    """
+    kind = varying(gradient if value is None else value)
+    count = math.prod(size for axis, size in tracked_axes().items() if axis not in kind)
+    return gradient / count if count > 1 else gradient
+
+
+def sum_shares(share: Any, value: Any) -> Any:
+    """The gradient of a value, of the type that JAX demands: summed over the axes along which the value is the same."""
+    axes = {axis: size for axis, size in tracked_axes().items() if axis not in varying(value)}
+    apart = tuple(axis for axis in axes if axis in varying(share))
+    alike = math.prod(size for axis, size in axes.items() if axis not in apart)
+    total = lax.psum(share, apart) if apart else share
+    return vary(total * alike if alike > 1 else total, varying(value))

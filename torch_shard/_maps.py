@@ -1,0 +1,234 @@
+"""The adapters that map a torch callable over devices or rows, and bind named axes for `torch_shard.collectives`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from torch_shard._adapters import NUM_GIVEN, Compiled, Pure, adapt, shift
+from torch_shard._axes import manual_axes, size_of
+from torch_shard._calls import pure_of
+from torch_shard._keys import fold_axes
+from torch_shard._mesh import check_mesh
+from torch_shard._specs import check_inputs, check_mapped, check_names, check_outputs, spread_specs
+
+Axes = str | Sequence[str]
+
+
+def jax_vmap(
+    fn: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    axis_name: str | None = None,
+    axis_size: int | None = None,
+    fold_in_axes: Axes = (),
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.vmap` of a torch callable.
+
+    Random operators draw the same numbers for every element of the batch, unless the key is folded over `axis_name`.
+
+    Args:
+        fn: A torch callable of one element of the batch.
+        in_axes: The dim of each argument that holds the batch, None for none; an int for all arguments, or a tuple of
+            ints and pytrees of them.
+        out_axes: Where the results hold it.
+        axis_name: The batch as a named axis for `torch_shard.collectives`.
+        axis_size: Its size, needed if no argument has it.
+        fold_in_axes: Named axes along which random numbers differ.
+        **kwargs: Further arguments of `jax.vmap`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.jax_vmap(torch.dot, in_axes=(0, None))(torch.eye(2), torch.tensor([3.0, 4.0])).tolist()
+        [3.0, 4.0]
+    """
+    pure = _folding(pure_of(fn), fold_in_axes, "jax_vmap")
+    options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, **kwargs}
+
+    def mapped(key: Any, *args: Any, **named: Any) -> Any:
+        axes = _axes_of(in_axes, len(args), "jax_vmap", fn)
+        check_mapped("jax_vmap", _names_of(fn, len(args)), args, axes, axis_size)
+        return jax.vmap(pure, in_axes=(None, *axes), **options)(key, *args, **named)
+
+    return adapt(fn, mapped)
+
+
+def jax_pmap(
+    fn: Callable[..., Any],
+    axis_name: str | None = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    devices: Sequence[Any] | None = None,
+    fold_in_axes: Axes = (),
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.pmap` of a torch callable: `jax_vmap`, with each element of the batch on a device of its own.
+
+    Results stay on their devices: mapping them again moves nothing. New code is often shorter with `jax_shard_map`,
+    which takes arrays as a whole and any mesh. Random operators draw the same numbers on every device, unless the key
+    is folded over `axis_name`.
+
+    Args:
+        fn: A torch callable of what one device gets.
+        axis_name: The devices as a named axis for `torch_shard.collectives`.
+        in_axes: The dim of each argument that is spread over the devices, None to give the whole to each.
+        out_axes: Where the results hold it.
+        static_broadcasted_argnums: Arguments that are hashable Python values, known when the program is compiled.
+        donate_argnums: Arguments whose memory the program may use.
+        devices: Which devices, in order; by default the first ones.
+        fold_in_axes: Named axes along which random numbers differ.
+        **kwargs: Further arguments of `jax.pmap`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import psum
+        >>> ts.jax_pmap(lambda x: psum(x, "i"), axis_name="i")(torch.tensor([1.0, 2.0])).tolist()
+        [3.0, 3.0]
+    """
+    static = _positions(static_broadcasted_argnums)
+    options: dict[str, Any] = {"out_axes": out_axes, "devices": devices, **kwargs}
+    options["static_broadcasted_argnums"] = shift(static, NUM_GIVEN)
+    options["donate_argnums"] = shift(_positions(donate_argnums), NUM_GIVEN)
+
+    def compile_for(run: Pure, num_args: int) -> Pure:
+        axes = _axes_of(in_axes, num_args, "jax_pmap", fn)
+        names = _names_of(fn, num_args)
+        mapped = jax.pmap(run, axis_name, in_axes=(None, None, *axes), **options)
+        limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
+
+        def checked(values: Any, key: Any, *args: Any, **named: Any) -> Any:
+            check_mapped("jax_pmap", names, args, axes, kwargs.get("axis_size"), static=static, limit=limit)
+            return mapped(values, key, *args, **named)
+
+        return checked
+
+    return adapt(fn, Compiled(_folding(pure_of(fn), fold_in_axes, "jax_pmap"), compile_for))
+
+
+def jax_shard_map(
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Sequence[str] | frozenset[str] = (),
+    check_vma: bool = True,
+    fold_in_axes: Axes = (),
+) -> Callable[..., Any]:
+    """`jax.shard_map` of a torch callable: it sees one device's shards of the arguments, and gives those of the results.
+
+    The program is compiled once per signature. Arguments need not be placed before. Tensors that `fn` reaches by
+    itself, such as the parameters of a closed-over module, are whole on every device. `torch_shard.collectives`
+    communicate. Random operators draw the same numbers on every device, unless the key is folded over an axis: with
+    `fold_in_axes` for all of `fn`, or with `collectives.fold_in_axis` for a part of it.
+
+    Args:
+        fn: A torch callable of tensors of local shapes.
+        mesh: The devices, with named axes.
+        in_specs: How each argument is split: a `PartitionSpec` for all, or a tuple with a pytree of them for each.
+        out_specs: How the results lie: a spec for all, or a pytree of them. A result that a spec does not name an axis
+            for must be the same along that axis (after `psum` and its kin, or made from what is).
+        axis_names: The axes that are mapped, by default all; the compiler goes on to shard along the others.
+        check_vma: Whether JAX tracks what varies over which axes. It then refuses a result that is not the same on all
+            devices where `out_specs` says that it is. Without it such a result is silently that of one device, and
+            `jax_grad` within `fn` gives each device's own gradient.
+        fold_in_axes: Mesh axes along which random numbers differ.
+
+    Raises:
+        TypeError: A spec is no `PartitionSpec`, or arguments and specs differ in structure.
+        ValueError: A spec does not fit its argument or result, each named with what to do.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from torch_shard.collectives import psum
+        >>> mean = ts.jax_shard_map(
+        ...     lambda x: psum(x.sum(), "i") / 8, mesh=ts.make_mesh(i=4), in_specs=P("i"), out_specs=P()
+        ... )
+        >>> float(mean(torch.arange(8.0)))
+        3.5
+    """
+    check_mesh(mesh, caller="jax_shard_map")
+    check_names("in_specs", in_specs, mesh, axis_names)
+    check_names("out_specs", out_specs, mesh, axis_names)
+    pure = _folding(pure_of(fn), fold_in_axes, "jax_shard_map", mesh)
+
+    def compile_for(run: Pure, num_args: int) -> Pure:
+        names = _names_of(fn, num_args)
+        given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
+
+        def whole(values: Any, key: Any, *args: Any) -> Any:
+            specs = spread_specs("in_specs", given, args, names)
+            check_inputs(specs, args, names, mesh)
+
+            def local(*inputs: Any) -> Any:
+                result = run(*inputs)
+                check_outputs(result, out_specs, mesh, check_vma)
+                return result
+
+            where: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names)}
+            if manual_axes():  # in a function that is mapped over other axes of the mesh
+                where = {"mesh": None, "axis_names": set(axis_names or mesh.axis_names) - set(manual_axes())}
+            mapped = jax.shard_map(
+                local, in_specs=(P(), P(), *specs), out_specs=out_specs, check_vma=check_vma, **where
+            )
+            return mapped(values, key, *args)
+
+        return jax.jit(whole)
+
+    def mapped(key: Any, *args: Any, **named: Any) -> Any:
+        if named:
+            raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
+        return compiled(key, *args)
+
+    compiled = Compiled(pure, compile_for)
+    return adapt(fn, mapped)
+
+
+def _folding(pure: Pure, axes: Axes, caller: str, mesh: Mesh | None = None) -> Pure:
+    """`pure` with a key that differs along these axes."""
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if mesh is not None and not set(names) <= set(mesh.axis_names):
+        raise ValueError(f"{caller}: fold_in_axes={axes!r} names an axis that the mesh lacks: {mesh.axis_names}.")
+    if not names:
+        return pure
+
+    def folded(key: Any, *args: Any, **kwargs: Any) -> Any:
+        unbound = [name for name in names if size_of(name) is None]
+        if unbound:
+            raise ValueError(f"{caller}: fold_in_axes={axes!r} names {unbound[0]!r}, which is not the axis_name here.")
+        return pure(None if key is None else fold_axes(key, names), *args, **kwargs)
+
+    return folded
+
+
+def _positions(positions: int | Sequence[int]) -> tuple[int, ...]:
+    return (positions,) if isinstance(positions, int) else tuple(positions)
+
+
+def _axes_of(in_axes: Any, num_args: int, caller: str, fn: Any) -> tuple[Any, ...]:
+    if not isinstance(in_axes, (tuple, list)):
+        return (in_axes,) * num_args
+    if len(in_axes) != num_args:
+        raise ValueError(
+            f"{caller}: in_axes has {len(in_axes)} entries, and the function was called with {num_args} arguments "
+            f"({', '.join(_names_of(fn, num_args))}). Give one for each, or an int for all."
+        )
+    return tuple(in_axes)
+
+
+def _names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
+    """What the arguments of a callable are called, for errors."""
+    try:
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(num_args)]
