@@ -61,6 +61,28 @@ def vary_like(tree: Any, *others: Any) -> Any:
     return jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
 
 
+def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[jax.Array]:
+    """The same outputs; where `jax.vmap` maps any input, it maps every output.
+
+    The gradient of an output that is not mapped reaches the rule of a `jax.custom_vjp` as a sum over the rows, and that
+    of a mapped one row by row. What both give to an input that is not mapped would then be summed once more.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def same(outputs: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        return outputs
+
+    @same.def_vmap
+    def rule(axis_size: int, is_mapped: Any, outputs: list[jax.Array], inputs: list[jax.Array]) -> Any:
+        rows = [
+            out if mapped else jax.numpy.broadcast_to(out, (axis_size, *out.shape))
+            for out, mapped in zip(outputs, is_mapped[0], strict=True)
+        ]
+        return map_together(rows, inputs), [True] * len(rows)
+
+    return same(outputs, list(inputs))
+
+
 def into_shares(gradient: Any, value: Any = None) -> Any:
     """The gradient of a value, divided among the devices that hold the same value.
 

@@ -13,7 +13,7 @@ import jax
 import torch
 
 from torch_shard._attributes import new_values
-from torch_shard._axes import into_shares, manual_axes, still_hold, sum_shares, tracked_axes
+from torch_shard._axes import into_shares, manual_axes, map_together, still_hold, sum_shares, tracked_axes
 from torch_shard._capture import Graph, Spec, capture
 from torch_shard._closure import CLOSURE
 from torch_shard._convert import adopt_torch_nodes
@@ -162,10 +162,14 @@ class FlatFunction:
             raise ValueError(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
         return program.run(key, *arrays, *CLOSURE.read(program.graph))
 
-    @functools.cached_property
-    def jax(self) -> Callable[..., list[jax.Array]]:
-        """The JAX function `(key, *arrays) -> list of arrays`."""
-        return _with_torch_derivative(self)
+    def apply(self, key: Any, *arrays: Any) -> list[jax.Array]:
+        """The callable as a JAX function."""
+        return self.differentiable((False,) * len(arrays))(key, *arrays)
+
+    @functools.cache  # noqa: B019  (lives as long as the callable)
+    def differentiable(self, needs_grad: tuple[bool, ...]) -> Callable[..., list[jax.Array]]:
+        """The JAX function `(key, *arrays) -> list of arrays`, of inputs on which the callable sees `requires_grad`."""
+        return _with_torch_derivative(self, needs_grad)
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
     def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
@@ -193,16 +197,18 @@ class FlatFunction:
         return FlatFunction(gradients, f"the derivative of {self.what}")
 
 
-def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Array]]:
+def _with_torch_derivative(function: FlatFunction, needs_grad: tuple[bool, ...]) -> Callable[..., list[jax.Array]]:
     @jax.custom_vjp
     def call(key: Any, *arrays: jax.Array) -> list[jax.Array]:
-        return function.run(key, arrays, (False,) * len(arrays))
+        outputs = function.run(key, arrays, needs_grad)
+        return map_together(outputs, arrays) if any(needs_grad) else outputs
 
     def forward(key: Any, *primals: Any) -> Any:
         arrays = [p.value for p in primals]
         perturbed = tuple(p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals)
         key = None if key is None else key.value
-        return function.run(key, arrays, perturbed), (key, arrays, _Static(perturbed))
+        # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
+        return function.differentiable(perturbed)(key, *arrays), (key, arrays, _Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
         key, arrays, wanted = saved
@@ -210,7 +216,7 @@ def _with_torch_derivative(function: FlatFunction) -> Callable[..., list[jax.Arr
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
             return (None,) * (1 + len(arrays))
-        shares = iter(function.vjp(wanted.value, given).jax(key, *arrays, *chosen))
+        shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
         return None, *(sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
 
     call.defvjp(forward, backward, symbolic_zeros=True)
@@ -249,7 +255,7 @@ class TorchFunction:
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
         function, arrays = self._flat_function(tree, is_array, static).with_closure(arrays)
-        outputs = iter(function.jax(key, *arrays))
+        outputs = iter(function.apply(key, *arrays))
         out_tree, out_leaves = function.aux(arrays)
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
 

@@ -13,7 +13,8 @@ from torch_shard._axes import manual_axes, size_of
 from torch_shard._calls import pure_of
 from torch_shard._keys import fold_axes
 from torch_shard._mesh import check_mesh
-from torch_shard._specs import check_inputs, check_mapped, check_names, check_outputs, spread_specs
+from torch_shard._specs import check_inputs, check_mapped, check_names, check_nesting, check_outputs, spread_specs
+from torch_shard._vmap import vmap_of_arrays
 
 Axes = str | Sequence[str]
 
@@ -48,12 +49,20 @@ def jax_vmap(
         [3.0, 4.0]
     """
     pure = _folding(pure_of(fn), fold_in_axes, "jax_vmap")
-    options = {"out_axes": out_axes, "axis_name": axis_name, "axis_size": axis_size, **kwargs}
 
     def mapped(key: Any, *args: Any, **named: Any) -> Any:
         axes = _axes_of(in_axes, len(args), "jax_vmap", fn)
-        check_mapped("jax_vmap", _names_of(fn, len(args)), args, axes, axis_size)
-        return jax.vmap(pure, in_axes=(None, *axes), **options)(key, *args, **named)
+        names = [*_names_of(fn, len(args)), *named]
+        spread = check_mapped("jax_vmap", names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
+        leaves, tree = jax.tree.flatten((args, named))
+
+        def of_leaves(key: Any, *leaves: Any) -> Any:
+            args, named = jax.tree.unflatten(tree, leaves)
+            return pure(key, *args, **named)
+
+        axes = (None, *spread.axes)
+        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, axis_name=axis_name, **kwargs)
+        return run(key, *map(jax.numpy.asarray, leaves))
 
     return adapt(fn, mapped)
 
@@ -123,7 +132,7 @@ def jax_shard_map(
     check_vma: bool = True,
     fold_in_axes: Axes = (),
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of a torch callable: it sees one device's shards of the arguments, and gives those of the results.
+    """`jax.shard_map` of a torch callable: it sees one device's shards of the arguments and gives those of the results.
 
     The program is compiled once per signature. Arguments need not be placed before. Tensors that `fn` reaches by
     itself, such as the parameters of a closed-over module, are whole on every device. `torch_shard.collectives`
@@ -176,6 +185,7 @@ def jax_shard_map(
 
             where: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names)}
             if manual_axes():  # in a function that is mapped over other axes of the mesh
+                check_nesting(mesh, axis_names)
                 where = {"mesh": None, "axis_names": set(axis_names or mesh.axis_names) - set(manual_axes())}
             mapped = jax.shard_map(
                 local, in_specs=(P(), P(), *specs), out_specs=out_specs, check_vma=check_vma, **where

@@ -1,5 +1,6 @@
 """Do specs and mapped dims fit the arguments? Said by the names of the arguments, before the user's code is traced."""
 
+import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._axes import varying
+from torch_shard._axes import manual_axes, varying
 from torch_shard._mesh import describe_mesh, describe_spec, find_spec_faults
 
 
@@ -38,6 +39,18 @@ def check_names(what: str, specs: Any, mesh: Mesh, axis_names: Collection[str]) 
             if axis_names and axis not in axis_names:
                 faults.append(f"{where}: {describe_spec(spec)} names {axis!r}, which is not among axis_names.")
     _raise_all(f"jax_shard_map: {what} on mesh {describe_mesh(mesh)}", faults)
+
+
+def check_nesting(mesh: Mesh, axis_names: Collection[str]) -> None:
+    """Refuse a map within another one over the same axes, or over another mesh."""
+    outer = manual_axes()
+    taken = [axis for axis in outer if axis in axis_names]
+    if taken or set(outer) - set(mesh.shape) or set(outer) == set(mesh.shape):
+        raise ValueError(
+            f"jax_shard_map: here {', '.join(map(repr, outer))} are mapped already, by a map around this one. A map "
+            f"within needs the same mesh and other axes of it; this one has mesh {describe_mesh(mesh)} and axis_names "
+            f"{tuple(axis_names) or tuple(mesh.axis_names)}. Give the outer jax_shard_map fewer axis_names."
+        )
 
 
 def spread_specs(what: str, specs: Any, tree: Any, names: Sequence[str] = ()) -> Any:
@@ -95,6 +108,14 @@ def check_outputs(result: Any, out_specs: Any, mesh: Mesh, check_vma: bool) -> N
     _raise_all(f"jax_shard_map: results do not fit out_specs on mesh {describe_mesh(mesh)}", faults)
 
 
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """How many rows are mapped, and along which dim of each leaf of the arguments."""
+
+    size: int
+    axes: tuple[int | None, ...]
+
+
 def check_mapped(
     caller: str,
     names: Sequence[str],
@@ -104,8 +125,8 @@ def check_mapped(
     *,
     static: Collection[int] = (),
     limit: int | None = None,
-) -> None:
-    """Refuse arguments whose mapped dims are missing, differ in size, or are more than there are devices.
+) -> Mapped:
+    """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
 
     Args:
         caller: Begins the error.
@@ -117,12 +138,14 @@ def check_mapped(
         limit: How many devices there are.
     """
     sizes: dict[str, int] = {}
+    dims: list[int | None] = []
     for position, (name, arg, axis) in enumerate(zip(names, args, axes, strict=True)):
         if position in static:
             _check_hashable(caller, name, arg)
             continue
         for where, leaf, dim in _with_axes(caller, name, arg, axis):
             shape = jax.numpy.shape(leaf)
+            dims.append(dim)
             if dim is None:
                 continue
             if not -len(shape) <= dim < len(shape):
@@ -143,6 +166,7 @@ def check_mapped(
             f"{caller}: {next(iter(sizes))} has size {size} along its mapped dim, but there are {limit} devices. "
             "Use jax_vmap for some of it, or more devices."
         )
+    return Mapped(size, tuple(dims))
 
 
 def _with_axes(caller: str, name: str, arg: Any, axis: Any) -> Iterable[tuple[str, Any, Any]]:
@@ -155,8 +179,8 @@ def _with_axes(caller: str, name: str, arg: Any, axis: Any) -> Iterable[tuple[st
         axes = jax.tree.leaves(jax.tree.broadcast(axis, arg, is_leaf=is_axis), is_leaf=is_axis)
     except ValueError as error:
         raise TypeError(
-            f"{caller}: the in_axes of {name}, {axis!r}, must be an int or None, or have the structure of the argument, "
-            f"{jax.tree.structure(arg)}."
+            f"{caller}: the in_axes of {name}, {axis!r}, must be an int or None, or have the structure of the "
+            f"argument, {jax.tree.structure(arg)}."
         ) from error
     for (path, leaf), dim in zip(jax.tree_util.tree_leaves_with_path(arg), axes, strict=True):
         yield f"{name}{jax.tree_util.keystr(path)}", leaf, dim
@@ -167,8 +191,8 @@ def _check_hashable(caller: str, name: str, value: Any) -> None:
         hash(value)
     except TypeError as error:
         raise TypeError(
-            f"{caller}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs are "
-            "kept by the values of static arguments. Pass a tuple, a string, a number or a frozen dataclass."
+            f"{caller}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs "
+            "are kept by the values of static arguments. Pass a tuple, a string, a number or a frozen dataclass."
         ) from error
     if isinstance(value, jax.Array):
         raise TypeError(f"{caller}: the static argument {name} is a tensor. Pass a Python value, or map it.")

@@ -173,7 +173,7 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
 def axis_index(axis: Axis) -> torch.Tensor:
     """The device's index along an axis, an int64 scalar; along several, of their product, the first slowest."""
     axes = tuple(_check_axes("axis_index", axis))
-    return call_jax(lambda: lax.axis_index(axes if len(axes) > 1 else axes[0])).long()
+    return call_jax(lambda: lax.axis_index(axes)).long()
 
 
 def axis_size(axis: Axis) -> int:
@@ -272,15 +272,21 @@ def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) ->
 def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that JAX tracks, and the others."""
     known = tracked_axes()
-    return tuple(a for a in axes if a in known), tuple(a for a in axes if a not in known)
+    others = tuple(a for a in axes if a not in known)
+    if known and others:
+        raise NotImplementedError(
+            f"{others[0]!r} is the axis_name of a jax_vmap, along which JAX cannot communicate within jax_shard_map "
+            "while it tracks what varies. Give jax_shard_map check_vma=False, or reduce the dim without jax_vmap."
+        )
+    return tuple(a for a in axes if a in known), others
 
 
-def _one_kind(name: str, axes: tuple[str, ...]) -> Any:
+def _one_kind(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
     if all(_by_kind(axes)):
         raise NotImplementedError(
             f"{name}: {' and '.join(map(repr, axes))} are bound by different transforms. Use one after the other."
         )
-    return axes if len(axes) > 1 else axes[0]
+    return axes
 
 
 def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -50,7 +50,7 @@ def recurrence(kind, gates, state, weights, reverse):
             state = (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
         return state, state
 
-    return list(jax.lax.scan(step, vary_like(tuple(state), gates, weights), gates, reverse=reverse)[1])
+    return list(jax.lax.scan(step, vary_like(tuple(state), gates, list(weights)), gates, reverse=reverse)[1])
 
 
 @lowers(torch.ops.torch_shard.recurrence_backward.default)
@@ -61,7 +61,7 @@ def recurrence_backward(kind, gates, state, weights, reverse, outputs, grads):
     own = _own(before[0], w_hh, bias)
     back = {"lstm": _lstm_back, "gru": _gru_back}.get(kind, _rnn_back)
     factors, step = back(kind, gates, own, before, outputs, w_hh, projection)
-    start = vary_like(tuple(jnp.zeros_like(s) for s in state), grads, factors, w_hh, projection)
+    start = vary_like(tuple(jnp.zeros_like(s) for s in state), list(grads), factors, w_hh, projection)
     grad_state, (grad_given, grad_own, *for_projection) = jax.lax.scan(
         step, start, (tuple(grads), factors), reverse=not reverse
     )

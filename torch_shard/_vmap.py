@@ -1,0 +1,70 @@
+"""`jax.vmap` of torch callables, with gradients that are right where rows share results.
+
+JAX runs the rule of a `jax.custom_vjp` under a `vmap` outside of it: axis names are unbound, and the gradients of
+results that are the same for all rows arrive summed over them. Here the derivative of the map is a map of derivatives.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def vmap_of_arrays(
+    fn: Callable[..., Any], in_axes: tuple[int | None, ...], out_axes: Any, *, axis_size: int, **options: Any
+) -> Callable[..., Any]:
+    """`jax.vmap` of a function of arrays that returns a pytree of arrays.
+
+    Args:
+        fn: What to map.
+        in_axes: The mapped dim of each argument, or None.
+        out_axes: As for `jax.vmap`.
+        axis_size: How many rows there are.
+        **options: Further arguments of `jax.vmap`, `axis_name` among them.
+    """
+    mapped = jax.custom_vjp(jax.vmap(fn, in_axes, out_axes, axis_size=axis_size, **options))
+
+    def forward(*arrays: Any) -> Any:
+        return mapped(*arrays), arrays
+
+    def backward(arrays: tuple[Any, ...], cotangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(cotangents)
+        axes = jax.tree.leaves(_spread(out_axes, tree), is_leaf=_is_axis)
+        given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+        wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
+        # A result that is not mapped is one for all rows: each has its share of the gradient.
+        shares = [c if axis is not None else c / axis_size for c, axis, g in zip(leaves, axes, given, strict=True) if g]
+        share_axes = [axis for axis, g in zip(axes, given, strict=True) if g]
+        pull = functools.partial(_pull, fn, wanted, given)
+        run = vmap_of_arrays(pull, (*in_axes, *share_axes), 0, axis_size=axis_size, **options)
+        grads = iter(run(*arrays, *shares))
+        return tuple(_unmap(next(grads), axis) if w else None for axis, w in zip(in_axes, wanted, strict=True))
+
+    mapped.defvjp(forward, backward)
+    return mapped
+
+
+def _pull(fn: Callable[..., Any], wanted: list[bool], given: list[bool], *inputs: Any) -> Any:
+    """The gradients of one row."""
+    arrays, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
+
+    def of_wanted(*chosen: Any) -> list[Any]:
+        values = iter(chosen)
+        outputs = jax.tree.leaves(fn(*(next(values) if w else a for a, w in zip(arrays, wanted, strict=True))))
+        return [o for o, g in zip(outputs, given, strict=True) if g]
+
+    return jax.vjp(of_wanted, *(a for a, w in zip(arrays, wanted, strict=True) if w))[1](list(cotangents))
+
+
+def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
+    return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
+
+
+def _is_axis(value: Any) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def _spread(out_axes: Any, tree: Any) -> Any:
+    return jax.tree.broadcast(out_axes, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=_is_axis)
