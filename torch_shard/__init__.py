@@ -7,7 +7,7 @@ from torch_shard import (
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._explain import Explanation, explain_capture
-from torch_shard._inspect import visualize_sharding
+from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
@@ -19,6 +19,7 @@ from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value
 __version__ = "0.1.0"
 __all__ = [
     "Comparison",
+    "Drawing",
     "EvalStep",
     "Explanation",
     "ShardingPlan",

@@ -1,42 +1,106 @@
-"""What lies where: the sharding of one array, drawn as a grid of devices."""
+"""What lies where: the shardings of arrays, modules and states, drawn as grids of devices."""
 
-import itertools
-from collections.abc import Iterable
+import dataclasses
+import io
+import os
+from collections.abc import Iterator, Mapping, Sized
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+import torch
 from rich import box
-from rich.console import Group
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._bridge import JaxTensor
-from torch_shard._mesh import describe_mesh, describe_spec
+from torch_shard._files import replacing
+from torch_shard._grid import Entry, Grid, describe_names, make_grids
+from torch_shard._mesh import ResolvedEntry, ResolvedPlan
+from torch_shard._state import TrainState
 
-# In turn over the shards; all readable under bold white.
-COLOURS = ("blue", "dark_green", "dark_magenta", "dark_orange3", "deep_sky_blue4", "red", "purple4", "grey35")
-MAX_CELLS = 64
-
-Range = tuple[int, int]
+SUFFIXES = (".svg", ".png")
 
 
-def visualize_sharding(array_or_tensor: Any, *, name: str = "") -> Group:
-    """Draw which devices hold which part of one array.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Drawing:
+    """Which devices hold what: printed by rich or as a string, saved as a picture, shown by a notebook.
+
+    Attributes:
+        heading: What is drawn, where that is more than one array; else empty.
+        grids: One for all arrays that lie alike.
+    """
+
+    heading: str
+    grids: tuple[Grid, ...]
+
+    def __rich__(self) -> Group:
+        if not self.heading:
+            return Group(*_print_grid(self.grids[0]))
+        parts = (part for grid in self.grids for part in (Text(), *_print_grid(grid)))
+        return Group(Text(self.heading, style="bold"), *parts)
+
+    def __str__(self) -> str:
+        # So wide that no name is folded.
+        console = Console(file=io.StringIO(), width=10_000, color_system=None, force_jupyter=False)
+        console.print(self)
+        lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __repr__(self) -> str:
+        return f"Drawing({self.heading or ', '.join(self.grids[0].lines[0])})"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the drawing as a picture, whole or not at all.
+
+        Args:
+            path: Of the file; its suffix, `.svg` or `.png`, says the format.
+
+        Raises:
+            ValueError: Another suffix.
+        """
+        path = Path(path)
+        if path.suffix.lower() not in SUFFIXES:
+            raise ValueError(
+                f"Drawing.save: the suffix must be {' or '.join(SUFFIXES)}, got {path.suffix!r} in {str(path)!r}."
+            )
+        picture = self._paint(path.suffix.lower().removeprefix("."))
+        with replacing(path) as partial:
+            partial.write_bytes(picture)
+
+    def _repr_svg_(self) -> str:
+        return self._paint("svg").decode()
+
+    def _paint(self, file_format: str) -> bytes:
+        from torch_shard._picture import paint  # not at the top: matplotlib is for those who ask for pictures
+
+        return paint(self.heading, self.grids, file_format)
+
+
+def visualize_sharding(subject: Any, *, name: str = "") -> Drawing:
+    """Draw which devices hold which part of an array, or of everything that a module or a state holds.
 
     A cell is a shard: the devices that hold it (several, where it is replicated) and its range of global
     indices. Columns are the parts of the last dim that is split, rows those of all other split dims.
 
+    Of several arrays, those that lie alike (the same spec on the same mesh) are one grid under all their names;
+    where their shapes differ, a cell says `1 of 2` in place of a range. Names that differ in one part are written as
+    `blocks.{0..7}.up.weight`. A tie is one array; a state has it under the first of its names.
+
     Args:
-        array_or_tensor: A `jax.Array`, a tensor on the jax device, or a `jax.ShapeDtypeStruct` with a sharding.
+        subject: A `jax.Array`, a tensor on the jax device, or a `jax.ShapeDtypeStruct` with a sharding; a dict of these
+            by name, such as a `state_dict`; a module on the jax device; a `TrainState` (its parameters and
+            buffers; the optimiser's moments lie like them); or what `plan.resolve(model, mesh)` gives, for a module
+            that is still on the CPU.
         name: What to call it in the title.
 
     Returns:
-        A rich renderable: `rich.print(visualize_sharding(x))`.
+        A drawing: `rich.print(drawing)`, `drawing.save("weights.svg")`, `drawing.save("weights.png")`.
 
     Raises:
-        TypeError: It has no sharding, as a CPU tensor has none.
-        ValueError: It has more shards than can be drawn.
+        TypeError: Something has no sharding, as a CPU tensor has none; the error has all the names.
+        ValueError: There is nothing to draw, or more shards than can be drawn.
 
     Example:
         >>> import jax, rich, torch_shard as ts
@@ -49,64 +113,91 @@ def visualize_sharding(array_or_tensor: Any, *, name: str = "") -> Group:
         │ [:, 0:3]       │ [:, 3:6]       │
         └────────────────┴────────────────┘
     """
-    array = array_or_tensor.jax() if isinstance(array_or_tensor, JaxTensor) else array_or_tensor
-    sharding = getattr(array, "sharding", None)
-    if sharding is None:
+    held = _find_held(subject)
+    if held is None:
+        return Drawing("", make_grids(_read_entries({name: subject}, type(subject).__name__, alone=True)))
+    name = name or type(subject).__name__
+    if not held:
+        raise ValueError(f"visualize_sharding: {name} has no entries, so there is nothing to draw.")
+    entries = list(_read_entries(held, name))
+    grids = make_grids(entries)
+    return Drawing(f"{name}: {_count(entries, 'array')}, {_count(grids, 'layout')}", grids)
+
+
+def _find_held(subject: Any) -> Mapping[str, Any] | None:
+    """What `subject` holds, by name; None if it is no collection."""
+    if isinstance(subject, torch.nn.Module):
+        params = subject.named_parameters(remove_duplicate=False)
+        return {**dict(params), **dict(subject.named_buffers(remove_duplicate=False))}
+    if isinstance(subject, ResolvedPlan):
+        return subject.entries
+    if isinstance(subject, TrainState):
+        # Structs, as each row of stacked layers would be sliced; and a donated state still says where it lay.
+        return jax.tree.map(_struct, subject.tensors)
+    return subject if isinstance(subject, Mapping) else None
+
+
+def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -> Iterator[Entry]:
+    """What is to be drawn, a tie once."""
+    arrays = {name: value.jax() if isinstance(value, JaxTensor) else value for name, value in held.items()}
+    _check_placed(arrays, owner, alone=alone)
+    ties: dict[Any, list[str]] = {}
+    for name, array in arrays.items():
+        tie = array.tied_to or name if isinstance(array, ResolvedEntry) else id(array)
+        ties.setdefault(name if isinstance(array, jax.ShapeDtypeStruct) else tie, []).append(name)
+    for names in ties.values():
+        array = arrays[names[0]]
+        dtype = "" if array.dtype is None else str(array.dtype).removeprefix("torch.")
+        yield Entry(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
+
+
+def _struct(array: Any) -> Any:
+    if not isinstance(array, jax.Array):
+        return array
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None:
+    """Refuse what has no sharding, all of it in one error."""
+    bare = [name for name, array in arrays.items() if getattr(array, "sharding", None) is None]
+    if not bare:
+        return
+    if alone:
         raise TypeError(
-            "visualize_sharding: expected a jax.Array or a tensor on the jax device, got "
-            f"{type(array_or_tensor).__name__}, which has no sharding. Place it first: "
-            "torch_shard.place(model, mesh, plan), or jax.device_put(array, sharding)."
+            f"visualize_sharding: expected a jax.Array or a tensor on the jax device, got {owner}, which has no "
+            "sharding. Place it first: torch_shard.place(model, mesh, plan), or jax.device_put(array, sharding)."
         )
-    shape = tuple(array.shape)
-    holders = _find_holders(sharding, shape)
-    if len(holders) > MAX_CELLS:
-        raise ValueError(f"visualize_sharding: {len(holders)} shards are more than can be drawn ({MAX_CELLS}).")
-    table = Table(box=box.SQUARE, show_header=False, show_lines=True)
-    colours = dict(zip(holders, itertools.cycle(COLOURS)))
-    for row in _arrange(list(holders), shape):
-        cells = (f"{_describe_devices(holders[part])}\n{_describe_part(part, shape)}" for part in row)
-        styles = (f"bold white on {colours[part]}" for part in row)
-        table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)))
-    return Group(_title(name, array), table)
-
-
-def _find_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[tuple[Range, ...], list[Any]]:
-    """The devices that hold each part, a part being a range per dim."""
-    holders: dict[tuple[Range, ...], list[Any]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        part = tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
-        holders.setdefault(part, []).append(device)
-    return dict(sorted(holders.items()))
-
-
-def _arrange(parts: list[tuple[Range, ...]], shape: tuple[int, ...]) -> Iterable[list[tuple[Range, ...]]]:
-    """Lay sorted parts out in rows, the last split dim running along a row."""
-    split = [dim for dim in range(len(shape)) if len({part[dim] for part in parts}) > 1]
-    # A matrix that is split by rows alone is drawn as rows; a vector always lies down.
-    across = split[-1] if split and (split[-1] > 0 or len(shape) == 1) else None
-    rows: dict[Any, list[tuple[Range, ...]]] = {}
-    for part in parts:
-        rows.setdefault(tuple(r for dim, r in enumerate(part) if dim != across), []).append(part)
-    return rows.values()
-
-
-def _title(name: str, array: Any) -> Text:
-    words = [name, str(tuple(array.shape)), str(array.dtype)]
-    if isinstance(array.sharding, NamedSharding):
-        words += [describe_spec(array.sharding.spec), "on", describe_mesh(array.sharding.mesh)]  # pyright: ignore
-    return Text(" ".join(filter(None, words)))
-
-
-def _describe_devices(devices: list[Any]) -> str:
-    platform, ids = devices[0].platform.upper(), sorted(device.id for device in devices)
-    if len(ids) <= 8:
-        return f"{platform} {', '.join(map(str, ids))}"
-    return f"{platform} {ids[0]}, {ids[1]}, ... {ids[-1]} ({len(ids)} devices)"
-
-
-def _describe_part(part: tuple[Range, ...], shape: tuple[int, ...]) -> str:
-    ranges = (
-        ":" if (start, stop) == (0, size) else f"{start}:{stop}"
-        for (start, stop), size in zip(part, shape, strict=True)
+    kinds = ", ".join(dict.fromkeys(_describe_bare(arrays[name]) for name in bare))
+    raise TypeError(
+        f"visualize_sharding: {len(bare)} of the {len(arrays)} names in {owner} have no sharding ({kinds}): "
+        f"{', '.join(describe_names((str(name),) for name in bare))}. Place them first, "
+        "torch_shard.place(model, mesh, plan), or draw what a plan would do, "
+        "visualize_sharding(plan.resolve(model, mesh))."
     )
-    return f"[{', '.join(ranges)}]"
+
+
+def _describe_bare(value: Any) -> str:
+    on = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
+    return f"{type(value).__name__}{on}"
+
+
+def _count(things: Sized, noun: str) -> str:
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+
+
+def _print_grid(grid: Grid) -> Iterator[RenderableType]:
+    if len(grid.lines) == 1:
+        names, kind = grid.lines[0]
+        words = [names, kind, grid.spec]
+        yield Text(" ".join(filter(None, words)))
+    else:
+        names = Table.grid(*(Column(overflow="fold") for _ in range(2)), padding=(0, 2, 0, 0))
+        for line in grid.lines:
+            names.add_row(*map(Text, line))
+        yield names
+        yield Text(grid.spec)
+    cells = Table(box=box.SQUARE, show_header=False, show_lines=True)
+    for row in grid.coloured_rows:
+        texts = (Text(f"{cell.owner}\n{cell.part}", style=f"bold white on {colour}") for cell, colour in row)
+        cells.add_row(*texts)
+    yield cells

@@ -1,12 +1,15 @@
-"""The command line: `torch-shard demo`."""
+"""The command line: `torch-shard demo`, `torch-shard tutorials`."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import torch_shard
+from torch_shard._tutorial_files import find_tutorials, get_tutorial, read_headline, write_notebook
 
 app = typer.Typer(
     help="Train unmodified torch modules on JAX meshes.",
@@ -100,6 +103,74 @@ def demo(
     console = console if console.is_terminal else Console(width=132)
     if not run_demo(run, console):
         raise typer.Exit(1)
+
+
+@app.command()
+def tutorials(
+    name: Annotated[str | None, typer.Argument(help="Which one to run. Without a name they are listed.")] = None,
+    notebook: Annotated[
+        Path | None, typer.Option(metavar="PATH.ipynb", help="Write it as a notebook there, rather than run it.")
+    ] = None,
+    run_all: Annotated[bool, typer.Option("--all", help="Run all of them, one after the other.")] = False,
+) -> None:
+    """List the tutorials, run one as a script, or write it as a notebook.
+
+    Exits with the status of the script; with --all, of the first that fails, after all have run.
+    """
+    if run_all and (name or notebook):
+        raise typer.BadParameter("takes neither a name nor --notebook.", param_hint="--all")
+    if notebook and not name:
+        raise typer.BadParameter("give the name of a tutorial too.", param_hint="--notebook")
+    if run_all:
+        _run_all()
+    elif name and notebook:
+        _write_notebook(_choose(name), notebook)
+    elif name:
+        raise typer.Exit(_run_script(_choose(name)))
+    else:
+        _list_tutorials()
+
+
+def _choose(name: str) -> Path:
+    try:
+        return get_tutorial(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from error
+
+
+def _list_tutorials() -> None:
+    headlines = {name: read_headline(path) for name, path in find_tutorials().items()}
+    width = max(map(len, headlines), default=0)
+    for name, headline in headlines.items():
+        typer.echo(f"{name:{width}}  {headline}")
+
+
+def _run_script(path: Path) -> int:
+    """The exit status of a script; of one that a signal ended, as a shell says it."""
+    status = subprocess.run([sys.executable, str(path)]).returncode
+    return status if status >= 0 else 128 - status
+
+
+def _run_all() -> None:
+    statuses: dict[str, int] = {}
+    for name, path in find_tutorials().items():
+        typer.secho(f"== {name}: {read_headline(path)}", bold=True)
+        statuses[name] = _run_script(path)
+    failed = {name: status for name, status in statuses.items() if status}
+    typer.echo(f"{len(statuses) - len(failed)} of {len(statuses)} tutorials ran to their end.")
+    for name, status in failed.items():
+        typer.echo(f"{name} failed with status {status}.", err=True)
+    raise typer.Exit(next(iter(failed.values()), 0))
+
+
+def _write_notebook(tutorial: Path, path: Path) -> None:
+    try:
+        write_notebook(tutorial, path)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {path}: {error.strerror}.", param_hint="--notebook") from error
+    except (ImportError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--notebook") from error
+    typer.echo(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What the demo writes: each file whole or not at all."""
 
-import contextlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_model, save_model
 
 from torch_shard._demo.model import GPT
 from torch_shard._demo.run import History
+from torch_shard._files import replacing
 
 
 def prepare_folder(folder: Path) -> None:
@@ -25,17 +25,6 @@ def prepare_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which takes the place of `path` when all went well."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def save_metrics(records: Iterable[dict[str, Any]], path: Path) -> None:
