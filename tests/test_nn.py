@@ -15,6 +15,7 @@ from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
 from tests.nn_table import NOT_MODULES_TO_CALL, ROWS, Row
+from torch_shard.collectives import psum
 
 Tensors = dict[str, torch.Tensor]
 
@@ -108,6 +109,36 @@ def test_module_equals_eager_torch(row: Row, place: Any) -> None:
             assert_close(found_grads[name], wanted, row.rtol, f"{mode}: gradient of {name}")
         for name, wanted in aux[1].items():
             assert_close(found_aux[1][name], wanted, row.rtol, f"{mode}: buffer {name}")
+
+
+SCALES = torch.tensor([1.0, 0.75])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_module_on_other_inputs_per_device_equals_the_sum_of_eager_torch(row: Row) -> None:
+    """Inside jax_shard_map: parameters are the same on both devices, inputs are not."""
+    modules, leaves, fixed, inputs = made(row)
+    module = modules[-1]
+
+    def scaled(leaves: Tensors, scale: torch.Tensor) -> torch.Tensor:
+        values = {n: x * scale if n in inputs else x for n, x in leaves.items()}
+        return run(module, values, fixed, inputs)[0]
+
+    mapped = ts.jax_shard_map(
+        lambda leaves, scale: psum(scaled(leaves, scale[0]), "i"),
+        mesh=ts.make_mesh(i=2),
+        in_specs=(P(), P("i")),
+        out_specs=P(),
+    )
+    found_value, found_grads = ts.jax_jit(ts.jax_value_and_grad(mapped))(leaves, SCALES)
+    given = {n: x.clone().requires_grad_() for n, x in leaves.items()}
+    value = sum(scaled(given, scale) for scale in SCALES)
+    wanted = torch.autograd.grad(value, list(given.values()), allow_unused=True, materialize_grads=True)
+    assert_close(found_value, value, row.rtol, "value")
+    for name, grad in zip(given, wanted, strict=True):
+        assert_close(found_grads[name], grad, row.rtol, f"gradient of {name}")
 
 
 DROPOUTS = {

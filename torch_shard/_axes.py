@@ -9,10 +9,11 @@ no cost over the axes along which they are all the same.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
@@ -61,6 +62,22 @@ def vary_like(tree: Any, *others: Any) -> Any:
     return jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
 
 
+def local_vjp(fn: Callable[..., Any], *primals: Any, cotangent: Any = None) -> tuple[Any, tuple[Any, ...]]:
+    """Value of `fn`, and the shares that one device has in the gradients of its arguments.
+
+    `jax.vjp` itself would sum them over the devices, where an argument is the same on all.
+
+    Args:
+        fn: A function of arrays that returns one array.
+        *primals: Its arguments.
+        cotangent: By default ones.
+    """
+    if tracked_axes():
+        primals = vary_like(primals, jax.eval_shape(fn, *primals), cotangent)
+    value, pull = jax.vjp(fn, *primals)
+    return value, pull(vary_like(jnp.ones_like(value) if cotangent is None else cotangent, value))
+
+
 def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[jax.Array]:
     """The same outputs; where `jax.vmap` maps any input, it maps every output.
 
@@ -75,7 +92,7 @@ def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[
     @same.def_vmap
     def rule(axis_size: int, is_mapped: Any, outputs: list[jax.Array], inputs: list[jax.Array]) -> Any:
         rows = [
-            out if mapped else jax.numpy.broadcast_to(out, (axis_size, *out.shape))
+            out if mapped else jnp.broadcast_to(out, (axis_size, *out.shape))
             for out, mapped in zip(outputs, is_mapped[0], strict=True)
         ]
         return map_together(rows, inputs), [True] * len(rows)

@@ -34,6 +34,10 @@ class Closure(threading.local):
         """The current values of these tensors: inputs of the trace under way, if there is one."""
         return self.readers[-1].values(tensors) if self.readers else [to_array(t) for t in tensors]
 
+    def held(self) -> tuple[tuple[torch.Tensor, ...], list[jax.Array]]:
+        """All tensors that are inputs of the trace under way, and their values in it."""
+        return self.readers[-1].held() if self.readers else ((), [])
+
 
 CLOSURE = Closure()
 
@@ -54,12 +58,26 @@ class Reader:
         values: Their values in the trace.
         token: Of a call from a capture into JAX. Such a call is traced several times, also when the capture is over
             and its modules hold other tensors again: the programs of the first time serve every time.
+        partial: Whether the reader around this one has the other tensors.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], values: Sequence[jax.Array], token: Any = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Sequence[jax.Array],
+        token: Any = None,
+        *,
+        partial: bool = False,
+    ) -> None:
         self.token = CLOSURE.token if token is None else token
+        self._tensors = tuple(tensors)
         self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
-        self.modules: list[ModuleFlags] = []
+        self._partial, self._around = partial, CLOSURE.readers[-1:]
+        self.modules: list[ModuleFlags] = self._around[0].modules if partial and self._around else []
+
+    def held(self) -> tuple[tuple[torch.Tensor, ...], list[jax.Array]]:
+        """The tensors that it reads, and their values."""
+        return self._tensors, [self._values[id(t)] for t in self._tensors]
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
         """The inputs that stand for these tensors.
@@ -68,9 +86,11 @@ class Reader:
             MoreInputs: Some are not inputs yet.
         """
         missing = [t for t in tensors if id(t) not in self._values]
-        if missing:
+        if missing and not self._partial:
             raise MoreInputs(missing)
-        return [self._values[id(t)] for t in tensors]
+        others = self._around[0].values(missing) if self._around else map(to_array, missing)
+        known = self._values | dict(zip(map(id, missing), others, strict=True))
+        return [known[id(t)] for t in tensors]
 
     @contextlib.contextmanager
     def active(self) -> Iterator["Reader"]:

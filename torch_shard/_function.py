@@ -15,7 +15,7 @@ import torch
 from torch_shard._attributes import new_values
 from torch_shard._axes import into_shares, manual_axes, map_together, still_hold, sum_shares, tracked_axes
 from torch_shard._capture import Graph, Spec, capture
-from torch_shard._closure import CLOSURE
+from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
@@ -164,12 +164,21 @@ class FlatFunction:
 
     def apply(self, key: Any, *arrays: Any) -> list[jax.Array]:
         """The callable as a JAX function."""
-        return self.differentiable((False,) * len(arrays))(key, *arrays)
+        no_grad = (False,) * len(arrays)
+        closure = _Tensors(self.program(arrays, no_grad).graph.closure)
+        return self.differentiable(no_grad, closure)(key, *arrays, *CLOSURE.values(closure))
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
-    def differentiable(self, needs_grad: tuple[bool, ...]) -> Callable[..., list[jax.Array]]:
-        """The JAX function `(key, *arrays) -> list of arrays`, of inputs on which the callable sees `requires_grad`."""
-        return _with_torch_derivative(self, needs_grad)
+    def differentiable(self, needs_grad: tuple[bool, ...], closure: "_Tensors") -> Callable[..., list[jax.Array]]:
+        """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
+
+        The values are arguments since JAX may trace derivatives when nobody reads them any more, and only once.
+
+        Args:
+            needs_grad: On which inputs the callable sees `requires_grad`.
+            closure: The tensors that it reaches by itself.
+        """
+        return _with_torch_derivative(self, needs_grad, closure)
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
     def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
@@ -197,27 +206,38 @@ class FlatFunction:
         return FlatFunction(gradients, f"the derivative of {self.what}")
 
 
-def _with_torch_derivative(function: FlatFunction, needs_grad: tuple[bool, ...]) -> Callable[..., list[jax.Array]]:
+def _with_torch_derivative(
+    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors"
+) -> Callable[..., list[jax.Array]]:
+    num_arrays = len(needs_grad)
+
     @jax.custom_vjp
-    def call(key: Any, *arrays: jax.Array) -> list[jax.Array]:
-        outputs = function.run(key, arrays, needs_grad)
+    def call(key: Any, *inputs: jax.Array) -> list[jax.Array]:
+        arrays = inputs[:num_arrays]
+        with Reader(closure, inputs[num_arrays:], partial=True).active():
+            outputs = function.run(key, arrays, needs_grad)
         return map_together(outputs, arrays) if any(needs_grad) else outputs
 
     def forward(key: Any, *primals: Any) -> Any:
-        arrays = [p.value for p in primals]
-        perturbed = tuple(p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals)
+        inputs = [p.value for p in primals]
+        perturbed = tuple(
+            p.perturbed and jax.numpy.issubdtype(p.value.dtype, jax.numpy.inexact) for p in primals[:num_arrays]
+        )
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
-        return function.differentiable(perturbed)(key, *arrays), (key, arrays, _Static(perturbed))
+        outputs = function.differentiable(perturbed, closure)(key, *inputs)
+        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], _Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
-        key, arrays, wanted = saved
+        key, arrays, values, wanted = saved
         given = tuple(_is_given(c) for c in cotangents)
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
-            return (None,) * (1 + len(arrays))
-        shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
-        return None, *(sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
+            return (None,) * (1 + len(arrays) + len(values))
+        with Reader(closure, values, partial=True).active():
+            shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
+        grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
+        return None, *grads, *(None for _ in values)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
@@ -235,6 +255,16 @@ class _Static:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Static) and self.value == other.value
+
+
+class _Tensors(tuple[torch.Tensor, ...]):
+    """Tensors that are equal if they are the same ones."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tensors) and [*map(id, self)] == [*map(id, other)]
 
 
 def _is_given(cotangent: Any) -> bool:

@@ -1,5 +1,6 @@
 """The adapters that map a torch callable over devices or rows, and bind named axes for `torch_shard.collectives`."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch_shard._adapters import NUM_GIVEN, Compiled, Pure, adapt, shift
 from torch_shard._axes import manual_axes, size_of
 from torch_shard._calls import pure_of
+from torch_shard._closure import CLOSURE, Reader
 from torch_shard._keys import fold_axes
 from torch_shard._mesh import check_mesh
 from torch_shard._specs import check_inputs, check_mapped, check_names, check_nesting, check_outputs, spread_specs
@@ -56,13 +58,18 @@ def jax_vmap(
         spread = check_mapped("jax_vmap", names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
         leaves, tree = jax.tree.flatten((args, named))
 
-        def of_leaves(key: Any, *leaves: Any) -> Any:
-            args, named = jax.tree.unflatten(tree, leaves)
-            return pure(key, *args, **named)
+        tensors, values = CLOSURE.held()
+        token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 
-        axes = (None, *spread.axes)
+        def of_leaves(key: Any, *inputs: Any) -> Any:
+            args, named = jax.tree.unflatten(tree, inputs[len(values) :])
+            reader = Reader(tensors, inputs[: len(values)], token)
+            with reader.active() if is_read else contextlib.nullcontext():
+                return pure(key, *args, **named)
+
+        axes = (None, *(None for _ in values), *spread.axes)
         run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, axis_name=axis_name, **kwargs)
-        return run(key, *map(jax.numpy.asarray, leaves))
+        return run(key, *values, *map(jax.numpy.asarray, leaves))
 
     return adapt(fn, mapped)
 
@@ -180,15 +187,19 @@ def jax_shard_map(
 
             def local(*inputs: Any) -> Any:
                 result = run(*inputs)
-                check_outputs(result, out_specs, mesh, check_vma)
+                check_outputs(result, out_specs, mesh, axes if check_vma else set())
                 return result
 
-            where: dict[str, Any] = {"mesh": mesh, "axis_names": set(axis_names)}
-            if manual_axes():  # in a function that is mapped over other axes of the mesh
+            if outer := manual_axes():  # in a function that is mapped over other axes of the mesh
                 check_nesting(mesh, axis_names)
-                where = {"mesh": None, "axis_names": set(axis_names or mesh.axis_names) - set(manual_axes())}
+            axes = set(axis_names or mesh.axis_names) - set(outer)
             mapped = jax.shard_map(
-                local, in_specs=(P(), P(), *specs), out_specs=out_specs, check_vma=check_vma, **where
+                local,
+                mesh=None if outer else mesh,
+                in_specs=(P(), P(), *specs),
+                out_specs=out_specs,
+                axis_names=axes,
+                check_vma=check_vma,
             )
             return mapped(values, key, *args)
 

@@ -86,8 +86,8 @@ def check_inputs(specs: Any, args: Sequence[Any], names: Sequence[str], mesh: Me
     _raise_all(f"jax_shard_map: arguments do not fit in_specs on mesh {describe_mesh(mesh)}", faults)
 
 
-def check_outputs(result: Any, out_specs: Any, mesh: Mesh, check_vma: bool) -> None:
-    """Refuse local results that their specs do not fit."""
+def check_outputs(result: Any, out_specs: Any, mesh: Mesh, axes: Collection[str]) -> None:
+    """Refuse local results that their specs do not fit, or that vary over one of these axes which their spec lacks."""
     specs = jax.tree.leaves(spread_specs("out_specs", out_specs, result), is_leaf=is_spec)
     faults = []
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(result), specs, strict=True):
@@ -98,7 +98,7 @@ def check_outputs(result: Any, out_specs: Any, mesh: Mesh, check_vma: bool) -> N
         shown = f"{where} of local shape {leaf.shape}"
         if len(spec) > leaf.ndim:
             faults.append(f"{shown}: {describe_spec(spec)} is longer than its rank {leaf.ndim}.")
-        apart = sorted(varying(leaf) - set(axes_of(spec))) if check_vma else []
+        apart = sorted((varying(leaf) & set(axes)) - set(axes_of(spec)))
         if apart:
             over = " and ".join(map(repr, apart))
             faults.append(
@@ -187,6 +187,8 @@ def _with_axes(caller: str, name: str, arg: Any, axis: Any) -> Iterable[tuple[st
 
 
 def _check_hashable(caller: str, name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
+        raise TypeError(f"{caller}: the static argument {name} is a tensor. Pass a Python value, or map it.")
     try:
         hash(value)
     except TypeError as error:
@@ -194,8 +196,6 @@ def _check_hashable(caller: str, name: str, value: Any) -> None:
             f"{caller}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs "
             "are kept by the values of static arguments. Pass a tuple, a string, a number or a frozen dataclass."
         ) from error
-    if isinstance(value, jax.Array):
-        raise TypeError(f"{caller}: the static argument {name} is a tensor. Pass a Python value, or map it.")
 
 
 def _raise_all(heading: str, faults: list[str]) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_shard._axes import local_vjp
 from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
@@ -56,7 +57,7 @@ def convolution_backward(
     def forward(x, weight):
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
-    grad_x, grad_weight = jax.vjp(forward, x, weight)[1](grad)
+    grad_x, grad_weight = local_vjp(forward, x, weight, cotangent=grad)[1]
     if groups > 1 and not transposed and output_mask[1]:
         grad_weight = _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups)
     batch_and_space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
@@ -170,7 +171,7 @@ def _window_sizes(space, kernel, stride, padding, counts, count_include_pad):
 
 @lowers(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def avg_pool_backward(grad, x, *args):
-    return jax.vjp(lambda x: avg_pool(x, *args), x)[1](grad)[0]
+    return local_vjp(lambda x: avg_pool(x, *args), x, cotangent=grad)[1][0]
 
 
 @lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
@@ -188,9 +189,9 @@ def adaptive_avg_pool(x, output_size):
 
 @lowers(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(grad, x):
-    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:]), x)[1](grad)[0]
+    return local_vjp(lambda x: adaptive_avg_pool(x, grad.shape[-2:]), x, cotangent=grad)[1][0]
 
 
 @lowers(aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool3d_backward(grad, x):
-    return jax.vjp(lambda x: adaptive_avg_pool(x, grad.shape[-3:]), x)[1](grad)[0]
+    return local_vjp(lambda x: adaptive_avg_pool(x, grad.shape[-3:]), x, cotangent=grad)[1][0]

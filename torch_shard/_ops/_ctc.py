@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard import _ctc  # noqa: F401  (defines the operators)
-from torch_shard._axes import vary_like
+from torch_shard._axes import local_vjp, vary_like
 from torch_shard._ops._registry import lowers
 
 NEVER = -1e30  # the logarithm of no probability, finite so that its gradient is zero and not NaN
@@ -50,8 +50,8 @@ def ctc(logp, targets, steps, num_labels, blank):
 @lowers(torch.ops.torch_shard.ctc_backward.default)
 def ctc_backward(grad, logp, targets, steps, num_labels, blank):
     """PyTorch's gradient, which is that of a log-softmax's input: it adds the probabilities of the steps in use."""
-    losses, pull = jax.vjp(lambda logp: _losses(logp, targets, steps, num_labels, blank), logp)
+    losses, (own,) = local_vjp(lambda logp: _losses(logp, targets, steps, num_labels, blank), logp, cotangent=grad)
     used = jnp.arange(len(logp))[:, None, None] < steps[:, None]
-    found = pull(grad)[0] + jnp.where(used, jnp.exp(logp) * grad[:, None], 0)
+    found = own + jnp.where(used, jnp.exp(logp) * grad[:, None], 0)
     impossible = jnp.where(grad == 0, 0.0, jnp.nan)[:, None]
     return jnp.where(_is_impossible(losses)[:, None], impossible, found)

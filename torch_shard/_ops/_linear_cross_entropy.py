@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torch_shard._axes import local_vjp
 from torch_shard._ops._registry import lowers
 
 with contextlib.suppress(ImportError):  # it registers the operators, and PyTorch imports it at the first call
@@ -37,8 +38,8 @@ def chunked(x, weight, target, bias, class_weight, reduction, ignore_index, smoo
         losses, counts = _losses(x, weight, bias, target, class_weight, ignore_index, smoothing)
         return jnp.sum(losses) / (jnp.sum(counts) if reduction == "mean" else 1)
 
-    loss, vjp = jax.vjp(reduced, x, weight, jnp.zeros(weight.shape[:1], x.dtype) if bias is None else bias)
-    grads = zip(vjp(jnp.ones_like(loss)), flags[1:], [(0, 0), (0, 0), (0,)], strict=True)
+    loss, found = local_vjp(reduced, x, weight, jnp.zeros(weight.shape[:1], x.dtype) if bias is None else bias)
+    grads = zip(found, flags[1:], [(0, 0), (0, 0), (0,)], strict=True)
     return loss, *(grad if asked else jnp.zeros(empty, x.dtype) for grad, asked, empty in grads)
 
 

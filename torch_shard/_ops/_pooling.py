@@ -1,10 +1,10 @@
 """Adaptive and fractional max pooling: values and flat indices of the largest element of each window."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_shard._axes import local_vjp
 from torch_shard._ops._conv import flatten_space, scatter_back
 from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
@@ -116,4 +116,4 @@ def replication_pad_backward(grad, x, padding):
             x = jnp.take(x, taken, axis=axis)
         return x
 
-    return jax.vjp(forward, x)[1](grad)[0]
+    return local_vjp(forward, x, cotangent=grad)[1][0]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_shard._axes import local_vjp
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten
@@ -35,8 +36,8 @@ def grid_sampler(x, grid, mode, padding, align_corners):
 
 @lowers(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def grid_sampler_backward(grad, x, grid, mode, padding, align_corners, output_mask):
-    _, vjp = jax.vjp(lambda x, grid: grid_sampler(x, grid, mode, padding, align_corners), x, grid)
-    return tuple(g if asked else None for g, asked in zip(vjp(grad), output_mask, strict=True))
+    _, grads = local_vjp(lambda x, grid: grid_sampler(x, grid, mode, padding, align_corners), x, grid, cotangent=grad)
+    return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
 
 
 def _unnormalized(g, size, align_corners):
@@ -148,6 +149,10 @@ def _resample(x, taps):
     return x
 
 
+def _resample_back(grad, input_size, taps):
+    return local_vjp(lambda x: _resample(x, taps), jnp.zeros(input_size, grad.dtype), cotangent=grad)[1][0]
+
+
 def _antialiased(radius, kernel):
     def taps(space, output_size, align_corners, *scales):
         scales = scales or (None,) * len(space)
@@ -159,9 +164,7 @@ def _antialiased(radius, kernel):
 
     def backward(grad, output_size, input_size, align_corners, *scales):
         given = taps(input_size[2:], output_size, align_corners, *scales)
-        return jax.linear_transpose(lambda x: _resample(x, given), jax.ShapeDtypeStruct(input_size, grad.dtype))(grad)[
-            0
-        ]
+        return _resample_back(grad, input_size, given)
 
     return forward, backward
 
@@ -171,7 +174,7 @@ def _nearest_backward(exact):
         scales = scales or (None,) * len(output_size)
         sizes = zip(input_size[2:], output_size, scales, strict=True)
         taps = [_nearest(size, out, scale, exact) for size, out, scale in sizes]
-        return jax.linear_transpose(lambda x: _resample(x, taps), jax.ShapeDtypeStruct(input_size, grad.dtype))(grad)[0]
+        return _resample_back(grad, input_size, taps)
 
     return backward
 

@@ -1,9 +1,9 @@
 """Reductions of segments that follow each other along a dim."""
 
-import jax
 import jax.numpy as jnp
 import torch
 
+from torch_shard._axes import local_vjp
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten
@@ -69,6 +69,6 @@ def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets
     elif reduce == "sum":
         share = jnp.where(members, grad, 0)
     else:
-        product = jax.vjp(lambda x: _neutral_reduction(x, "prod", members, axis, initial), data)[1]
-        return product(jnp.squeeze(grad, axis + 1))[0]
+        grad = jnp.squeeze(grad, axis + 1)
+        return local_vjp(lambda x: _neutral_reduction(x, "prod", members, axis, initial), data, cotangent=grad)[1][0]
     return jnp.sum(share, axis)
