@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch_shard.collectives import (
     all_to_all,
     axis_index,
     axis_size,
+    fold_in_axis,
     pmax,
     pmean,
     pmin,
@@ -224,3 +226,116 @@ def test_torchs_own_gradient_within_is_a_share_that_psum_adds_up() -> None:
 
     fn = ts.jax_shard_map(local, mesh=ts.make_mesh(i=8), in_specs=(P(), P("i")), out_specs=P())
     assert_close(fn(w, x), 2 * w * (x * x).sum())
+
+
+def shard_map(fn: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    return ts.jax_shard_map(fn, mesh=ts.make_mesh(i=4, j=2), in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def test_pytrees_integers_bools_and_numbers() -> None:
+    tree = {"long": torch.arange(4), "bool": torch.tensor([True, True, False, True]), "half": torch.ones(4).half()}
+
+    def local(tree: Any) -> Any:
+        summed = psum({"tree": tree, "one": 1}, "i")
+        assert (summed.pop("one"), psum(1, ("i", "j")), axis_size("j"), pmean(3.0, "i")) == (4, 8, 2, 3.0)
+        assert {name: t.dtype for name, t in summed["tree"].items()} == {
+            "long": torch.int64,
+            "bool": torch.int64,
+            "half": torch.float16,
+        }
+        return summed, pmax(tree, "i"), pmin(tree, "i")
+
+    summed, highest, lowest = shard_map(local, P("i"), P())(tree)
+    assert {name: t.item() for name, t in summed["tree"].items()} == {"long": 6, "bool": 3, "half": 4.0}
+    assert {name: t.item() for name, t in highest.items()} == {"long": 3, "bool": True, "half": 1.0}
+    assert {name: t.item() for name, t in lowest.items()} == {"long": 0, "bool": False, "half": 1.0}
+
+
+def test_one_function_on_meshes_of_other_sizes_is_captured_for_each() -> None:
+    """Its local shapes are the same; what it makes of the axis is not."""
+    gather = ts.jax_jit(lambda x: all_gather(x, "i", to="invarying") * axis_size("i"))
+    for size in (2, 4, 2):
+        x = torch.arange(2.0 * size)
+        mapped = ts.jax_shard_map(gather, mesh=ts.make_mesh(i=size), in_specs=P("i"), out_specs=P())
+        assert_close(mapped(x), x * size)
+    assert_close(ts.jax_vmap(gather, axis_name="i")(torch.arange(6.0).view(3, 2))[0], torch.arange(6.0) * 3)
+
+
+BAD = {
+    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'an axis is a name, as in psum(x, "i"), or a tuple'),
+    "axis twice": (lambda x: psum(x, ("i", "i")), ValueError, "names an axis twice"),
+    "unbound": (lambda x: psum(x, "k"), NameError, "psum: axis 'k' is not bound here ('i', 'j' of the mesh are)"),
+    "not a tensor": (lambda x: psum("x", "i"), TypeError, "psum: expected torch tensors, or a pytree of them, got str"),
+    "a number to gather": (lambda x: all_gather(1.0, "i"), TypeError, "all_gather: expected torch tensors"),
+    "mean of integers": (
+        lambda x: pmean(x.long(), "i"),
+        TypeError,
+        "a mean needs floating-point numbers, got (1,) int64",
+    ),
+    "maximum of complex": (lambda x: pmax(x + 1j, "i"), TypeError, "complex numbers have no order"),
+    "gather along": (
+        lambda x: all_gather(x, "i", dim=1),
+        ValueError,
+        "all_gather: dim=1 is not a dim of a tensor of local",
+    ),
+    "gather to": (lambda x: all_gather(x, "i", to="same"), ValueError, 'to must be "varying" or "invarying"'),
+    "scatter": (
+        lambda x: psum_scatter(x, ("i", "j")),
+        ValueError,
+        "psum_scatter: dim=0 has local size 1, which is not a multiple of i=4 * j=2 = 8",
+    ),
+    "to all": (
+        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=0),
+        ValueError,
+        "all_to_all: split_dim=0 has local size 1, which is not a multiple of i=4",
+    ),
+    "to all, dim": (
+        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=2),
+        ValueError,
+        "split_dim=0 has local size 1",
+    ),
+    "pair out of range": (
+        lambda x: ppermute(x, "i", [(0, 4)]),
+        ValueError,
+        "ppermute: pair (0, 4) leaves the axis, whose indices are 0 to 3",
+    ),
+    "pair below": (lambda x: ppermute(x, "i", [(-1, 0)]), ValueError, "pair (-1, 0) leaves the axis"),
+    "source twice": (lambda x: ppermute(x, "i", [(0, 1), (0, 2)]), ValueError, "device 0 sends twice"),
+    "destination twice": (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError, "device 1 receives twice"),
+    "no pair": (lambda x: ppermute(x, "i", [0, 1]), TypeError, "pairs are (source, destination) indices, got [0, 1]"),
+    "key": (
+        lambda x: fold_in_axis(x, "i"),
+        TypeError,
+        "a key is the two words of a JAX key, (2,) uint32, got (1,) float32",
+    ),
+    "folded axis": (lambda x: fold_in_axis("k"), NameError, "fold_in_axis: axis 'k' is not bound here"),
+    "Python depends on the index": (
+        lambda x: x if axis_index("i") == 0 else -x,
+        NotImplementedError,
+        "Python needs the value of a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_refused_with_a_reason(name: str) -> None:
+    fn, kind, words = BAD[name]
+    with pytest.raises(kind, match=re.escape(words)):
+        shard_map(fn, P("i"), P("i"))(torch.arange(4.0))
+
+
+def test_outside_of_any_map_the_error_names_what_binds_an_axis() -> None:
+    words = (
+        r"pmean: axis 'i' is not bound here\. .*jax_shard_map\(f, mesh=...\).*jax_pmap\(f, axis_name='i'\), jax_vmap\("
+    )
+    for call in (lambda: pmean(torch.ones(2), "i"), lambda: ts.jax_jit(lambda x: pmean(x, "i"))(torch.ones(2))):
+        with pytest.raises(NameError, match=words):
+            call()
+
+
+def test_jax_cannot_communicate_along_rows_of_what_it_tracks() -> None:
+    rows = torch.arange(8.0).view(2, 4)
+    summed = ts.jax_vmap(lambda x: psum(x, ("i", "rows")), axis_name="rows")
+    with pytest.raises(NotImplementedError, match=r"'rows' is the axis_name of a jax_vmap.*check_vma=False"):
+        shard_map(summed, P(None, "i"), P())(rows)
+    assert_close(shard_map(summed, P(None, "i"), P(), check_vma=False)(rows), rows.sum().expand(2, 1))

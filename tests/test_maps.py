@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from torch_shard.collectives import all_gather, axis_index, fold_in_axis, pmean, psum
+from torch_shard.collectives import all_gather, axis_index, fold_in_axis, pmean, ppermute, psum
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
 MESH = {"i": 4, "j": 2}
@@ -510,3 +510,11 @@ def test_bad_maps_are_refused_with_a_reason(name: str) -> None:
 def test_a_result_that_is_gathered_to_the_same_needs_no_axis_in_its_spec() -> None:
     assert_close(shard_map(lambda x: all_gather(x, "i", to="invarying"), P("i"), P())(X), X)
     assert_close(shard_map(lambda x: pmean(all_gather(x, "i"), "i"), P("i"), P())(X), X)
+
+
+def test_loops_of_jax_within_shard_map_carry_what_varies() -> None:
+    def turn(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return ppermute(x, "i", [(k, (k + 1) % 4) for k in range(4)])
+
+    fn = shard_map(lambda x: ts.torch_view(jax.lax.fori_loop)(0, 3, ts.jax_view(turn), x), P("i"), P("i"))
+    assert_close(fn(torch.arange(4.0)), torch.arange(4.0).roll(3))

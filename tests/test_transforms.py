@@ -328,3 +328,11 @@ def test_torchs_own_transforms_of_what_closes_over_parameters(transform: Any) ->
 
     x = torch.randn(3, 4)
     torch.testing.assert_close(ts.jax_jit(transform(fn))(x).cpu(), transform(fn)(x).detach())
+
+
+def test_a_key_is_needed_only_where_an_adapted_function_within_draws() -> None:
+    fn = ts.jax_view(lambda x: ts.jax_jit(ts.jax_vmap(torch.sin))(x))
+    assert_close(ts.torch_view(fn(jnp.ones(3))), torch.ones(3).sin())
+    with pytest.raises(ValueError, match="draws random numbers: pass it a key"):
+        ts.jax_view(lambda x: ts.jax_jit(torch.rand_like)(x))(jnp.ones(3))
+    assert ts.jax_view(fn) is fn

@@ -5,6 +5,7 @@ In a capture, a call into JAX is one opaque torch operator with its own derivati
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,13 @@ import torch
 from jax.core import Tracer
 
 from torch_shard import _device  # noqa: F401  (registers the device)
-from torch_shard._axes import into_shares, sum_shares
+from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._closure import MoreInputs, Reader
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._fakes import is_fake
 from torch_shard._function import TorchFunction
-from torch_shard._keys import next_key, wrap_seed
+from torch_shard._keys import next_key, noting_draws, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
 from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, unwatched
@@ -60,8 +61,8 @@ def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 @lowers(torch.ops.torch_shard.draw_seed.default, random=True)
-def _lower_draw_seed(key: jax.Array, like: jax.Array) -> jax.Array:
-    return jax.random.key_data(key)
+def _lower_draw_seed(key: jax.Array | None, like: jax.Array) -> jax.Array:
+    return jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)  # None: nothing draws from it
 
 
 class _Opaque(torch.autograd.Function):
@@ -113,9 +114,22 @@ def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
-    with unwatched():
-        _FUNCTIONS[handle] = fn, jax.eval_shape(fn, *shapes)
+    with unwatched(), noting_draws(handle):
+        _FUNCTIONS[handle] = fn, _shapes_of(fn, shapes)
     return torch.ops.torch_shard.call(handle, list(tensors))
+
+
+def _shapes_of(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    """What `fn` returns for arrays like these; what they vary over is not known before the graph is lowered."""
+    try:
+        return jax.eval_shape(fn, *shapes)
+    except (TypeError, ValueError):
+        axes = tracked_axes()
+        if not axes:
+            raise
+        with contextlib.suppress(TypeError, ValueError):  # a loop may want what it carries to vary from the start
+            return jax.eval_shape(lambda *arrays: fn(*(vary(a, axes) for a in arrays)), *shapes)
+        raise
 
 
 def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
@@ -222,8 +236,19 @@ def jax_view(value: Any) -> Any:
     if isinstance(value, torch.Tensor) or not callable(value):
         adopt_torch_nodes(value)
         return jax.tree.map(lambda leaf: to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-    pure = pure_of(value)
-    return lambda *args, key=None, **kwargs: pure(key, *args, **kwargs)
+    return value if isinstance(value, _JaxView) else _JaxView(value)
+
+
+class _JaxView:
+    """A torch callable as a JAX function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._pure = pure_of(fn)
+        if not isinstance(fn, torch.nn.Module):
+            functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+        return self._pure(key, *args, **kwargs)
 
 
 def pure_of(fn: Callable[..., Any]) -> Callable[..., Any]:

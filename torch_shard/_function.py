@@ -17,6 +17,7 @@ from torch_shard._axes import into_shares, manual_axes, map_together, still_hold
 from torch_shard._capture import Graph, Spec, capture
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
+from torch_shard._keys import note_draw
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
 from torch_shard._watch import binding
@@ -160,6 +161,8 @@ class FlatFunction:
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
             raise ValueError(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
+        if program.random:
+            note_draw()
         return program.run(key, *arrays, *CLOSURE.read(program.graph))
 
     def apply(self, key: Any, *arrays: Any) -> list[jax.Array]:

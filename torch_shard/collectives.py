@@ -352,7 +352,7 @@ def _check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dic
 
 
 def _check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
-    checked = [tuple(pair) for pair in pairs]
+    checked = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair,) for pair in pairs]
     if any(len(pair) != 2 or not all(type(i) is int for i in pair) for pair in checked):
         raise TypeError(f"ppermute: pairs are (source, destination) indices, got {list(pairs)}.")
     for pair in checked:
