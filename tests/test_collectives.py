@@ -217,15 +217,21 @@ def test_gradients_within_shard_map_are_those_of_jax(name: str, order: int, chec
             assert_close(f, ts.torch_view(j).cpu())
 
 
-def test_torchs_own_gradient_within_is_a_share_that_psum_adds_up() -> None:
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_torchs_own_gradient_within_is_that_of_one_process_per_device(check_vma: bool) -> None:
     x, w = torch.arange(8.0), torch.tensor(2.0)
 
-    def local(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def local(w: torch.Tensor, x: torch.Tensor) -> Any:
         w = w.detach().requires_grad_()
-        return psum(torch.autograd.grad((w * x).square().sum(), w)[0], "i")
+        own, summed = (w * x).square().sum(), psum((w * x).square().sum(), "i")
+        found = [torch.autograd.grad(y, w, retain_graph=True)[0] for y in (w**3, own, summed)]
+        return [g.expand(1) for g in found]
 
-    fn = ts.jax_shard_map(local, mesh=ts.make_mesh(i=8), in_specs=(P(), P("i")), out_specs=P())
-    assert_close(fn(w, x), 2 * w * (x * x).sum())
+    fn = ts.jax_shard_map(local, mesh=ts.make_mesh(i=8), in_specs=(P(), P("i")), out_specs=P("i"), check_vma=check_vma)
+    alone, own, summed = fn(w, x)
+    assert_close(alone, torch.full((8,), 12.0))  # no other device has a part in it
+    assert_close(own, 2 * w * x * x)
+    assert_close(summed, 8 * 2 * w * x * x)  # eight processes have this sum
 
 
 def shard_map(fn: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
