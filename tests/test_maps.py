@@ -518,3 +518,24 @@ def test_loops_of_jax_within_shard_map_carry_what_varies() -> None:
 
     fn = shard_map(lambda x: ts.torch_view(jax.lax.fori_loop)(0, 3, ts.jax_view(turn), x), P("i"), P("i"))
     assert_close(fn(torch.arange(4.0)), torch.arange(4.0).roll(3))
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [torch.ones(8, 3), [torch.ones(8, 3)], {"b": torch.ones(8), "w": torch.ones(8, 3)}, (torch.ones(8),) * 3],
+    ids=["a tensor", "a list of one", "a dict of two", "a tuple of three"],
+)
+@pytest.mark.parametrize("closed_over", [0, 1, 2])
+def test_pmap_splits_every_leaf(arg: Any, closed_over: int) -> None:
+    """By how many arrays there are, JAX 0.10 may take the axes of arguments for those of leaves."""
+    weights = [torch.ones(5) for _ in range(closed_over)]
+    shapes = []
+
+    def local(first: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        shapes.append(jax.tree.map(lambda t: tuple(t.shape), (first, x, whole)))
+        return x + sum(w.sum() for w in weights)
+
+    mapped = ts.jax_pmap(local, in_axes=(0, 1, None))
+    found = mapped(arg, torch.zeros(2, 8), torch.zeros(8))
+    assert found.tolist() == [[5.0 * closed_over] * 2] * 8
+    assert set(map(str, shapes)) == {str((jax.tree.map(lambda t: tuple(t.shape[1:]), arg), (2,), (8,)))}

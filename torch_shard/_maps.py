@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._adapters import NUM_GIVEN, Compiled, Pure, adapt, shift
+from torch_shard._adapters import Compiled, Pure, adapt, shift
 from torch_shard._axes import manual_axes, size_of
 from torch_shard._calls import pure_of
 from torch_shard._closure import CLOSURE, Reader
@@ -111,18 +111,24 @@ def jax_pmap(
     """
     static = _positions(static_broadcasted_argnums)
     options: dict[str, Any] = {"out_axes": out_axes, "devices": devices, **kwargs}
-    options["static_broadcasted_argnums"] = shift(static, NUM_GIVEN)
-    options["donate_argnums"] = shift(_positions(donate_argnums), NUM_GIVEN)
+    options["static_broadcasted_argnums"] = shift(static)
+    options["donate_argnums"] = shift(_positions(donate_argnums))
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         axes = _axes_of(in_axes, num_args, "jax_pmap", fn)
         names = _names_of(fn, num_args)
-        mapped = jax.pmap(run, axis_name, in_axes=(None, None, *axes), **options)
+
+        def local(given: Any, *args: Any, **named: Any) -> Any:
+            return run(*given, *args, **named)
+
+        # One argument for values and key: where in_axes is flat, with an empty list of values JAX 0.10 can take the
+        # axes of the arguments for those of their leaves.
+        mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **options)
         limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
 
         def checked(values: Any, key: Any, *args: Any, **named: Any) -> Any:
             check_mapped("jax_pmap", names, args, axes, kwargs.get("axis_size"), static=static, limit=limit)
-            return mapped(values, key, *args, **named)
+            return mapped((values, key), *args, **named)
 
         return checked
 
