@@ -206,7 +206,8 @@ def gathered_attention(q, k, v, is_causal):
 
 
 # %% [markdown]
-# Without `check_vma`, as a captured loop does not know what varies over which axes. The result is checked as above. Then the compiler is asked what the gradient of a longer sequence needs on each device.
+# Without `check_vma`, as a captured loop does not know what varies over which axes. The result is checked as above.
+# Then the compiler is asked what the gradient of a longer sequence needs on each device.
 
 
 # %%

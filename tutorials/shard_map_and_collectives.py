@@ -113,8 +113,8 @@ whole_x, whole_w = torch.randint(-9, 9, (192, 64)).float(), torch.randint(-9, 9,
 assert torch.equal(multiply(whole_x, whole_w).cpu(), whole_x @ whole_w)
 
 # %% [markdown]
-# `psum_scatter` is its mirror: a sum over devices of which each keeps its part. `ppermute` passes tensors on, here round
-# robin. `all_to_all` turns what is split by rows into what is split by columns.
+# `psum_scatter` is its mirror: a sum over devices of which each keeps its part. `ppermute` passes tensors on, here
+# round robin. `all_to_all` turns what is split by rows into what is split by columns.
 
 # %%
 line = ts.make_mesh(i=4)
@@ -219,10 +219,10 @@ MLP_SPECS = (P("batch"), P("model"), P("model"), P(None, "model"), P())
 # %% [markdown]
 # ## Cross entropy over a vocabulary that no device holds
 #
-# The logits of a language model are its largest tensor. Split by vocabulary they need never meet: the cross entropy of a
-# row is the logarithm of a sum of exponentials, less one logit. The largest logit (`pmax`, for the sake of the
-# exponentials; it cancels, so it needs no gradient), the sum and the logit that was asked for are each one number a row.
-# A target that lives on another device is masked here, and picked there.
+# The logits of a language model are its largest tensor. Split by vocabulary they need never meet: the cross entropy of
+# a row is the logarithm of a sum of exponentials, less one logit. The largest logit (`pmax`, for the sake of the
+# exponentials; it cancels, so it needs no gradient), the sum and the logit that was asked for are each one number a
+# row. A target that lives on another device is masked here, and picked there.
 #
 # Shapes: V vocabulary, of which a device holds a part.
 
