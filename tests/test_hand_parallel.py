@@ -30,7 +30,7 @@ def define(tutorial: str) -> dict[str, Any]:
     """What the imports and plain definitions of a tutorial define, without running the rest."""
     path = TUTORIALS / f"{tutorial}.py"
     tree = ast.parse(path.read_text())
-    plain = (ast.Import, ast.ImportFrom, ast.FunctionDef)
+    plain = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     tree.body = [node for node in tree.body if isinstance(node, plain) and not getattr(node, "decorator_list", ())]
     names: dict[str, Any] = {}
     exec(compile(tree, str(path), "exec"), names)
@@ -88,6 +88,7 @@ class Case:
     num_weights: int
     forward: Callable[[int], dict[str, int]]
     axis: str = "model"
+    check_vma: bool = True
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -133,6 +134,12 @@ CASES = {
     )
     for is_causal in (False, True)
 }
+CASES |= {
+    f"{name}, in a loop": dataclasses.replace(
+        CASES[name], in_torch=lambda q, k, v, c=is_causal: RING["RingAttention"].apply(q, k, v, c), check_vma=False
+    )
+    for is_causal, name in enumerate(("ring attention", "ring attention, causal"))
+}
 
 
 def weights_of(out: torch.Tensor) -> torch.Tensor:
@@ -151,7 +158,7 @@ def on_mesh(name: str, sizes: tuple[int, int], *, in_jax: bool = False) -> tuple
     """The layer as a JAX function of its arguments, and its result and gradients as one of weights and arguments."""
     case = CASES[name]
     mesh = ts.make_mesh(**dict(zip(("batch", case.axis), sizes, strict=True)))
-    where = {"mesh": mesh, "in_specs": case.in_specs, "out_specs": case.out_specs}
+    where = {"mesh": mesh, "in_specs": case.in_specs, "out_specs": case.out_specs, "check_vma": case.check_vma}
     fn = jax.shard_map(case.in_jax, **where) if in_jax else ts.jax_view(ts.jax_shard_map(case.in_torch, **where))
 
     def loss(weights: jax.Array, *args: jax.Array) -> Any:
