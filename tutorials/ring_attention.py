@@ -156,8 +156,8 @@ torch.testing.assert_close(by_ring, by_torch, rtol=1e-4, atol=0)
 #
 # No program above has an `all-gather`: keys only ever come one block at a time. That is not the whole truth about
 # memory, however. The loop over hops is unrolled, and a compiler that may run hops side by side may also hold their
-# blocks side by side; and what autograd keeps for the backward pass is every block and every weight that came by. On this compiler the gradient
-# needs nearly as much as if the keys had been gathered.
+# blocks side by side; and what autograd keeps for the backward pass is every block and every weight that came by. The
+# gradient then needs nearly as much as if the keys had been gathered.
 #
 # For sequences that are long in earnest, the hops are a loop of the compiled program: JAX has one, and `jax_view` lets
 # it take a torch function. And the backward pass goes around the ring once more: from the logarithm of the sum, which
