@@ -88,7 +88,6 @@ class Case:
     num_weights: int
     forward: Callable[[int], dict[str, int]]
     axis: str = "model"
-    check_vma: bool = True
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -136,7 +135,7 @@ CASES = {
 }
 CASES |= {
     f"{name}, in a loop": dataclasses.replace(
-        CASES[name], in_torch=lambda q, k, v, c=is_causal: RING["RingAttention"].apply(q, k, v, c), check_vma=False
+        CASES[name], in_torch=lambda q, k, v, c=is_causal: RING["RingAttention"].apply(q, k, v, c)
     )
     for is_causal, name in enumerate(("ring attention", "ring attention, causal"))
 }
@@ -158,7 +157,7 @@ def on_mesh(name: str, sizes: tuple[int, int], *, in_jax: bool = False) -> tuple
     """The layer as a JAX function of its arguments, and its result and gradients as one of weights and arguments."""
     case = CASES[name]
     mesh = ts.make_mesh(**dict(zip(("batch", case.axis), sizes, strict=True)))
-    where = {"mesh": mesh, "in_specs": case.in_specs, "out_specs": case.out_specs, "check_vma": case.check_vma}
+    where = {"mesh": mesh, "in_specs": case.in_specs, "out_specs": case.out_specs}
     fn = jax.shard_map(case.in_jax, **where) if in_jax else ts.jax_view(ts.jax_shard_map(case.in_torch, **where))
 
     def loss(weights: jax.Array, *args: jax.Array) -> Any:

@@ -79,14 +79,14 @@ def ring_attention(q_NHTE, k_NHSE, v_NHSE, is_causal=False):
 SPEC = P("batch", None, "seq")
 
 
-def gradients_of(attention, mesh, is_causal, check_vma=True):
+def gradients_of(attention, mesh, is_causal):
     """A function that gives the gradients of a loss by q, k and v, and the result."""
 
     def loss_fn(q, k, v, weights):
         out = attention(q, k, v, is_causal)
         return psum((out * weights).sum(), ("batch", "seq")), out
 
-    mapped = ts.jax_shard_map(loss_fn, mesh=mesh, in_specs=SPEC, out_specs=(P(), SPEC), check_vma=check_vma)
+    mapped = ts.jax_shard_map(loss_fn, mesh=mesh, in_specs=SPEC, out_specs=(P(), SPEC))
     return ts.jax_grad(mapped, (0, 1, 2), has_aux=True)
 
 
@@ -201,7 +201,7 @@ class RingAttention(torch.autograd.Function):
             to_pass = grad_k + by_scores.mT @ q, grad_v + weights.mT @ grad, k, v
             return grad_q + by_scores @ k, *pass_on(*to_pass)
 
-        zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        zeros = 0 * q, 0 * k, 0 * v  # made of what varies over the devices, as what the loop carries must
         grad_q, grad_k, grad_v, _, _ = loop(0, axis_size("seq"), hop, (*zeros, k, v))
         return grad_q, grad_k, grad_v, None
 
@@ -212,8 +212,8 @@ def gathered_attention(q, k, v, is_causal):
 
 
 # %% [markdown]
-# Without `check_vma`, as a captured loop does not know what varies over which axes. The result is checked as above.
-# Then the compiler is asked what each program needs on a device, besides arguments and results.
+# The result is checked as above. Then the compiler is asked what each program needs on a device, besides arguments and
+# results.
 
 
 # %%
@@ -222,7 +222,7 @@ def compile_for_shards(gradients):
     return jax.jit(ts.jax_view(gradients)).lower(*blocks).compile()
 
 
-in_a_loop = gradients_of(RingAttention.apply, long, False, check_vma=False)
+in_a_loop = gradients_of(RingAttention.apply, long, False)
 assert_equals_attention(in_a_loop, False, *inputs)
 
 gathered = compile_for_shards(gradients_of(gathered_attention, long, False))
