@@ -336,3 +336,32 @@ def test_a_key_is_needed_only_where_an_adapted_function_within_draws() -> None:
     with pytest.raises(ValueError, match="draws random numbers: pass it a key"):
         ts.jax_view(lambda x: ts.jax_jit(torch.rand_like)(x))(jnp.ones(3))
     assert ts.jax_view(fn) is fn
+
+
+LOOPS = {
+    "given": lambda view, x: ts.call_jax(jax.lax.fori_loop, 0, 3, view, x),
+    "within": lambda view, x: ts.call_jax(lambda x: jax.lax.fori_loop(0, 3, view, x), x),
+    "jit": lambda view, x: ts.call_jax(lambda x: jax.jit(view)(2, jax.jit(view)(1, jax.jit(view)(0, x))), x),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_jax_over_torch_functions_read_what_these_close_over(name: str) -> None:
+    """JAX keeps the trace of a body by its identity, and with it the values of the first call."""
+    fn = ts.jax_view(lambda x, w: LOOPS[name](ts.jax_view(lambda i, c: c * w), x))
+    compiled = jax.jit(lambda x, w: fn(x, w))
+    x = jnp.ones(2)
+    for run in (fn, compiled):
+        for w in (2.0, 3.0):
+            assert run(x, x * w).tolist() == [w**3] * 2
+    grad = jax.grad(lambda w: fn(x, w).sum())
+    assert grad(x * 2).tolist() == [12.0] * 2
+    assert jax.jit(grad)(x * 3).tolist() == [27.0] * 2
+
+
+def test_views_given_to_loops_of_jax_read_their_tensors_at_each_call() -> None:
+    w = torch.full((2,), 2.0)
+    body = ts.jax_view(lambda i, c: c * w)
+    for _ in range(2):
+        assert_close(ts.call_jax(jax.lax.fori_loop, 0, 3, body, torch.ones(2)), w**3)
+        w += 1

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.core import Tracer
 from torch_shard import _device  # noqa: F401  (registers the device)
 from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
 from torch_shard._bridge import to_array, wrap_array
-from torch_shard._closure import MoreInputs, Reader
+from torch_shard._closure import CLOSURE, MoreInputs, Reader
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._fakes import is_fake
 from torch_shard._function import TorchFunction
@@ -151,16 +151,22 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     token = object()
     key = next_key() if random and not captured else None
     out: list[Any] = []
+    views: list[bool] = []
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
         given = iter(arrays)
-        values = [next(given) if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)]
+        values = [next(given) if tensor else _anew(leaf) for leaf, tensor in zip(leaves, is_tensor, strict=True)]
         args, kwargs = jax.tree.unflatten(tree, values)
         seed = next(given) if random and captured else None
         reader = Reader(closure, list(given), token)
-        with reader.active() if captured else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if captured:
+                stack.enter_context(reader.active())
+                if views if out else _JaxView.exist:
+                    stack.enter_context(_RETRACED(next(_RUNS)))
             result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
         modules.extend(reader.modules)
+        views.extend([True] * reader.has_views)
         out_leaves, out_tree = jax.tree.flatten(result)
         found = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in out_leaves]
         out[:] = [out_tree, [_ARRAY if f else o for o, f in zip(out_leaves, found, strict=True)]]
@@ -189,6 +195,15 @@ def _run_with_closure(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: lis
 
 
 _ARRAY = object()
+_RUNS = itertools.count()
+_RETRACED = jax.make_user_context()
+"""A part of the keys of JAX's caches. JAX keeps the trace of a loop's body by the body's identity, with the values of
+all that the body closes over: those of another call, where the body is a view of a torch callable."""
+
+
+def _anew(value: Any) -> Any:
+    """A view of a torch callable as a function that JAX has not seen."""
+    return functools.partial(_JaxView.__call__, value) if isinstance(value, _JaxView) else value
 
 
 def _without_float0(array: Any) -> Any:
@@ -242,12 +257,17 @@ def jax_view(value: Any) -> Any:
 class _JaxView:
     """A torch callable as a JAX function."""
 
+    exist: ClassVar[bool] = False
+
     def __init__(self, fn: Callable[..., Any]) -> None:
+        _JaxView.exist = True
         self._pure = pure_of(fn)
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+        for reader in CLOSURE.readers:
+            reader.has_views = True
         return self._pure(key, *args, **kwargs)
 
 

@@ -74,6 +74,8 @@ class Reader:
         self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
         self._partial, self._around = partial, CLOSURE.readers[-1:]
         self.modules: list[ModuleFlags] = self._around[0].modules if partial and self._around else []
+        self.has_views = False
+        """Whether a view of a torch callable ran, for which JAX must not reuse a trace."""
 
     def held(self) -> tuple[tuple[torch.Tensor, ...], list[jax.Array]]:
         """The tensors that it reads, and their values."""

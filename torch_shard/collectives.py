@@ -6,9 +6,9 @@ first name slowest), and a tensor or a pytree of tensors; shapes are those of on
 them, and through `jax_shard_map` they are those of the unsharded computation.
 
 Inside `jax_shard_map`, `jax_value_and_grad` means what it means in JAX: the gradient by a value that is the same on all
-devices is summed over the devices. PyTorch's own `torch.autograd.grad` there means what it means in `torch.distributed`,
-with a process for each device: each differentiates by its own copy, and what it differentiates counts once per device.
-Hooks on gradients see one device's share, of which the gradient is the sum.
+devices is summed over the devices. PyTorch's own `torch.autograd.grad` there means what it means in
+`torch.distributed`, with a process for each device: each differentiates by its own copy, and what it differentiates
+counts once per device. Hooks on gradients see one device's share, of which the gradient is the sum.
 """
 
 import contextlib
