@@ -4,7 +4,7 @@ from torch_shard import (
     _control,  # noqa: F401  (torch.cond in captures)
     collectives,
 )
-from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
+from torch_shard._calls import call_jax, call_torch, debug_print, jax_view, torch_view
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._inspect import Drawing, visualize_sharding
@@ -29,6 +29,7 @@ __all__ = [
     "call_torch",
     "collectives",
     "compare_with_torch",
+    "debug_print",
     "disable_globally",
     "enable_globally",
     "explain_capture",

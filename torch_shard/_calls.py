@@ -1,12 +1,14 @@
 """JAX from torch code and torch from JAX code: `call_jax`, `torch_view`, and their kin.
 
-In a capture, a call into JAX is one opaque torch operator with its own derivative: its shapes come from
-`jax.eval_shape`, its meaning from the function itself.
+In a capture, a call into JAX is one opaque torch operator with its own derivative: its shapes come from a trace of the
+function by JAX, its meaning from the function itself. A call that has effects, such as printing, stays where it is, used
+or not.
 """
 
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.core import Tracer
+from torch.fx import has_side_effect
 
 from torch_shard import _device  # noqa: F401  (registers the device)
 from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
@@ -26,7 +29,7 @@ from torch_shard._function import TorchFunction
 from torch_shard._keys import next_key, noting_draws, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
-from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, unwatched
+from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, is_repeating, unwatched
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
@@ -45,6 +48,15 @@ def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]
     return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle][1]]
 
 
+@torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
+def _effect_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+_effect_op.register_fake(_call_shapes)
+has_side_effect(torch.ops.torch_shard.call_for_effect.default)  # dead code to nobody
+
+
 @torch.library.custom_op("torch_shard::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(like: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError("only captured, never run")
@@ -55,7 +67,7 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
     return torch.empty((2,), dtype=torch.uint32, device="cpu")
 
 
-@lowers(torch.ops.torch_shard.call.default)
+@lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
 def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
     return _FUNCTIONS[handle][0](*arrays)
 
@@ -115,20 +127,23 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
     with unwatched(), noting_draws(handle):
-        _FUNCTIONS[handle] = fn, _shapes_of(fn, shapes)
-    return torch.ops.torch_shard.call(handle, list(tensors))
+        traced, results = _trace(fn, shapes)
+    _FUNCTIONS[handle] = fn, results
+    effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
+    op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
+    return op(handle, list(tensors))
 
 
-def _shapes_of(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """What `fn` returns for arrays like these; what they vary over is not known before the graph is lowered."""
+def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
+    """What `fn` does and returns for arrays like these; what they vary over is not known before the graph is lowered."""
     try:
-        return jax.eval_shape(fn, *shapes)
+        return jax.make_jaxpr(fn, return_shape=True)(*shapes)
     except (TypeError, ValueError):
         axes = tracked_axes()
         if not axes:
             raise
         with contextlib.suppress(TypeError, ValueError):  # a loop may want what it carries to vary from the start
-            return jax.eval_shape(lambda *arrays: fn(*(vary(a, axes) for a in arrays)), *shapes)
+            return jax.make_jaxpr(lambda *a: fn(*(vary(x, axes) for x in a)), return_shape=True)(*shapes)
         raise
 
 
@@ -213,6 +228,41 @@ def call_jax(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         [2.0, 2.0]
     """
     return call_pure(lambda key, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
+
+
+def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
+    """Print values from within a compiled function, as it runs.
+
+    Captures and compilers keep it, though nothing depends on it. Inside a function that is mapped over devices, each
+    device prints for itself, in no particular order. The gradient of a function does not print again; one that
+    recomputes it (`jax_checkpoint`, remat) may. `jax.effects_barrier()` waits for what is still to be printed.
+
+    Args:
+        fmt: A format string, as of `str.format`.
+        *args: Tensors, and anything else to be formatted, such as shapes.
+        **kwargs: Likewise, by name.
+
+    Example:
+        >>> import jax, torch, torch_shard as ts
+        >>> def double(x):
+        ...     ts.debug_print("{shape}, the first is {}", x[0], shape=tuple(x.shape))
+        ...     return 2 * x
+        >>> y = ts.jax_jit(double)(torch.arange(1.0, 4.0))
+        >>> jax.effects_barrier()
+        (3,), the first is 1.0
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def show(*values: Any) -> None:
+        given = iter(values)
+        args, kwargs = jax.tree.unflatten(
+            tree, [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        )
+        sys.stdout.write(fmt.format(*args, **kwargs) + "\n")
+
+    if not is_repeating():
+        call_jax(functools.partial(jax.debug.callback, show), *tensors)
 
 
 def call_torch(fn: Callable[..., Any], *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch_shard._convert import adopt_torch_nodes
 from torch_shard._keys import note_draw
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
-from torch_shard._watch import binding
+from torch_shard._watch import binding, repeating
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
@@ -195,7 +195,9 @@ class FlatFunction:
                 p.detach().requires_grad_() if want and not p.requires_grad else p
                 for p, want in zip(primals, wanted, strict=True)
             ]
-            outputs = [o for o, is_given in zip(fn(*primals)[0], given, strict=True) if is_given]
+            with repeating():
+                results = fn(*primals)[0]
+            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
             leaves = [p for p, want in zip(primals, wanted, strict=True) if want]
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
