@@ -1,14 +1,11 @@
 """JAX from torch code and torch from JAX code: `call_jax`, `torch_view`, and their kin.
 
-In a capture, a call into JAX is one opaque torch operator with its own derivative: its shapes come from a trace of the
-function by JAX, its meaning from the function itself. A call that has effects, such as printing, stays where it is, used
-or not.
+In a capture, a call into JAX is one opaque torch operator with its own derivative: its shapes come from a trace by JAX,
+its meaning from the function itself. One that has effects, such as printing, stays, used or not.
 """
 
 import contextlib
-import functools
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +26,7 @@ from torch_shard._function import TorchFunction
 from torch_shard._keys import next_key, noting_draws, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
-from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, is_repeating, unwatched
+from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, unwatched
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
@@ -228,41 +225,6 @@ def call_jax(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         [2.0, 2.0]
     """
     return call_pure(lambda key, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
-
-
-def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
-    """Print values from within a compiled function, as it runs.
-
-    Captures and compilers keep it, though nothing depends on it. Inside a function that is mapped over devices, each
-    device prints for itself, in no particular order. The gradient of a function does not print again; one that
-    recomputes it (`jax_checkpoint`, remat) may. `jax.effects_barrier()` waits for what is still to be printed.
-
-    Args:
-        fmt: A format string, as of `str.format`.
-        *args: Tensors, and anything else to be formatted, such as shapes.
-        **kwargs: Likewise, by name.
-
-    Example:
-        >>> import jax, torch, torch_shard as ts
-        >>> def double(x):
-        ...     ts.debug_print("{shape}, the first is {}", x[0], shape=tuple(x.shape))
-        ...     return 2 * x
-        >>> y = ts.jax_jit(double)(torch.arange(1.0, 4.0))
-        >>> jax.effects_barrier()
-        (3,), the first is 1.0
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def show(*values: Any) -> None:
-        given = iter(values)
-        args, kwargs = jax.tree.unflatten(
-            tree, [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        )
-        sys.stdout.write(fmt.format(*args, **kwargs) + "\n")
-
-    if not is_repeating():
-        call_jax(functools.partial(jax.debug.callback, show), *tensors)
 
 
 def call_torch(fn: Callable[..., Any], *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:

@@ -231,7 +231,7 @@ def _with_torch_derivative(
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
         outputs = function.differentiable(perturbed, closure)(key, *inputs)
-        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], _Static(perturbed))
+        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
         key, arrays, values, wanted = saved
@@ -249,17 +249,24 @@ def _with_torch_derivative(
 
 
 @jax.tree_util.register_static
-class _Static:
-    """A Python value that rides in a pytree."""
+class Static:
+    """A hashable Python value that rides in a pytree; to be equal, types must be too (2, 2.0 and True are not)."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value, self._exact = value, _exact(value)
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return hash(self._exact)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
+        return isinstance(other, Static) and self._exact == other._exact
+
+
+def _exact(value: Any) -> Any:
+    """What is equal only for values that mean the same to a program."""
+    if isinstance(value, tuple):
+        return type(value), *map(_exact, value)
+    return type(value), repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan
 
 
 class _Tensors(tuple[torch.Tensor, ...]):
@@ -295,9 +302,9 @@ class TorchFunction:
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
 
     def _flat_function(self, tree: Any, is_array: Any, static: Any) -> FlatFunction:
-        signature = (tree, is_array, static)
         try:
-            return self._flat.setdefault(signature, FlatFunction(self._flatten(*signature), self.what))
+            signature = tree, is_array, Static(static)
+            return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
         except TypeError as error:
             kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
             raise TypeError(

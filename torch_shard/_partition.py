@@ -126,9 +126,7 @@ def _is_saved(node: Node, may_save: Callable[[Node], bool]) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and may_save(node)
 
 
-def _extract(
-    joint: GraphModule, inputs: list[Node], outputs: list[Any], without: Collection[Node] = ()
-) -> GraphModule:
+def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any], without: Collection[Node] = ()) -> GraphModule:
     """The part of a graph that computes `outputs` from `inputs`, but not some nodes that nothing depends on."""
     graph, copied = Graph(), {}
     for node in inputs:
