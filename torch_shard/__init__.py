@@ -15,6 +15,7 @@ from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
+from torch_shard._replicas import assert_replica_integrity, gather_from_jax_processes, unshard
 from torch_shard._tpmap import tpmap
 from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
 from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
@@ -29,6 +30,7 @@ __all__ = [
     "ShardingPlan",
     "TrainState",
     "TrainStep",
+    "assert_replica_integrity",
     "call_jax",
     "call_torch",
     "collectives",
@@ -38,6 +40,7 @@ __all__ = [
     "enable_globally",
     "explain_capture",
     "gather",
+    "gather_from_jax_processes",
     "jax_checkpoint",
     "jax_device",
     "jax_grad",
@@ -53,5 +56,6 @@ __all__ = [
     "place",
     "torch_view",
     "tpmap",
+    "unshard",
     "visualize_sharding",
 ]

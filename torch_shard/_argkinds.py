@@ -65,7 +65,7 @@ def _check_rng(leaf: Any, num_devices: int) -> str | None:
     if isinstance(leaf, int | np.integer) and not isinstance(leaf, bool):
         return None if 0 <= leaf < 2**32 else f"is the seed {leaf}: give one from 0 to 2**32 - 1"
     if is_typed_key(leaf):
-        is_key = leaf.shape == () and jax.random.key_impl(leaf) == "threefry2x32"
+        is_key = np.shape(leaf) == () and jax.random.key_impl(leaf) == "threefry2x32"
     else:
         is_key = getattr(leaf, "dtype", None) == np.uint32 and np.shape(leaf) == (2,)
     return None if is_key else "is neither one key of JAX (jax.random.key(0), or its two words) nor an integer seed"
@@ -126,8 +126,8 @@ class Kinds:
         if len(args) != len(self._positional):
             announced = ", ".join(self._names)
             raise ValueError(
-                f"tpmap: {self._what} takes {len(self._positional)} positional arguments by its argtypes ({announced}), "
-                f"and got {len(args)}. Arguments that are passed by name need an entry in kwargtypes."
+                f"tpmap: {self._what} takes {len(self._positional)} positional arguments by its argtypes "
+                f"({announced}), and got {len(args)}. Arguments that are passed by name need an entry in kwargtypes."
             )
         for name in kwargs:
             if name not in self._named:

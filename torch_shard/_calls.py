@@ -31,8 +31,8 @@ from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_wa
 FlatJaxFn = Callable[..., list[jax.Array]]
 
 _HANDLES = itertools.count()
-# What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns.
 _FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
+"""What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
 
 
 @torch.library.custom_op("torch_shard::call", mutates_args=())
