@@ -28,8 +28,7 @@ def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
         >>> def double(x):
         ...     ts.debug_print("{shape}, the first is {}", x[0], shape=tuple(x.shape))
         ...     return 2 * x
-        >>> y = ts.jax_jit(double)(torch.arange(1.0, 4.0))
-        >>> jax.effects_barrier()
+        >>> y = ts.jax_jit(double)(torch.arange(1.0, 4.0)); jax.effects_barrier()
         (3,), the first is 1.0
     """
     leaves, tree = jax.tree.flatten((args, kwargs))

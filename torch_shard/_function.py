@@ -20,6 +20,7 @@ from torch_shard._convert import adopt_torch_nodes
 from torch_shard._keys import note_draw
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
+from torch_shard._static import Static
 from torch_shard._watch import binding, repeating
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
@@ -246,27 +247,6 @@ def _with_torch_derivative(
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
-
-
-@jax.tree_util.register_static
-class Static:
-    """A hashable Python value that rides in a pytree; to be equal, types must be too (2, 2.0 and True are not)."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self._exact = value, _exact(value)
-
-    def __hash__(self) -> int:
-        return hash(self._exact)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._exact == other._exact
-
-
-def _exact(value: Any) -> Any:
-    """What is equal only for values that mean the same to a program."""
-    if isinstance(value, tuple):
-        return type(value), *map(_exact, value)
-    return type(value), repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan
 
 
 class _Tensors(tuple[torch.Tensor, ...]):

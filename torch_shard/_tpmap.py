@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from torch_shard._adapters import Compiled, Pure, adapt
 from torch_shard._argkinds import KINDS, RNG, STATIC, ArgKind, Kind, Kinds, is_typed_key, kind_of
 from torch_shard._calls import pure_of
-from torch_shard._function import Static
 from torch_shard._keys import fold_axes, wrap_seed
+from torch_shard._static import Static
 
 
 def tpmap(
