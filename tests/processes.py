@@ -1,14 +1,25 @@
 """Several processes that are one JAX program, on this host."""
 
+import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
-import time
 
+# One process imports everything, which takes longest, and forks before JAX starts.
 START = """
-import sys, jax
-rank, num, port, devices = map(int, sys.argv[1:])
+import os, sys, warnings, jax, pytest, torch, torch_shard as ts
+num, port, devices = map(int, sys.argv[1:])
+warnings.filterwarnings("ignore", "os.fork")  # of JAX, whose threads have not started
+rank = next((rank for rank in range(num) if os.fork() == 0), None)
+if rank is None:
+    for _ in range(num):
+        if os.wait()[1]:
+            os._exit(1)
+    os._exit(0)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -22,22 +33,15 @@ def run_processes(program: str, num: int, *, num_devices: int = 2, timeout_s: fl
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        source = START + textwrap.dedent(program)
-        commands = [[sys.executable, "-c", source, *map(str, (rank, num, port, num_devices))] for rank in range(num)]
-        workers = [
-            subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=-1)
-            for c in commands
-        ]
-        deadline = time.monotonic() + timeout_s
-        try:
-            while any(w.poll() is None for w in workers) and time.monotonic() < deadline:
-                if any(w.poll() for w in workers):  # the others would wait for it
-                    break
-                time.sleep(0.05)
-        finally:
-            failed = [rank for rank, w in enumerate(workers) if w.poll() != 0]
-            for w in workers:
-                w.kill()
-            outputs = [w.communicate()[0] for w in workers]
-    assert not failed, "\n".join(f"process {rank}:\n{outputs[rank][-3000:]}" for rank in failed)
+        command = [sys.executable, "-c", START + textwrap.dedent(program)]
+        command += [str(number) for number in (num, held.getsockname()[1], num_devices)]
+        with tempfile.TemporaryFile("w+") as output:
+            first = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                first.wait(timeout_s)  # for the first that fails: the others may wait for it for ever
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(first.pid, signal.SIGKILL)
+                first.wait()
+            output.seek(0)
+            assert first.returncode == 0, output.read()[-6000:]
