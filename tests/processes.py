@@ -11,7 +11,7 @@ import textwrap
 
 # One process imports everything, which takes longest, and forks before JAX starts.
 START = """
-import os, sys, warnings, jax, pytest, torch, torch_shard as ts
+import os, sys, traceback, warnings, jax, pytest, torch, torch_shard as ts
 num, port, devices = map(int, sys.argv[1:])
 warnings.filterwarnings("ignore", "os.fork")  # of JAX, whose threads have not started
 rank = next((rank for rank in range(num) if os.fork() == 0), None)
@@ -24,6 +24,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", num, rank, initialization_timeout=60)
+try:
+"""
+END = """
+except BaseException:
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # an orderly end would wait for the others
 """
 
 
@@ -33,7 +40,7 @@ def run_processes(program: str, num: int, *, num_devices: int = 2, timeout_s: fl
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
-        command = [sys.executable, "-c", START + textwrap.dedent(program)]
+        command = [sys.executable, "-c", START + textwrap.indent(textwrap.dedent(program), "    ") + END]
         command += [str(number) for number in (num, held.getsockname()[1], num_devices)]
         with tempfile.TemporaryFile("w+") as output:
             first = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
