@@ -1,6 +1,7 @@
 """debug_print: each line as often as the code runs, by what eager Python would print."""
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_prints_at_each_call_of_a_compiled_function(capfd: pytest.CaptureFixture
     fn = ts.jax_jit(speak)
     fn(X), fn(X)
     assert lines(capfd) == {"sum 6.0 of (4,)": 2}
+
+
+def test_prints_after_its_gradient_has_been_captured(capfd: pytest.CaptureFixture[str]) -> None:
+    inner = ts.jax_jit(speak)
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + speak(x)
+
+    pure = functools.partial(ts.jax_view(outer), key=jax.random.key(0))
+    jax.grad(pure)(jnp.arange(4.0))
+    lines(capfd)
+    pure(jnp.arange(4.0))
+    assert lines(capfd) == {"sum 6.0 of (4,)": 2}
+    inner(X)
+    assert lines(capfd) == {"sum 6.0 of (4,)": 1}
 
 
 MAPS: dict[str, Callable[[Any], Any]] = {

@@ -15,8 +15,9 @@ def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
     """Print values from within a compiled function, as it runs.
 
     Captures and compilers keep it, though nothing depends on it. Inside a function that is mapped over devices, each
-    device prints for itself, in no particular order. The gradient of a function does not print again; one that
-    recomputes it (`jax_checkpoint`, remat) may. `jax.effects_barrier()` waits for what is still to be printed.
+    device prints for itself, in no particular order. Derivatives do not print again, but for those that run a compiled
+    function again: with remat, under `jax_checkpoint`, or back through a call of what `jax_jit`, `tpmap` and their kin
+    return. `jax.effects_barrier()` waits for what is still to be printed.
 
     Args:
         fmt: A format string, as of `str.format`.
