@@ -293,6 +293,14 @@ def test_one_compile_per_signature() -> None:
     assert len(traces) == 2
 
 
+def test_static_values_of_other_types_are_other_programs() -> None:
+    fn = ts.jax_jit(lambda x, n: x * n, static_argnums=1)
+    for n in (2, 2.0, 1, True, 1.0):
+        assert fn(torch.arange(3, dtype=torch.int32), n).dtype == (torch.arange(3, dtype=torch.int32) * n).dtype
+    divide = ts.jax_view(lambda x, n: x / n)
+    assert [divide(jnp.ones(()), zero).item() for zero in (0.0, -0.0)] == [float("inf"), -float("inf")]
+
+
 def test_meshes_with_explicit_axes_are_refused_with_a_reason() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with pytest.raises(ValueError, match=r"shard_: every mesh axis must be Auto.*make_mesh\(x=8\)"):

@@ -4,8 +4,10 @@ from torch_shard import (
     _control,  # noqa: F401  (torch.cond in captures)
     collectives,
 )
+from torch_shard._argkinds import ArgKind
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._compare import Comparison, compare_with_torch
+from torch_shard._debug import debug_print
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
@@ -13,11 +15,14 @@ from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
+from torch_shard._replicas import assert_replica_integrity, gather_from_jax_processes, unshard
+from torch_shard._tpmap import tpmap
 from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
 from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgKind",
     "Comparison",
     "Drawing",
     "EvalStep",
@@ -25,14 +30,17 @@ __all__ = [
     "ShardingPlan",
     "TrainState",
     "TrainStep",
+    "assert_replica_integrity",
     "call_jax",
     "call_torch",
     "collectives",
     "compare_with_torch",
+    "debug_print",
     "disable_globally",
     "enable_globally",
     "explain_capture",
     "gather",
+    "gather_from_jax_processes",
     "jax_checkpoint",
     "jax_device",
     "jax_grad",
@@ -47,5 +55,7 @@ __all__ = [
     "make_train_step",
     "place",
     "torch_view",
+    "tpmap",
+    "unshard",
     "visualize_sharding",
 ]

@@ -1,8 +1,4 @@
-"""JAX from torch code and torch from JAX code: `call_jax`, `torch_view`, and their kin.
-
-In a capture, a call into JAX is one opaque torch operator with its own derivative: its shapes come from
-`jax.eval_shape`, its meaning from the function itself.
-"""
+"""JAX from torch code and torch from JAX code: `call_jax`, `torch_view`, and their kin."""
 
 import contextlib
 import functools
@@ -17,119 +13,15 @@ import torch
 from jax.core import Tracer
 
 from torch_shard import _device  # noqa: F401  (registers the device)
-from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
 from torch_shard._bridge import to_array, wrap_array
-from torch_shard._closure import CLOSURE, MoreInputs, Reader
+from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._fakes import is_fake
 from torch_shard._function import TorchFunction
-from torch_shard._keys import next_key, noting_draws, wrap_seed
+from torch_shard._keys import next_key, wrap_seed
 from torch_shard._mesh import check_mesh
-from torch_shard._ops import captured_dtype, jax_dtype, lowers
-from torch_shard._watch import ModuleFlags, add_modules, as_captured, current_watch, unwatched
-
-FlatJaxFn = Callable[..., list[jax.Array]]
-
-_HANDLES = itertools.count()
-# What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns.
-_FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
-
-
-@torch.library.custom_op("torch_shard::call", mutates_args=())
-def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_call_op.register_fake
-def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle][1]]
-
-
-@torch.library.custom_op("torch_shard::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _draw_seed(like: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("only captured, never run")
-
-
-@_draw_seed.register_fake
-def _seed_shape(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty((2,), dtype=torch.uint32, device="cpu")
-
-
-@lowers(torch.ops.torch_shard.call.default)
-def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    return _FUNCTIONS[handle][0](*arrays)
-
-
-@lowers(torch.ops.torch_shard.draw_seed.default, random=True)
-def _lower_draw_seed(key: jax.Array | None, like: jax.Array) -> jax.Array:
-    return jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)  # None: nothing draws from it
-
-
-class _Opaque(torch.autograd.Function):
-    """A JAX function of arrays as a torch function; its backward is `jax.vjp` of it, opaque in turn."""
-
-    @staticmethod
-    def forward(ctx: Any, fn: FlatJaxFn, run: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.fn, ctx.run = fn, run
-        ctx.save_for_backward(*tensors)
-        outputs = tuple(run(fn, *tensors))
-        ctx.mark_non_differentiable(*(o for o in outputs if not _is_inexact(o)))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
-        given = tuple(c is not None and _is_inexact(c) for c in cotangents)
-        chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
-        grads = iter(_Opaque.apply(_vjp_of(ctx.fn, wanted, given), ctx.run, *tensors, *chosen))
-        return None, None, *(next(grads) if want else None for want in wanted)
-
-
-def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> FlatJaxFn:
-    def vjp(*inputs: jax.Array) -> list[jax.Array]:
-        primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-
-        def of_wanted(*chosen: jax.Array) -> list[jax.Array]:
-            values = iter(chosen)
-            outputs = fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True)))
-            return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
-
-        chosen = [p for p, want in zip(primals, wanted, strict=True) if want]
-        outputs, pull = jax.vjp(of_wanted, *chosen)
-        sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
-        return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
-
-    return vjp
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [wrap_array(a) for a in fn(*map(to_array, tensors))]
-
-
-def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
-    handle = next(_HANDLES)
-    with unwatched(), noting_draws(handle):
-        _FUNCTIONS[handle] = fn, _shapes_of(fn, shapes)
-    return torch.ops.torch_shard.call(handle, list(tensors))
-
-
-def _shapes_of(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """What `fn` returns for arrays like these; what they vary over is not known before the graph is lowered."""
-    try:
-        return jax.eval_shape(fn, *shapes)
-    except (TypeError, ValueError):
-        axes = tracked_axes()
-        if not axes:
-            raise
-        with contextlib.suppress(TypeError, ValueError):  # a loop may want what it carries to vary from the start
-            return jax.eval_shape(lambda *arrays: fn(*(vary(a, axes) for a in arrays)), *shapes)
-        raise
+from torch_shard._opaque import draw_seed, run_captured, run_now
+from torch_shard._watch import ModuleFlags, add_modules, current_watch
 
 
 def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
@@ -173,25 +65,11 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return [_without_float0(leaf) for leaf, f in zip(out_leaves, found, strict=True) if f]
 
     if random and captured:
-        tensors.append(torch.ops.torch_shard.draw_seed(tensors[0] if tensors else torch.zeros(())))
-    results = iter(_run_with_closure(flat, tensors, closure) if captured else _apply(flat, _run_now, tensors))
+        tensors.append(draw_seed(tensors))
+    results = iter(run_captured(flat, tensors, closure) if captured else run_now(flat, tensors))
     for flags in modules:
         add_modules(flags)
     return jax.tree.unflatten(out[0], [next(results) if o is _ARRAY else o for o in out[1]])
-
-
-def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
-
-
-def _run_with_closure(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
-    """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
-    while True:
-        try:
-            return _apply(flat, _run_captured, [*map(as_captured, tensors), *map(as_captured, closure)])
-        except MoreInputs as request:
-            closure.extend(request.tensors)
 
 
 _ARRAY = object()

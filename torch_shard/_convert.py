@@ -20,13 +20,14 @@ _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that 
 def host_array(value: Any) -> np.ndarray:
     """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
     if isinstance(value, torch.Tensor):
-        value = _tensor_to_numpy(value)
+        value = tensor_to_numpy(value)
     elif isinstance(value, (bool, int, float, complex)):
         value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
     return narrow(np.asarray(value))
 
 
-def _tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
+def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a numpy array of the same dtype; it may alias."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"A {tensor.layout} tensor cannot move to the jax device; use .to_dense() or .dequantize().")
     if tensor.dtype in _OF_NUMPY:

@@ -20,7 +20,8 @@ from torch_shard._convert import adopt_torch_nodes
 from torch_shard._keys import note_draw
 from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._ops import captured_dtype, has_x64, keeps_whole
-from torch_shard._watch import binding
+from torch_shard._static import Static
+from torch_shard._watch import binding, repeating
 
 FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
@@ -195,7 +196,9 @@ class FlatFunction:
                 p.detach().requires_grad_() if want and not p.requires_grad else p
                 for p, want in zip(primals, wanted, strict=True)
             ]
-            outputs = [o for o, is_given in zip(fn(*primals)[0], given, strict=True) if is_given]
+            with repeating():
+                results = fn(*primals)[0]
+            outputs = [o for o, is_given in zip(results, given, strict=True) if is_given]
             leaves = [p for p, want in zip(primals, wanted, strict=True) if want]
             pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
             if not pairs:
@@ -229,7 +232,7 @@ def _with_torch_derivative(
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
         outputs = function.differentiable(perturbed, closure)(key, *inputs)
-        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], _Static(perturbed))
+        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
         key, arrays, values, wanted = saved
@@ -244,20 +247,6 @@ def _with_torch_derivative(
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A Python value that rides in a pytree."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
 
 
 class _Tensors(tuple[torch.Tensor, ...]):
@@ -293,9 +282,9 @@ class TorchFunction:
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
 
     def _flat_function(self, tree: Any, is_array: Any, static: Any) -> FlatFunction:
-        signature = (tree, is_array, static)
         try:
-            return self._flat.setdefault(signature, FlatFunction(self._flatten(*signature), self.what))
+            signature = tree, is_array, Static(static)
+            return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
         except TypeError as error:
             kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
             raise TypeError(

@@ -18,6 +18,11 @@ def is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def has_effect(node: Node) -> bool:
+    """Whether a node does something besides its results, such as printing."""
+    return getattr(node.target, "_opname", "") == "call_for_effect"
+
+
 def outputs_of(graph: Graph) -> list[Any]:
     """The nodes that a graph returns, as a flat list."""
     return list(args_of(graph.output_node())[0])

@@ -15,6 +15,7 @@ from torch_shard._keys import fold_axes, has_drawn
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, refuse_generator, torch_dtype
 
 Lowered = Callable[..., list[Any]]
+_CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 
 
 def missing_lowerings(graph: GraphModule) -> list[Node]:
@@ -59,7 +60,7 @@ def draws_random(graph: GraphModule) -> bool:
 
 def _is_idle_seed(node: Node) -> bool:
     """Whether it is the seed of calls into JAX that draw nothing."""
-    calls = [user for user in node.users if user.target is torch.ops.torch_shard.call.default]
+    calls = [user for user in node.users if getattr(user.target, "_name", "") in _CALLS]
     return (
         node.target is torch.ops.torch_shard.draw_seed.default
         and len(calls) == len(node.users)
@@ -168,7 +169,7 @@ def place_of(node: Node) -> str:
 # XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
 # computation loses its row in LLVM's loop strength reduction; tests/test_upstream.py has the smallest program). Only
 # these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not affected.
-_MAY_PAD = ("aten::constant_pad_nd", "torch_shard::call", "torch_shard::ctc_backward")
+_MAY_PAD = ("aten::constant_pad_nd", "torch_shard::ctc_backward", *_CALLS)
 
 
 def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> dict[str, Any] | None:

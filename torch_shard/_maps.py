@@ -54,7 +54,7 @@ def jax_vmap(
 
     def mapped(key: Any, *args: Any, **named: Any) -> Any:
         axes = _axes_of(in_axes, len(args), "jax_vmap", fn)
-        names = [*_names_of(fn, len(args)), *named]
+        names = [*names_of(fn, len(args)), *named]
         spread = check_mapped("jax_vmap", names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
         leaves, tree = jax.tree.flatten((args, named))
 
@@ -116,7 +116,7 @@ def jax_pmap(
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         axes = _axes_of(in_axes, num_args, "jax_pmap", fn)
-        names = _names_of(fn, num_args)
+        names = names_of(fn, num_args)
 
         def local(given: Any, *args: Any, **named: Any) -> Any:
             return run(*given, *args, **named)
@@ -184,7 +184,7 @@ def jax_shard_map(
     pure = _folding(pure_of(fn), fold_in_axes, "jax_shard_map", mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        names = _names_of(fn, num_args)
+        names = names_of(fn, num_args)
         given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
         def whole(values: Any, key: Any, *args: Any) -> Any:
@@ -247,12 +247,12 @@ def _axes_of(in_axes: Any, num_args: int, caller: str, fn: Any) -> tuple[Any, ..
     if len(in_axes) != num_args:
         raise ValueError(
             f"{caller}: in_axes has {len(in_axes)} entries, and the function was called with {num_args} arguments "
-            f"({', '.join(_names_of(fn, num_args))}). Give one for each, or an int for all."
+            f"({', '.join(names_of(fn, num_args))}). Give one for each, or an int for all."
         )
     return tuple(in_axes)
 
 
-def _names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
+def names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
     """What the arguments of a callable are called, for errors."""
     try:
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]

@@ -1,13 +1,13 @@
 """A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_shard._graph import depending_on, outputs_of
+from torch_shard._graph import depending_on, has_effect, outputs_of
 
 aten = torch.ops.aten
 # Nothing is computed by these: what they are of is saved instead.
@@ -91,9 +91,10 @@ def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, nu
     values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
     results = [*outputs[:num_results], *outputs[num_outputs:], *values]
     read = [n for n in inputs if n in saved]
+    done = {n for n in joint.graph.nodes if has_effect(n)} - depending_on(cotangents)  # by the forward pass
     return Halves(
         forward=_extract(joint, inputs, results),
-        backward=_extract(joint, [*read, *values, *cotangents], grads) if grads else None,
+        backward=_extract(joint, [*read, *values, *cotangents], grads, done) if grads else None,
         inputs=tuple(inputs.index(n) for n in read),
         num_saved=len(values),
     )
@@ -125,13 +126,15 @@ def _is_saved(node: Node, may_save: Callable[[Node], bool]) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and may_save(node)
 
 
-def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any]) -> GraphModule:
-    """The part of a graph that computes `outputs` from `inputs`."""
+def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any], without: Collection[Node] = ()) -> GraphModule:
+    """The part of a graph that computes `outputs` from `inputs`, but not some nodes that nothing depends on."""
     graph, copied = Graph(), {}
     for node in inputs:
         copied[node] = graph.placeholder(node.name)
         copied[node].meta = dict(node.meta)
     for node in joint.graph.nodes:
+        if node in without:
+            continue
         known = all(source in copied for source in node.all_input_nodes)
         if node not in copied and node.op in ("call_function", "get_attr") and known:
             copied[node] = graph.node_copy(node, copied.__getitem__)

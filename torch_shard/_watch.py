@@ -180,6 +180,7 @@ def _refuse_lost_writes(func: Callable, kwargs: dict[str, Any]) -> None:
 
 class _Innermost(threading.local):
     watch: Watch | None = None
+    repeats: bool = False
 
 
 _INNERMOST = _Innermost()
@@ -238,3 +239,18 @@ def add_modules(flags: ModuleFlags) -> None:
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor in the capture under way."""
     return tensor if _INNERMOST.watch is None else _INNERMOST.watch._on_cpu(tensor)
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    """Capture what another program runs too: what it does besides its results is done there."""
+    before, _INNERMOST.repeats = _INNERMOST.repeats, True
+    try:
+        yield
+    finally:
+        _INNERMOST.repeats = before
+
+
+def is_repeating() -> bool:
+    """Whether another program runs what is being captured."""
+    return _INNERMOST.repeats

@@ -21,12 +21,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._axes import manual_axes, size_of, tracked_axes, vary
+from torch_shard._axes import tracked_axes, vary
 from torch_shard._calls import call_jax
-from torch_shard._convert import adopt_torch_nodes
 from torch_shard._keys import fold_axes, wrap_seed
+from torch_shard._operands import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
 from torch_shard._values import drawing_along
-from torch_shard._watch import current_watch
 
 __all__ = [
     "all_gather",
@@ -62,22 +61,22 @@ def psum(x: Any, axis: Axis) -> Any:
         >>> ts.jax_vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
         [0.25, 0.75]
     """
-    sizes = _check_axes("psum", axis)
+    sizes = sizes_of("psum", axis)
     count = math.prod(sizes.values())
-    return _map("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
+    return map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
 
 
 def pmean(x: Any, axis: Axis) -> Any:
     """Mean over the devices of an axis: floating-point or complex tensors of any shape, which stays."""
-    sizes = _check_axes("pmean", axis)
+    sizes = sizes_of("pmean", axis)
     count = math.prod(sizes.values())
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         if not (t.is_floating_point() or t.is_complex()):
-            raise TypeError(f"pmean: a mean needs floating-point numbers, got {_describe(t)}. Use x.float(), or psum.")
+            raise TypeError(f"pmean: a mean needs floating-point numbers, got {describe(t)}. Use x.float(), or psum.")
         return _call(_psum, t, tuple(sizes)) / count
 
-    return _map("pmean", x, of_tensor, of_number=lambda n: n)
+    return map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
 
 
 def pmax(x: Any, axis: Axis) -> Any:
@@ -106,14 +105,14 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "varying") -> Any:
     Returns:
         Tensors of shape `(..., local * size of the axis, ...)`, the same on all devices of the axis.
     """
-    axes = tuple(_check_axes("all_gather", axis))
+    axes = tuple(sizes_of("all_gather", axis))
     if to not in ("varying", "invarying"):
         raise ValueError(f'all_gather: to must be "varying" or "invarying", got {to!r}.')
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        return _call(_all_gather, t, axes, _check_dim("all_gather", t, dim, "dim"), to)
+        return _call(_all_gather, t, axes, check_dim("all_gather", t, dim, "dim"), to)
 
-    return _map("all_gather", x, of_tensor)
+    return map_tensors("all_gather", x, of_tensor)
 
 
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0) -> Any:
@@ -127,12 +126,12 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     Returns:
         Tensors of shape `(..., local, ...)`: the part of the sum that belongs to the device's index.
     """
-    sizes = _check_axes("psum_scatter", axis)
+    sizes = sizes_of("psum_scatter", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        return _call(_psum_scatter, t, tuple(sizes), _check_split("psum_scatter", t, dim, "dim", sizes))
+        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, "dim", sizes))
 
-    return _map("psum_scatter", x, of_tensor)
+    return map_tensors("psum_scatter", x, of_tensor)
 
 
 def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
@@ -147,14 +146,14 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     Returns:
         Tensors of shape `(..., a, ..., b * size of the axis, ...)`.
     """
-    sizes = _check_axes("all_to_all", axis)
+    sizes = sizes_of("all_to_all", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        split = _check_split("all_to_all", t, split_dim, "split_dim", sizes)
-        concat = _check_dim("all_to_all", t, concat_dim, "concat_dim")
+        split = check_split("all_to_all", t, split_dim, "split_dim", sizes)
+        concat = check_dim("all_to_all", t, concat_dim, "concat_dim")
         return _call(_all_to_all, t, tuple(sizes), split, concat)
 
-    return _map("all_to_all", x, of_tensor)
+    return map_tensors("all_to_all", x, of_tensor)
 
 
 def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -166,20 +165,20 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
         pairs: `(source, destination)` indices along the axis. No device sends twice or receives twice; one that
             receives nothing gets zeros.
     """
-    sizes = _check_axes("ppermute", axis)
-    checked = _check_pairs(pairs, math.prod(sizes.values()))
-    return _map("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
+    sizes = sizes_of("ppermute", axis)
+    checked = check_pairs(pairs, math.prod(sizes.values()))
+    return map_tensors("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
 
 
 def axis_index(axis: Axis) -> torch.Tensor:
     """The device's index along an axis, an int64 scalar; along several, of their product, the first slowest."""
-    axes = tuple(_check_axes("axis_index", axis))
+    axes = tuple(sizes_of("axis_index", axis))
     return call_jax(lambda: lax.axis_index(axes)).long()
 
 
 def axis_size(axis: Axis) -> int:
     """The number of devices along an axis; along several, their product."""
-    return math.prod(_check_axes("axis_size", axis).values())
+    return math.prod(sizes_of("axis_size", axis).values())
 
 
 @overload
@@ -200,11 +199,11 @@ def fold_in_axis(key: Any, axis: Any = None) -> Any:
         Another key, (2,) uint32; or a context manager.
     """
     if axis is None:
-        return drawing_along(tuple(_check_axes("fold_in_axis", key)))
-    axes = tuple(_check_axes("fold_in_axis", axis))
+        return drawing_along(tuple(sizes_of("fold_in_axis", key)))
+    axes = tuple(sizes_of("fold_in_axis", axis))
     if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32 or tuple(key.shape) != (2,):
         raise TypeError(
-            f"fold_in_axis: a key is the two words of a JAX key, (2,) uint32, got {_describe(key)}. "
+            f"fold_in_axis: a key is the two words of a JAX key, (2,) uint32, got {describe(key)}. "
             "Take them with jax.random.key_data(jax.random.key(seed)), or pass an axis alone."
         )
     return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
@@ -243,7 +242,7 @@ def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]])
 
 
 def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) -> Any:
-    axes = tuple(_check_axes(name, axis))
+    axes = tuple(sizes_of(name, axis))
 
     def plain(a: jax.Array) -> jax.Array:
         tracked, others = _by_kind(axes)
@@ -262,12 +261,12 @@ def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) ->
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
         if t.is_complex():
-            raise TypeError(f"{name}: complex numbers have no order, got {_describe(t)}.")
+            raise TypeError(f"{name}: complex numbers have no order, got {describe(t)}.")
         if t.dtype == torch.bool:
             return of_tensor(t.int()).bool()
         return _call(smooth if t.is_floating_point() else plain, t)
 
-    return _map(name, x, of_tensor, of_number=lambda n: n)
+    return map_tensors(name, x, of_tensor, of_number=lambda n: n)
 
 
 def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -293,80 +292,3 @@ def _one_kind(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
 def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: Any) -> torch.Tensor:
     dtype = torch.int64 if t.dtype == torch.bool and fn in (_psum, _psum_scatter) else t.dtype
     return call_jax(lambda a: fn(a, *args), t).to(dtype)
-
-
-# Checks, before anything is traced.
-
-
-def _check_axes(name: str, axis: Any) -> dict[str, int]:
-    """The axes with their sizes; the capture under way depends on them."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    if not axes or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f'{name}: an axis is a name, as in {name}(x, "i"), or a tuple of names; got {axis!r}.')
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"{name}: {axis!r} names an axis twice.")
-    sizes = {a: size_of(a) for a in axes}
-    for unbound in (a for a, size in sizes.items() if size is None):
-        bound = ", ".join(map(repr, manual_axes()))
-        raise NameError(
-            f"{name}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. Collectives "
-            "work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the axes of its "
-            f"mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their axis_name."
-        )
-    watch = current_watch()
-    if watch is not None:
-        watch.axes.update(sizes)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return sizes  # pyright: ignore[reportReturnType]
-
-
-def _map(
-    name: str, x: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_number: Callable[[Any], Any] | None = None
-) -> Any:
-    """Apply to each tensor of a pytree."""
-    adopt_torch_nodes(x)
-
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return of_tensor(leaf)
-        if of_number is not None and isinstance(leaf, (int, float, complex)):
-            return of_number(leaf)
-        raise TypeError(f"{name}: expected torch tensors, or a pytree of them, got {_describe(leaf)}.")
-
-    return jax.tree.map(of_leaf, x)
-
-
-def _check_dim(name: str, t: torch.Tensor, dim: Any, argument: str) -> int:
-    if type(dim) is not int or not -t.ndim <= dim < t.ndim:
-        raise ValueError(f"{name}: {argument}={dim!r} is not a dim of a tensor of local shape {tuple(t.shape)}.")
-    return dim % t.ndim
-
-
-def _check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dict[str, int]) -> int:
-    dim, count = _check_dim(name, t, dim, argument), math.prod(sizes.values())
-    if t.shape[dim] % count:
-        shown = " * ".join(f"{a}={size}" for a, size in sizes.items())
-        raise ValueError(
-            f"{name}: {argument}={dim} has local size {t.shape[dim]}, which is not a multiple of {shown}"
-            f"{f' = {count}' if len(sizes) > 1 else ''}. Pad it, or split another dim of {tuple(t.shape)}."
-        )
-    return dim
-
-
-def _check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
-    checked = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair,) for pair in pairs]
-    if any(len(pair) != 2 or not all(type(i) is int for i in pair) for pair in checked):
-        raise TypeError(f"ppermute: pairs are (source, destination) indices, got {list(pairs)}.")
-    for pair in checked:
-        if not all(0 <= index < count for index in pair):
-            raise ValueError(f"ppermute: pair {pair} leaves the axis, whose indices are 0 to {count - 1}.")
-    for role, indices in zip(("sends", "receives"), zip(*checked, strict=True), strict=False):
-        doubled = sorted({i for i in indices if indices.count(i) > 1})
-        if doubled:
-            raise ValueError(f"ppermute: device {doubled[0]} {role} twice in {checked}; each may once.")
-    return checked  # pyright: ignore[reportReturnType]
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__}"

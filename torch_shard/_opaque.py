@@ -1,0 +1,161 @@
+"""A JAX function of arrays as one operator of PyTorch: opaque to it, and with a derivative of its own.
+
+In a capture its shapes come from a trace by JAX, its meaning from the function itself. One that has effects, such as
+printing, stays, used or not.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.fx import has_side_effect
+
+from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
+from torch_shard._bridge import to_array, wrap_array
+from torch_shard._closure import MoreInputs
+from torch_shard._keys import noting_draws
+from torch_shard._ops import captured_dtype, jax_dtype, lowers
+from torch_shard._watch import as_captured, unwatched
+
+FlatJaxFn = Callable[..., list[jax.Array]]
+
+_HANDLES = itertools.count()
+_FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
+"""What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+
+
+@torch.library.custom_op("torch_shard::call", mutates_args=())
+def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_call_op.register_fake
+def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle][1]]
+
+
+@torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
+def _effect_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+_effect_op.register_fake(_call_shapes)
+has_side_effect(torch.ops.torch_shard.call_for_effect.default)  # dead code to nobody
+
+
+@torch.library.custom_op("torch_shard::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_seed(like: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_draw_seed.register_fake
+def _seed_shape(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty((2,), dtype=torch.uint32, device="cpu")
+
+
+@lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
+def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
+    return _FUNCTIONS[handle][0](*arrays)
+
+
+@lowers(torch.ops.torch_shard.draw_seed.default, random=True)
+def _lower_draw_seed(key: jax.Array | None, like: jax.Array) -> jax.Array:
+    return jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)  # None: nothing draws from it
+
+
+class _Opaque(torch.autograd.Function):
+    """A JAX function of arrays as a torch function; its backward is `jax.vjp` of it, opaque in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: FlatJaxFn, run: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.fn, ctx.run = fn, run
+        ctx.save_for_backward(*tensors)
+        outputs = tuple(run(fn, *tensors))
+        ctx.mark_non_differentiable(*(o for o in outputs if not _is_inexact(o)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
+        given = tuple(c is not None and _is_inexact(c) for c in cotangents)
+        chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
+        grads = iter(_Opaque.apply(_vjp_of(ctx.fn, wanted, given), ctx.run, *tensors, *chosen))
+        return None, None, *(next(grads) if want else None for want in wanted)
+
+
+def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> FlatJaxFn:
+    def vjp(*inputs: jax.Array) -> list[jax.Array]:
+        primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
+
+        def of_wanted(*chosen: jax.Array) -> list[jax.Array]:
+            values = iter(chosen)
+            outputs = fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True)))
+            return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
+
+        chosen = [p for p, want in zip(primals, wanted, strict=True) if want]
+        outputs, pull = jax.vjp(of_wanted, *chosen)
+        sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
+        return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
+
+    return vjp
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [wrap_array(a) for a in fn(*map(to_array, tensors))]
+
+
+def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
+    handle = next(_HANDLES)
+    with unwatched(), noting_draws(handle):
+        traced, results = _trace(fn, shapes)
+    _FUNCTIONS[handle] = fn, results
+    effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
+    op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
+    return op(handle, list(tensors))
+
+
+def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
+    """What `fn` does and returns for arrays like these; what they vary over is known when the graph is lowered."""
+    try:
+        return jax.make_jaxpr(fn, return_shape=True)(*shapes)
+    except (TypeError, ValueError):
+        axes = tracked_axes()
+        if not axes:
+            raise
+        with contextlib.suppress(TypeError, ValueError):  # a loop may want what it carries to vary from the start
+            return jax.make_jaxpr(lambda *a: fn(*(vary(x, axes) for x in a)), return_shape=True)(*shapes)
+        raise
+
+
+def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
+
+
+def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor]) -> Any:
+    """The results of a JAX function for tensors that have values."""
+    return _apply(flat, _run_now, tensors)
+
+
+def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+    """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
+    while True:
+        try:
+            return _apply(flat, _run_captured, [*map(as_captured, tensors), *map(as_captured, closure)])
+        except MoreInputs as request:
+            closure.extend(request.tensors)
+
+
+def draw_seed(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In a capture: two fresh words of key data, as a tensor."""
+    return torch.ops.torch_shard.draw_seed(tensors[0] if tensors else torch.zeros(()))

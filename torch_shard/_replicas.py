@@ -1,0 +1,267 @@
+"""One tree per device, one tree per process, and whether replicas are what they should be: equal."""
+
+import collections
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+
+from torch_shard._bridge import JaxTensor
+from torch_shard._convert import adopt_torch_nodes, tensor_to_numpy, to_host
+
+Part = tuple[str, str]
+"""The path of a leaf, and which part of it, where it is sharded."""
+
+
+def unshard(tree: Any) -> list[Any]:
+    """Take the leading dim of devices apart, for plain Python loops.
+
+    Args:
+        tree: A pytree of tensors or arrays of shape (num_devices, ...), such as `tpmap` returns.
+
+    Returns:
+        A list with one tree per device, of tensors of shape (...), each on the devices where the whole was; gradients
+        flow.
+
+    Raises:
+        ValueError: The tree is empty, or leading dims are missing or differ.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> [row["x"].item() for row in ts.unshard({"x": torch.arange(3)})]
+        [0, 1, 2]
+    """
+    adopt_torch_nodes(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = {path: tuple(np.shape(leaf)) for path, leaf in _with_paths(tree)}
+    if not leaves:
+        raise ValueError("unshard: the tree holds no tensor, so there is nothing to take apart.")
+    without = [f"{path} {shape}" for path, shape in shapes.items() if not shape]
+    if without:
+        raise ValueError(f"unshard: every leaf needs a leading dim of devices, and {', '.join(without)} has none.")
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        shown = ", ".join(f"{path}: {shape[0]}" for path, shape in shapes.items())
+        raise ValueError(f"unshard: the leading dims must have one size, the number of devices, got {shown}.")
+    rows = [leaf.unbind(0) if isinstance(leaf, torch.Tensor) else list(leaf) for leaf in leaves]
+    return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
+
+
+def gather_from_jax_processes(tree: Any) -> list[Any]:
+    """Bring the trees of all processes together; every process must call it.
+
+    Args:
+        tree: A pytree; trees of different processes may differ in every way. Everything in it can be pickled. An array
+            over the devices of several processes must be the same on all of them.
+
+    Returns:
+        One tree per process, in the order of `jax.process_index()`, with tensors and arrays as CPU tensors.
+
+    Raises:
+        ValueError: An array is spread over processes. Where one process fails, all raise.
+    """
+    adopt_torch_nodes(tree)
+    return _exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
+
+
+def _to_cpu(path: Any, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
+        return leaf.detach().cpu().clone()
+    if not isinstance(leaf, JaxTensor | jax.Array):
+        return leaf
+    array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} {array.shape} is one array over the devices of several processes, of which "
+            "no process holds the whole. Take apart what each holds (array.addressable_shards), or bring it together "
+            "with jax.experimental.multihost_utils.process_allgather(array, tiled=True)."
+        )
+    return to_host(array.addressable_data(0) if array.is_fully_replicated else array)
+
+
+def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
+    """Raise if replicas that should be equal are not, on any device of any process; every process must call it.
+
+    The replicas are the copies that devices hold of each part of an array, by its sharding, and what each process
+    has of everything else: CPU tensors, numbers, and arrays on its own devices alone. NaNs equal NaNs.
+
+    Args:
+        tree: A pytree of tensors, arrays and numbers, of the same structure in all processes.
+        rtol: How far replicas may differ, relative to the most common value.
+        atol: How far they may differ besides.
+        device_axis: Whether the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
+
+    Raises:
+        AssertionError: In every process: each leaf whose replicas differ, where they are, and by how much.
+        ValueError: The tree is empty.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.assert_replica_integrity({"w": torch.tensor([[1.0, 2.0], [1.0, 2.5]])}, device_axis=True)
+        Traceback (most recent call last):
+        ...
+        AssertionError: assert_replica_integrity: replicas differ by more than rtol=0.0, atol=0.0:
+        <BLANKLINE>
+          ['w']: row 1 differs from row 0 by 0.5 at most.
+    """
+    caller = "assert_replica_integrity"
+    adopt_torch_nodes(tree)
+    values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
+    tables = _exchange(caller, lambda: _table(tree, device_axis, values))
+    _check_leaves([leaves for leaves, _ in tables])
+    places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for replica in (replica for _, replicas in tables for replica in replicas):
+        places[replica.part][replica.digest].append(replica.place)
+    disputed = {part: by_digest for part, by_digest in places.items() if len(by_digest) > 1}
+    if not disputed:
+        return
+    wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
+    held: dict[Any, np.ndarray] = {}
+    for found in _exchange(caller, lambda: {key: values[key]() for key in wanted if key in values}):
+        held.update(found)
+    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol, atol)]
+    if faults:
+        heading = f"{caller}: replicas differ by more than rtol={rtol}, atol={atol}:"
+        raise AssertionError(f"{heading}\n\n" + "\n".join(faults))
+
+
+def _faults(part: Part, places: dict[bytes, list[str]], held: Any, rtol: float, atol: float) -> Iterator[str]:
+    """The replicas of one part that differ from what most of them are."""
+    common = max(places, key=lambda digest: len(places[digest]))
+    for digest in (d for d in places if d != common):
+        apart = _difference(held[part, digest], held[part, common], rtol, atol)
+        if apart is not None:
+            others, most = _join(places[digest]), _join(places[common])
+            yield f"  {''.join(part)}: {others} differs from {most} by {apart} at most."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replica:
+    part: Part
+    place: str
+    digest: bytes
+
+
+def _table(tree: Any, device_axis: bool, values: dict[Any, Any]) -> tuple[dict[str, str], list[_Replica]]:
+    """What each leaf is, and the replicas that this process holds; how to read one for each digest goes to `values`."""
+    leaves: dict[str, str] = {}
+    replicas = []
+    process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
+    for path, leaf in _with_paths(tree):
+        array = _array_of(path, leaf)
+        leaves[path] = f"{tuple(array.shape)} {array.dtype}"
+        pieces = _shards(array) if isinstance(array, jax.Array) else [((), "the host", lambda array=array: array)]
+        for index, place, read in _rows(path, pieces, array.ndim) if device_axis else pieces:
+            value = np.ascontiguousarray(read())
+            digest = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+            part = path, _describe(index)
+            values.setdefault((part, digest), read)
+            replicas.append(_Replica(part, place + process, digest))
+    if not leaves:
+        raise ValueError("assert_replica_integrity: the tree holds no tensor, so there is nothing to compare.")
+    return leaves, replicas
+
+
+Piece = tuple[tuple[slice, ...], str, Callable[[], np.ndarray]]
+
+
+def _shards(array: jax.Array) -> Iterator[Piece]:
+    for shard in array.addressable_shards:
+        index = tuple(shard.index) if any(s != slice(None) for s in shard.index) else ()
+        place = f"{shard.device.platform.upper()} {shard.device.id}"
+        yield index, place, lambda shard=shard: np.asarray(shard.data)
+
+
+def _rows(path: str, pieces: Any, ndim: int) -> Iterator[Piece]:
+    """The rows of the leading dim, each a replica."""
+    if not ndim:
+        raise ValueError(f"assert_replica_integrity: {path} is a scalar, and device_axis=True needs a leading dim.")
+    for index, place, read in pieces:
+        first = (index[0].start or 0) if index else 0
+        rest = index[1:] if any(s != slice(None) for s in index[1:]) else ()
+        on = "" if place == "the host" else f" on {place}"
+        for row in range(len(read())):
+            yield rest, f"row {first + row}{on}", lambda read=read, row=row: read()[row]
+
+
+def _array_of(path: str, leaf: Any) -> Any:
+    """A leaf as a jax or numpy array."""
+    if isinstance(leaf, JaxTensor):
+        return leaf.jax()
+    if isinstance(leaf, torch.Tensor):
+        return tensor_to_numpy(leaf.detach().cpu())
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return np.asarray(leaf)
+    raise TypeError(f"assert_replica_integrity: {path} is {leaf!r}; the tree must hold tensors and numbers.")
+
+
+def _check_leaves(leaves: Sequence[dict[str, str]]) -> None:
+    """Refuse trees that differ between processes in structure, shapes or dtypes."""
+    for process, found in enumerate(leaves):
+        for path in (leaves[0].keys() | found.keys()) if found != leaves[0] else ():
+            first, other = leaves[0].get(path, "nothing"), found.get(path, "nothing")
+            if first != other:
+                raise AssertionError(
+                    f"assert_replica_integrity: {path} is {first} in process 0 and {other} in process {process}."
+                )
+
+
+def _difference(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> float | None:
+    """The largest difference of elements that are not close; None if all are."""
+    kind = np.complex128 if np.iscomplexobj(b) else np.float64
+    wide_a, wide_b = a.astype(kind), b.astype(kind)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        difference = np.abs(wide_a - wide_b)
+        close = (a == b) | (np.isnan(wide_a) & np.isnan(wide_b))
+        if rtol or atol:
+            close |= difference <= atol + rtol * np.abs(wide_b)
+    return None if close.all() else float(f"{difference[~close].max():.3g}")
+
+
+def _describe(index: tuple[slice, ...]) -> str:
+    parts = [":" if s == slice(None) else f"{s.start or 0}:{s.stop}" for s in index]
+    return f"[{', '.join(parts)}]" if parts else ""
+
+
+def _join(places: list[str]) -> str:
+    shown = places if len(places) <= 8 else [*places[:7], f"{len(places) - 7} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _with_paths(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    text: str
+
+
+def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
+    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
+    if jax.process_count() == 1:
+        return [make()]
+    failure = None
+    try:
+        data = pickle.dumps(make())
+    except Exception as error:
+        failure, data = error, pickle.dumps(_Failure(str(error)))
+    sizes = multihost_utils.process_allgather(np.array([len(data)], np.uint32)).ravel()
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    if failure is not None:
+        raise failure
+    found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    for process, value in enumerate(found):
+        if isinstance(value, _Failure):
+            raise RuntimeError(f"{caller}: process {process} failed: {value.text}")
+    return found
