@@ -11,8 +11,8 @@ import torch
 from torch_shard._batch import BatchSignature
 from torch_shard._bundles import Bundle, Unit, units_of
 from torch_shard._capture import Spec
-from torch_shard._function import FlatFn
 from torch_shard._module import LossFn, call_with, eval_mode, holdings
+from torch_shard._program import FlatFn
 from torch_shard._regions import Regions
 
 RESERVED = ("loss", "grad_norm")

@@ -13,12 +13,12 @@ import torch
 from torch_shard._attributes import PlainAttributes
 from torch_shard._batch import BatchSignature
 from torch_shard._bundles import Bundle, Unit, names_of
-from torch_shard._function import Program, ambient
 from torch_shard._guards import Guard
 from torch_shard._joint import JointLoss
 from torch_shard._layers import Siblings
 from torch_shard._lower import compiler_options
 from torch_shard._module import LossFn, holdings
+from torch_shard._program import Program, ambient
 from torch_shard._repeats import Repeats, Rolled, capture_layers, report
 from torch_shard._rolled import Row, Rows, array_of
 from torch_shard._stacks import Stacks

@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 from torch_shard._attributes import Contents
 from torch_shard._bundles import Unit, names_of
 from torch_shard._capture import Spec
-from torch_shard._function import FlatFn, Program
 from torch_shard._guards import reached_by
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random
 from torch_shard._module import LossFn
+from torch_shard._program import FlatFn, Program
 from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll

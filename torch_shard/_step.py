@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch_shard._accumulate import Microbatches
 from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._compile_cache import CompileCache
-from torch_shard._function import ambient
 from torch_shard._fused import find_fused
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings, shared_memory
 from torch_shard._placement import BatchLayout, put
 from torch_shard._plan import ShardingPlan
+from torch_shard._program import ambient
 from torch_shard._repeats import REMAT, Repeats
 
 logger = logging.getLogger(__name__)

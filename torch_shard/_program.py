@@ -1,0 +1,87 @@
+"""A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torch_shard._attributes import new_values
+from torch_shard._axes import manual_axes, still_hold, tracked_axes
+from torch_shard._capture import Graph, Spec, capture
+from torch_shard._lower import Lowered, draws_random, lower, missing_lowerings, place_of
+from torch_shard._ops import has_x64, keeps_whole
+
+FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
+
+
+class Program:
+    """A captured callable with its lowering.
+
+    Args:
+        fn: The callable.
+        specs: Its inputs.
+        what: Its name, for errors.
+        others: Operators that the caller runs in a way of its own.
+        inner: Gives the graphs that these stand for.
+    """
+
+    def __init__(
+        self,
+        fn: FlatFn,
+        specs: Sequence[Spec],
+        what: str,
+        others: Collection[Any] = (),
+        inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
+    ) -> None:
+        self._inner = inner
+        self.graph: Graph = capture(fn, specs, keep=keeps_whole)
+        self._check_numbers(fn, specs, what)
+        if any(node.target not in others for node in missing_lowerings(self.graph.module)):
+            raise _missing_error(fn, specs, what)
+        self.random = draws_random(self.graph.module)
+
+    @functools.cached_property
+    def run(self) -> Lowered:
+        """The JAX function `(key, *arrays) -> list of arrays`."""
+        return lower(self.graph.module)
+
+    def is_current(self) -> bool:
+        """Whether modules still have the training flags, and named axes the sizes, that they had at the capture."""
+        return self.graph.is_current() and still_hold(self.graph.axes)
+
+    def _code(self, graph: Graph) -> list[str]:
+        return [graph.module.code, *(module.code for module in self._inner())]
+
+    def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
+        """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""
+        if not self.graph.changed:
+            return
+        first = self._code(self.graph)
+        with new_values(self.graph.changed):
+            second = capture(fn, specs, keep=keeps_whole)
+        if self._code(second) != first:
+            names = ", ".join(change.path for change in self.graph.changed)
+            raise NotImplementedError(
+                f"{what} changes the plain attribute {names} on each call and depends on it, but a compiled program is "
+                "the same for every call. Make it a buffer (register_buffer, a tensor), which the program can carry."
+            )
+
+
+def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplementedError:
+    """Captured once more, with source lines."""
+    graph = capture(fn, specs, keep=keeps_whole, explain=True)
+    nodes = missing_lowerings(graph.module)
+    lines = [f"  {node.target}: {place_of(node)}" for node in nodes]
+    return NotImplementedError(
+        f"{what} uses {len(nodes)} operator{'s' * (len(nodes) > 1)} without a lowering to JAX:\n\n"
+        + "\n".join(lines)
+        + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax."
+    )
+
+
+def ambient() -> tuple[Any, ...]:
+    """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
+    autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
+    axes = tuple(manual_axes().items())
+    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes())
