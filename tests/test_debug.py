@@ -130,3 +130,8 @@ def test_unused_calls_into_jax_without_effects_are_dead_code() -> None:
     assert "sin" not in program
     assert "psum" not in program
     assert "add" in program
+
+
+def test_a_print_demands_no_key() -> None:
+    fn = ts.jax_jit(speak)
+    assert ts.jax_view(lambda x: fn(x) + 1)(jnp.arange(4.0)) == 15
