@@ -98,9 +98,11 @@ def test_vmap_takes_axes() -> None:
     assert_close(fn(a, b), (a.T @ b).T)
 
 
-def test_torch_autograd_sees_through_adapters() -> None:
-    x = X.to("jax").requires_grad_()
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_torch_autograd_sees_through_adapters(device: str) -> None:
+    x = X.to(device).clone().requires_grad_()
     (ts.jax_jit(wavy)(x) * 2).backward()
+    assert x.grad.device == x.device
     assert_close(x.grad, 2 * torch_grad(wavy, X))
 
 

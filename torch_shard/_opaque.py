@@ -144,7 +144,8 @@ def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]
 
 def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor]) -> Any:
     """The results of a JAX function for tensors that have values."""
-    return _apply(flat, _run_now, tensors)
+    # Moved by PyTorch, which brings gradients back to where their tensors are.
+    return _apply(flat, _run_now, [t.to("jax") if t.requires_grad else t for t in tensors])
 
 
 def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
