@@ -124,7 +124,10 @@ def test_convolution_by_rows(adapt: Any) -> None:
 def test_what_pmap_gives_stays_on_its_devices() -> None:
     fn = ts.jax_pmap(convolve)
     once = fn(ROWS, WINDOW.repeat(8, 1))
-    twice = fn(ROWS, once)
+    rows = ROWS.to("jax").shard_(once.sharding)
+    fn(rows, once)
+    with jax.transfer_guard("disallow"):
+        twice = fn(rows, once)
     assert twice.sharding == once.sharding
     assert len(once.sharding.device_set) == 8
     assert_close(twice, torch.stack([convolve(row, convolve(row, WINDOW)) for row in ROWS]))

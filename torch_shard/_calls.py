@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
 from torch_shard._fakes import is_fake
 from torch_shard._function import TorchFunction
-from torch_shard._keys import next_key, wrap_seed
+from torch_shard._keys import NeedsKey, next_key, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._opaque import draw_seed, run_captured, run_now
 from torch_shard._watch import ModuleFlags, add_modules, current_watch
@@ -30,6 +31,21 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Tensors become arrays and results tensors; torch's autograd sees through it. `random` says whether the function
     may need its key; in a capture the key is drawn by an operator of its own, so that the derivative draws the same.
     """
+    is_eager = current_watch() is None
+    if random and not (is_eager and pure in _DRAWING):
+        try:
+            return _call(pure, args, kwargs, random=False)
+        except NeedsKey:
+            if is_eager:
+                _DRAWING.add(pure)
+    return _call(pure, args, kwargs, random=random)
+
+
+_DRAWING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that were found to need a key."""
+
+
+def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:

@@ -16,7 +16,7 @@ from torch_shard._axes import into_shares, map_together, sum_shares
 from torch_shard._capture import Graph, Spec
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
-from torch_shard._keys import note_draw
+from torch_shard._keys import NeedsKey
 from torch_shard._ops import captured_dtype
 from torch_shard._program import FlatFn, Program, ambient
 from torch_shard._static import Static
@@ -86,9 +86,7 @@ class FlatFunction:
         """Outputs of the callable on these arrays."""
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
-            raise ValueError(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
-        if program.random:
-            note_draw()
+            raise NeedsKey(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
         return program.run(key, *arrays, *CLOSURE.read(program.graph))
 
     def apply(self, key: Any, *arrays: Any) -> list[jax.Array]:

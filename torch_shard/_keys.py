@@ -1,8 +1,6 @@
 """Random keys for eager work on the jax device; compiled steps carry theirs in their state."""
 
-import contextlib
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -49,31 +47,8 @@ def wrap_seed(seed: Any) -> "jax.Array":
     return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
 
 
-class _Draws(threading.local):
-    count = 0
-
-
-_DRAWS = _Draws()
-_DRAWING: set[int] = set()
-
-
-def note_draw() -> None:
-    """Say that the JAX code under way draws random numbers from its key."""
-    _DRAWS.count += 1
-
-
-@contextlib.contextmanager
-def noting_draws(handle: int) -> Iterator[None]:
-    """Remember under `handle` whether what is traced within draws random numbers."""
-    before = _DRAWS.count
-    yield
-    if _DRAWS.count > before:
-        _DRAWING.add(handle)
-
-
-def has_drawn(handle: Any) -> bool:
-    """Whether what was traced under `handle` draws random numbers."""
-    return handle in _DRAWING
+class NeedsKey(ValueError):
+    """A callable draws random numbers, and was called without a key."""
 
 
 def fold_axes(key: "jax.Array", axes: Iterable[str]) -> "jax.Array":

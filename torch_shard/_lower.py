@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._graph import args_of, fill_in, outputs_of
-from torch_shard._keys import fold_axes, has_drawn
+from torch_shard._keys import fold_axes
 from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, refuse_generator, torch_dtype
 
 Lowered = Callable[..., list[Any]]
@@ -55,17 +55,7 @@ def lower(graph: GraphModule) -> Lowered:
 
 def draws_random(graph: GraphModule) -> bool:
     """Whether the graph needs a random key."""
-    return any("random_place" in node.meta and not _is_idle_seed(node) for node in graph.graph.nodes)
-
-
-def _is_idle_seed(node: Node) -> bool:
-    """Whether it is the seed of calls into JAX that draw nothing."""
-    calls = [user for user in node.users if getattr(user.target, "_name", "") in _CALLS]
-    return (
-        node.target is torch.ops.torch_shard.draw_seed.default
-        and len(calls) == len(node.users)
-        and not any(has_drawn(args_of(call)[0]) for call in calls)
-    )
+    return any("random_place" in node.meta for node in graph.graph.nodes)
 
 
 def sources_of(node: Node) -> list[Node]:
@@ -94,7 +84,7 @@ def operation(node: Node) -> Callable[[Any, Any, Sequence[Any]], Any]:
     def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
         given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
-        first = (None if key is None else jax.random.fold_in(fold_axes(key, axes), place),) if target in RANDOM else ()
+        first = (jax.random.fold_in(fold_axes(key, axes), place),) if target in RANDOM else ()
         with jax.named_scope(target._opname):
             return _conform(node, lowering(*first, *args, **named))
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from torch.fx import has_side_effect
 
 from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._closure import MoreInputs
-from torch_shard._keys import noting_draws
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
 from torch_shard._watch import as_captured, unwatched
 
@@ -63,8 +61,8 @@ def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 @lowers(torch.ops.torch_shard.draw_seed.default, random=True)
-def _lower_draw_seed(key: jax.Array | None, like: jax.Array) -> jax.Array:
-    return jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)  # None: nothing draws from it
+def _lower_draw_seed(key: jax.Array, like: jax.Array) -> jax.Array:
+    return jax.random.key_data(key)
 
 
 class _Opaque(torch.autograd.Function):
@@ -116,7 +114,7 @@ def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
-    with unwatched(), noting_draws(handle):
+    with unwatched():
         traced, results = _trace(fn, shapes)
     _FUNCTIONS[handle] = fn, results
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
