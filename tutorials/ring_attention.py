@@ -167,9 +167,7 @@ torch.testing.assert_close(by_ring, by_torch, rtol=1e-4, atol=0)
 
 # %%
 def loop(start, stop, body, carry):
-    view = ts.jax_view(body)
-    # A lambda of its own each time, since JAX remembers a body with what it closed over.
-    return ts.call_jax(lambda carry: jax.lax.fori_loop(start, stop, lambda *args: view(*args), carry), carry)
+    return ts.call_jax(jax.lax.fori_loop, start, stop, ts.jax_view(body), carry)
 
 
 class RingAttention(torch.autograd.Function):
