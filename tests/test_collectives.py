@@ -99,6 +99,13 @@ CASES = {
         lambda x, w, s, i, j: x.sin() * s + 1,
         P(),
     ),
+    "all_gather along a new dim": Case(
+        lambda x, w, s: (
+            all_gather(x, "i", dim=1, tiled=False, to="invarying").sin() * torch.arange(axis_size("i"))[:, None] * s
+        ),
+        lambda x, w, s, i, j: blocks(x, i, 0).transpose(0, 1).sin() * torch.arange(i)[:, None] * s,
+        P(None, None, "j"),
+    ),
     "psum_scatter": Case(
         lambda x, w, s: psum_scatter(all_gather(x, "j", dim=1) * s, "j", dim=1).exp(),
         lambda x, w, s, i, j: (x * s * j).exp(),
@@ -268,7 +275,7 @@ def test_one_function_on_meshes_of_other_sizes_is_captured_for_each() -> None:
 
 
 BAD = {
-    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'an axis is a name, as in psum(x, "i"), or a tuple'),
+    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'psum: an axis is a name, such as "i", or a tuple'),
     "axis twice": (lambda x: psum(x, ("i", "i")), ValueError, "names an axis twice"),
     "unbound": (lambda x: psum(x, "k"), NameError, "psum: axis 'k' is not bound here ('i', 'j' of the mesh are)"),
     "not a tensor": (lambda x: psum("x", "i"), TypeError, "psum: expected torch tensors, or a pytree of them, got str"),
@@ -308,6 +315,12 @@ BAD = {
     "pair below": (lambda x: ppermute(x, "i", [(-1, 0)]), ValueError, "pair (-1, 0) leaves the axis"),
     "source twice": (lambda x: ppermute(x, "i", [(0, 1), (0, 2)]), ValueError, "device 0 sends twice"),
     "destination twice": (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError, "device 1 receives twice"),
+    "stack along": (
+        lambda x: all_gather(x, "i", dim=2, tiled=False),
+        ValueError,
+        "all_gather: dim=2 is not a dim of a tensor of local",
+    ),
+    "no pairs": (lambda x: ppermute(x, "i", None), TypeError, "pairs are (source, destination) indices, got None"),
     "no pair": (lambda x: ppermute(x, "i", [0, 1]), TypeError, "pairs are (source, destination) indices, got [0, 1]"),
     "key": (
         lambda x: fold_in_axis(x, "i"),

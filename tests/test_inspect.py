@@ -431,3 +431,13 @@ components = st.sampled_from(["a", "b", "weight", *map(str, range(12))])
 def test_folded_names_spell_out_to_the_same_names(names):
     said = [name for text in describe_names((name,) for name in names) for name in spell_out(text)]
     assert sorted(said) == sorted(names)
+
+
+def test_nothing_is_placed_within_a_compiled_function() -> None:
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        visualize_sharding(x)
+        return x
+
+    for fn in (ts.jax_jit(draw), lambda x: jax.jit(draw)(x.jax())):
+        with pytest.raises(TypeError, match=r"within a compiled function, tensors have no place yet\. Draw what"):
+            fn(torch.ones(2, device="jax"))

@@ -133,6 +133,15 @@ def test_bad_trees_are_refused() -> None:
         ts.assert_replica_integrity({"a": 1.0}, device_axis=True)
     with pytest.raises(TypeError, match=r"\['a'\] is 'x'; the tree must hold tensors"):
         ts.assert_replica_integrity({"a": "x"})
+    with pytest.raises(TypeError, match=r"the tree must hold tensors and numbers\. Give its state_dict\(\)"):
+        ts.assert_replica_integrity(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), "1"])
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+def test_bad_tolerances_are_refused(name: str, tolerance: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a number of at least 0, got"):
+        ts.assert_replica_integrity({"a": 1.0}, **{name: tolerance})
 
 
 # Several processes

@@ -289,7 +289,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one kind as argtypes": (
         lambda: ts.tpmap(torch.sin, "i", "shard"),
-        r"for each positional argument, as \['shard'\]",
+        r"for each positional argument, as \['shard'\]; got 'shard'",
+    ),
+    "no argtypes": (lambda: ts.tpmap(torch.sin, "i", None), r"as \['shard', 'broadcast'\]; got None"),
+    "a kind in a list": (
+        lambda: ts.tpmap(torch.sin, "i", [["shard"]]),
+        r"argtypes\[0\] is \['shard'\], which is no kind",
+    ),
+    "kwargtypes without names": (
+        lambda: ts.tpmap(torch.sin, "i", [], ["shard"]),
+        r"kwargtypes must map names to kinds, .*; got \['shard'\]",
+    ),
+    "no devices": (lambda: ts.tpmap(torch.sin, "i", ["shard"], devices=[])(DATA), r"different JAX devices, .*got \[\]"),
+    "a device twice": (
+        lambda: ts.tpmap(torch.sin, "i", ["shard"], devices=jax.devices()[:1] * 2)(DATA),
+        "devices must be a sequence of different JAX devices",
+    ),
+    "on other devices": (
+        lambda: ts.tpmap(lambda x: x, "i", ["shard"])(jax.device_put(DATA.numpy(), jax.devices()[3])),
+        r"x \(16, 8\) lies on devices \[3\], and the function runs on devices \[0, 1",
+    ),
+    "rows of a kind": (
+        lambda: ts.tpmap(lambda x: x, "i", [ts.ArgKind(spread=lambda x, n: x)])({"a": torch.ones(3)}),
+        r"the `spread` of the kind of x\['a'\] must give a leading dim of 8, .* gave shape \(3,\)",
     ),
     "wrap_return that cannot be": (
         lambda: ts.tpmap(torch.sin, "i", ["shard"], wrap_return="rng"),
@@ -352,6 +374,11 @@ def test_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"^tpmap: [\\s\\S]*{message.replace('{', '[{]').replace('?', '[?]')}"):
         call()
+
+
+def test_the_axis_needs_a_name() -> None:
+    with pytest.raises(TypeError, match="tpmap: axis_name must be a string, got 3"):
+        ts.tpmap(torch.sin, 3, ["shard"])  # pyright: ignore[reportArgumentType]
 
 
 def test_all_faults_together() -> None:

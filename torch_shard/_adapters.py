@@ -46,7 +46,7 @@ class Compiled:
         self.pure, self.transform = pure, transform
         self._variants: list[_Variant] = []
 
-    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
         settings = CLOSURE.token or ambient()
         variant = next(
             (v for v in self._variants if v.settings == settings and (CLOSURE.token or v.is_current())), None
@@ -84,7 +84,7 @@ class _Variant:
         values = CLOSURE.values(self.closure)
         return self.compiled[len(args)](values, key, *args, **kwargs)
 
-    def _run(self, values: list[jax.Array], key: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, values: list[jax.Array], key: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.traced = True
         reader = Reader(self.closure, values)
         with reader.active():

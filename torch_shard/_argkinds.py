@@ -91,7 +91,7 @@ Kind = str | ArgKind
 def kind_of(where: str, kind: Any) -> ArgKind:
     if isinstance(kind, ArgKind):
         return kind
-    if kind in KINDS:
+    if isinstance(kind, str) and kind in KINDS:
         return KINDS[kind]
     close = difflib.get_close_matches(str(kind), KINDS, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
@@ -105,17 +105,27 @@ class Kinds:
     """The kinds of all arguments, by position and by name."""
 
     def __init__(self, f: Callable[..., Any], argtypes: Sequence[Kind], kwargtypes: Mapping[str, Kind]) -> None:
-        if isinstance(argtypes, str | ArgKind):
-            raise ValueError(f"tpmap: argtypes must have a kind for each positional argument, as [{argtypes!r}].")
+        if isinstance(argtypes, str) or not isinstance(argtypes, Sequence):
+            example = [argtypes] if isinstance(argtypes, str | ArgKind) else ["shard", "broadcast"]
+            raise ValueError(
+                f"tpmap: argtypes must have a kind for each positional argument, as {example!r}; got {argtypes!r}."
+            )
+        if not isinstance(kwargtypes, Mapping):
+            raise ValueError(f'tpmap: kwargtypes must map names to kinds, as {{"x": "shard"}}; got {kwargtypes!r}.')
         self._positional = [kind_of(f"argtypes[{i}]", kind) for i, kind in enumerate(argtypes)]
         self._named = {name: kind_of(f"kwargtypes[{name!r}]", kind) for name, kind in kwargtypes.items()}
-        self._names = names_of(f, len(self._positional))
+        self.names = names_of(f, len(self._positional))
         self._what = getattr(f, "__qualname__", type(f).__name__)
 
     def map(self, fn: Callable[[ArgKind, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `fn` makes of each kind and its argument, as `(args, kwargs)`."""
         found = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
         return found, {name: fn(self._named[name], value) for name, value in kwargs.items()}
+
+    def items(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, ArgKind, Any]]:
+        """Each argument with its name and kind."""
+        yield from zip(self.names, self._positional, args, strict=True)
+        yield from ((name, self._named[name], value) for name, value in kwargs.items())
 
     def select(self, kind: ArgKind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The arguments of one kind, the others as None."""
@@ -124,7 +134,7 @@ class Kinds:
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_devices: int) -> None:
         """Refuse arguments that were not announced, or that do not suit their kinds."""
         if len(args) != len(self._positional):
-            announced = ", ".join(self._names)
+            announced = ", ".join(self.names)
             raise ValueError(
                 f"tpmap: {self._what} takes {len(self._positional)} positional arguments by its argtypes "
                 f"({announced}), and got {len(args)}. Arguments that are passed by name need an entry in kwargtypes."
@@ -137,8 +147,7 @@ class Kinds:
                 raise ValueError(
                     f"tpmap: {self._what} got the keyword {name!r}, and its kwargtypes name {known}. {hint}"
                 )
-        given = [*zip(self._names, self._positional, args, strict=True)]
-        given += [(name, self._named[name], value) for name, value in kwargs.items()]
+        given = self.items(args, kwargs)
         faults = [fault for name, kind, value in given for fault in _faults(name, kind, value, num_devices)]
         if faults:
             raise ValueError(f"tpmap: arguments of {self._what}:\n\n" + "\n".join(f"  {fault}" for fault in faults))

@@ -105,7 +105,7 @@ def _without_float0(array: Any) -> Any:
     return jnp.zeros(array.shape, jnp.int32) if array.dtype == jax.dtypes.float0 else jnp.asarray(array)
 
 
-def call_jax(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_jax(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a JAX function with torch tensors.
 
     Args:
@@ -121,10 +121,10 @@ def call_jax(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> ts.call_jax(jnp.add, torch.ones(2), torch.ones(2)).tolist()
         [2.0, 2.0]
     """
-    return call_pure(lambda key, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
+    return call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
 
 
-def call_torch(fn: Callable[..., Any], *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+def call_torch(fn: Callable[..., Any], /, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
     """Call a torch callable with JAX arrays: `jax_view(fn)(*args, key=key, **kwargs)`."""
     return jax_view(fn)(*args, key=key, **kwargs)
 
@@ -167,6 +167,8 @@ class _JaxView:
 
 def pure_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The JAX function `(key, *args, **kwargs)` of a torch callable or of an adapted function."""
+    if not callable(fn):
+        raise TypeError(f"expected a torch callable, such as a function or a module, got {fn!r}.")
     return fn._torch_shard_pure if is_adapted(fn) else TorchFunction(fn)  # pyright: ignore[reportFunctionMemberAccess]
 
 

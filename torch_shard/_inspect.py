@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import torch
+from jax.core import Tracer
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._bridge import JaxTensor
+from torch_shard._fakes import is_fake
 from torch_shard._files import replacing
 from torch_shard._grid import Entry, Grid, describe_names, make_grids
 from torch_shard._mesh import ResolvedEntry, ResolvedPlan
@@ -162,6 +164,11 @@ def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None
     bare = [name for name, array in arrays.items() if getattr(array, "sharding", None) is None]
     if not bare:
         return
+    if any(is_fake(array) or isinstance(array, Tracer) for array in arrays.values()):
+        raise TypeError(
+            "visualize_sharding: within a compiled function, tensors have no place yet. Draw what the function "
+            "returns, or what it is called with."
+        )
     if alone:
         raise TypeError(
             f"visualize_sharding: expected a jax.Array or a tensor on the jax device, got {owner}, which has no "

@@ -14,8 +14,20 @@ from torch_shard._axes import manual_axes, size_of
 from torch_shard._calls import pure_of
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._keys import fold_axes
+from torch_shard._mapped import (
+    as_devices,
+    as_names,
+    as_positions,
+    check_axes,
+    check_axis_name,
+    check_leaves,
+    check_mapped,
+    check_outermost,
+    check_places,
+    check_rows,
+)
 from torch_shard._mesh import check_mesh
-from torch_shard._specs import check_inputs, check_mapped, check_names, check_nesting, check_outputs, spread_specs
+from torch_shard._specs import check_inputs, check_names, check_nesting, check_outputs, spread_specs
 from torch_shard._vmap import vmap_of_arrays
 
 Axes = str | Sequence[str]
@@ -51,8 +63,13 @@ def jax_vmap(
         [3.0, 4.0]
     """
     pure = _folding(pure_of(fn), fold_in_axes, "jax_vmap")
+    if axis_name is not None:
+        check_axis_name("jax_vmap", axis_name)
+    check_axes("jax_vmap", "out_axes", out_axes)
+    if not (axis_size is None or isinstance(axis_size, int)):
+        raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
 
-    def mapped(key: Any, *args: Any, **named: Any) -> Any:
+    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
         axes = _axes_of(in_axes, len(args), "jax_vmap", fn)
         names = [*names_of(fn, len(args)), *named]
         spread = check_mapped("jax_vmap", names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
@@ -65,7 +82,7 @@ def jax_vmap(
             args, named = jax.tree.unflatten(tree, inputs[len(values) :])
             reader = Reader(tensors, inputs[: len(values)], token)
             with reader.active() if is_read else contextlib.nullcontext():
-                return pure(key, *args, **named)
+                return check_rows("jax_vmap", pure(key, *args, **named), out_axes)
 
         axes = (None, *(None for _ in values), *spread.axes)
         run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, axis_name=axis_name, **kwargs)
@@ -109,25 +126,32 @@ def jax_pmap(
         >>> ts.jax_pmap(lambda x: psum(x, "i"), axis_name="i")(torch.tensor([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
-    static = _positions(static_broadcasted_argnums)
-    options: dict[str, Any] = {"out_axes": out_axes, "devices": devices, **kwargs}
-    options["static_broadcasted_argnums"] = shift(static)
-    options["donate_argnums"] = shift(_positions(donate_argnums))
+    if axis_name is not None:
+        check_axis_name("jax_pmap", axis_name)
+    check_axes("jax_pmap", "out_axes", out_axes)
+    options: dict[str, Any] = {"out_axes": out_axes, **kwargs}
+    if devices is not None:
+        options["devices"] = devices = as_devices("jax_pmap", devices)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         axes = _axes_of(in_axes, num_args, "jax_pmap", fn)
         names = names_of(fn, num_args)
+        static = as_positions("jax_pmap", "static_broadcasted_argnums", static_broadcasted_argnums, names)
+        donated = as_positions("jax_pmap", "donate_argnums", donate_argnums, names)
+        numbers = {"static_broadcasted_argnums": shift(static), "donate_argnums": shift(donated)}
 
-        def local(given: Any, *args: Any, **named: Any) -> Any:
-            return run(*given, *args, **named)
+        def local(given: Any, /, *args: Any, **named: Any) -> Any:
+            return check_rows("jax_pmap", run(*given, *args, **named), out_axes)
 
         # One argument for values and key: where in_axes is flat, with an empty list of values JAX 0.10 can take the
         # axes of the arguments for those of their leaves.
-        mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **options)
+        mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **numbers, **options)
         limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
 
-        def checked(values: Any, key: Any, *args: Any, **named: Any) -> Any:
-            check_mapped("jax_pmap", names, args, axes, kwargs.get("axis_size"), static=static, limit=limit)
+        def checked(values: Any, key: Any, /, *args: Any, **named: Any) -> Any:
+            check_outermost("jax_pmap")
+            every = (*args, *named.values()), (*axes, *(0 for _ in named))
+            check_mapped("jax_pmap", [*names, *named], *every, kwargs.get("axis_size"), static=static, limit=limit)
             return mapped((values, key), *args, **named)
 
         return checked
@@ -141,7 +165,7 @@ def jax_shard_map(
     mesh: Mesh,
     in_specs: Any,
     out_specs: Any,
-    axis_names: Sequence[str] | frozenset[str] = (),
+    axis_names: str | Sequence[str] | frozenset[str] = (),
     check_vma: bool = True,
     fold_in_axes: Axes = (),
 ) -> Callable[..., Any]:
@@ -179,8 +203,9 @@ def jax_shard_map(
         3.5
     """
     check_mesh(mesh, caller="jax_shard_map")
-    check_names("in_specs", in_specs, mesh, axis_names)
-    check_names("out_specs", out_specs, mesh, axis_names)
+    mapped_names = as_names("jax_shard_map", "axis_names", axis_names)
+    check_names("in_specs", in_specs, mesh, mapped_names)
+    check_names("out_specs", out_specs, mesh, mapped_names)
     pure = _folding(pure_of(fn), fold_in_axes, "jax_shard_map", mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
@@ -197,8 +222,8 @@ def jax_shard_map(
                 return result
 
             if outer := manual_axes():  # in a function that is mapped over other axes of the mesh
-                check_nesting(mesh, axis_names)
-            axes = set(axis_names or mesh.axis_names) - set(outer)
+                check_nesting(mesh, mapped_names)
+            axes = set(mapped_names or mesh.axis_names) - set(outer)
             mapped = jax.shard_map(
                 local,
                 mesh=None if outer else mesh,
@@ -211,9 +236,13 @@ def jax_shard_map(
 
         return jax.jit(whole)
 
-    def mapped(key: Any, *args: Any, **named: Any) -> Any:
+    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
         if named:
             raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
+        names = names_of(fn, len(args))
+        for name, arg in zip(names, args, strict=True):
+            check_leaves("jax_shard_map", name, arg)
+        check_places("jax_shard_map", names, args, mesh)
         return compiled(key, *args)
 
     compiled = Compiled(pure, compile_for)
@@ -222,13 +251,13 @@ def jax_shard_map(
 
 def _folding(pure: Pure, axes: Axes, caller: str, mesh: Mesh | None = None) -> Pure:
     """`pure` with a key that differs along these axes."""
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = as_names(caller, "fold_in_axes", axes)
     if mesh is not None and not set(names) <= set(mesh.axis_names):
         raise ValueError(f"{caller}: fold_in_axes={axes!r} names an axis that the mesh lacks: {mesh.axis_names}.")
     if not names:
         return pure
 
-    def folded(key: Any, *args: Any, **kwargs: Any) -> Any:
+    def folded(key: Any, /, *args: Any, **kwargs: Any) -> Any:
         unbound = [name for name in names if size_of(name) is None]
         if unbound:
             raise ValueError(f"{caller}: fold_in_axes={axes!r} names {unbound[0]!r}, which is not the axis_name here.")
@@ -237,11 +266,8 @@ def _folding(pure: Pure, axes: Axes, caller: str, mesh: Mesh | None = None) -> P
     return folded
 
 
-def _positions(positions: int | Sequence[int]) -> tuple[int, ...]:
-    return (positions,) if isinstance(positions, int) else tuple(positions)
-
-
 def _axes_of(in_axes: Any, num_args: int, caller: str, fn: Any) -> tuple[Any, ...]:
+    check_axes(caller, "in_axes", in_axes)
     if not isinstance(in_axes, (tuple, list)):
         return (in_axes,) * num_args
     if len(in_axes) != num_args:

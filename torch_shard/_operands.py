@@ -1,10 +1,11 @@
 """What collectives take, said before anything is traced: named axes, tensors, dims and pairs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from torch_shard._axes import manual_axes, size_of
@@ -16,12 +17,12 @@ def sizes_of(name: str, axis: Any) -> dict[str, int]:
     """The axes with their sizes; the capture under way depends on them."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     if not axes or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f'{name}: an axis is a name, as in {name}(x, "i"), or a tuple of names; got {axis!r}.')
+        raise TypeError(f'{name}: an axis is a name, such as "i", or a tuple of names; got {axis!r}.')
     if len(set(axes)) < len(axes):
         raise ValueError(f"{name}: {axis!r} names an axis twice.")
     sizes = {a: size_of(a) for a in axes}
     for unbound in (a for a, size in sizes.items() if size is None):
-        bound = ", ".join(map(repr, manual_axes()))
+        bound = ", ".join(repr(a) for a in manual_axes() if not a.startswith("_"))  # JAX names what pmap leaves unnamed
         raise NameError(
             f"{name}: axis {unbound!r} is not bound here{f' ({bound} of the mesh are)' if bound else ''}. Collectives "
             "work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the axes of its "
@@ -49,11 +50,12 @@ def map_tensors(
     return jax.tree.map(of_leaf, x)
 
 
-def check_dim(name: str, t: torch.Tensor, dim: Any, argument: str) -> int:
-    """The dim, counted from the first; refuses one that the tensor lacks."""
-    if type(dim) is not int or not -t.ndim <= dim < t.ndim:
+def check_dim(name: str, t: torch.Tensor, dim: Any, argument: str, *, more: int = 0) -> int:
+    """The dim, counted from the first; refuses one that the tensor lacks, with so many dims more."""
+    ndim = t.ndim + more
+    if type(dim) is not int or not -ndim <= dim < ndim:
         raise ValueError(f"{name}: {argument}={dim!r} is not a dim of a tensor of local shape {tuple(t.shape)}.")
-    return dim % t.ndim
+    return dim % ndim
 
 
 def check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dict[str, int]) -> int:
@@ -70,9 +72,10 @@ def check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dict
 
 def check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
     """The pairs as they are; refuses those that leave the axis, and a device that sends or receives twice."""
-    checked = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair,) for pair in pairs]
-    if any(len(pair) != 2 or not all(type(i) is int for i in pair) for pair in checked):
-        raise TypeError(f"ppermute: pairs are (source, destination) indices, got {list(pairs)}.")
+    given = list(pairs) if isinstance(pairs, Iterable) else pairs
+    if not (isinstance(given, list) and all(map(_is_pair, given))):
+        raise TypeError(f"ppermute: pairs are (source, destination) indices, got {given}.")
+    checked = [(int(source), int(destination)) for source, destination in given]
     for pair in checked:
         if not all(0 <= index < count for index in pair):
             raise ValueError(f"ppermute: pair {pair} leaves the axis, whose indices are 0 to {count - 1}.")
@@ -80,7 +83,11 @@ def check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
         doubled = sorted({i for i in indices if indices.count(i) > 1})
         if doubled:
             raise ValueError(f"ppermute: device {doubled[0]} {role} twice in {checked}; each may once.")
-    return checked  # pyright: ignore[reportReturnType]
+    return checked
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(i, (int, np.integer)) for i in pair)
 
 
 def describe(value: Any) -> str:

@@ -111,6 +111,9 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
           ['w']: row 1 differs from row 0 by 0.5 at most.
     """
     caller = "assert_replica_integrity"
+    for name, tolerance in {"rtol": rtol, "atol": atol}.items():
+        if not (isinstance(tolerance, int | float) and tolerance >= 0):
+            raise ValueError(f"{caller}: {name} must be a number of at least 0, got {tolerance!r}.")
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
     tables = _exchange(caller, lambda: _table(tree, device_axis, values))
@@ -200,7 +203,8 @@ def _array_of(path: str, leaf: Any) -> Any:
         return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         return np.asarray(leaf)
-    raise TypeError(f"assert_replica_integrity: {path} is {leaf!r}; the tree must hold tensors and numbers.")
+    hint = " Give its state_dict()." if isinstance(leaf, torch.nn.Module) else ""
+    raise TypeError(f"assert_replica_integrity: {path} is {leaf!r}; the tree must hold tensors and numbers.{hint}")
 
 
 def _check_leaves(leaves: Sequence[dict[str, str]]) -> None:

@@ -1,7 +1,6 @@
-"""Do specs and mapped dims fit the arguments? Said by the names of the arguments, before the user's code is traced."""
+"""Do specs fit the arguments? Said by the names of the arguments, before the user's code is traced."""
 
-import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -46,8 +45,9 @@ def check_nesting(mesh: Mesh, axis_names: Collection[str]) -> None:
     outer = manual_axes()
     taken = [axis for axis in outer if axis in axis_names]
     if taken or set(outer) - set(mesh.shape) or set(outer) == set(mesh.shape):
+        named = ", ".join(repr(axis) for axis in outer if not axis.startswith("_")) or "devices"
         raise ValueError(
-            f"jax_shard_map: here {', '.join(map(repr, outer))} are mapped already, by a map around this one. A map "
+            f"jax_shard_map: here {named} are mapped already, by a map around this one. A map "
             f"within needs the same mesh and other axes of it; this one has mesh {describe_mesh(mesh)} and axis_names "
             f"{tuple(axis_names) or tuple(mesh.axis_names)}. Give the outer jax_shard_map fewer axis_names."
         )
@@ -106,96 +106,6 @@ def check_outputs(result: Any, out_specs: Any, mesh: Mesh, axes: Collection[str]
                 f"the axis in the spec, or make it the same: psum, pmean, pmax, or all_gather(..., to='invarying')."
             )
     _raise_all(f"jax_shard_map: results do not fit out_specs on mesh {describe_mesh(mesh)}", faults)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mapped:
-    """How many rows are mapped, and along which dim of each leaf of the arguments."""
-
-    size: int
-    axes: tuple[int | None, ...]
-
-
-def check_mapped(
-    caller: str,
-    names: Sequence[str],
-    args: Sequence[Any],
-    axes: Sequence[Any],
-    axis_size: int | None,
-    *,
-    static: Collection[int] = (),
-    limit: int | None = None,
-) -> Mapped:
-    """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
-
-    Args:
-        caller: Begins the error.
-        names: Of the arguments.
-        args: The arguments.
-        axes: The mapped dim of each, as for `jax.vmap`.
-        axis_size: What the size must be, if given.
-        static: Positions of arguments that are hashable values.
-        limit: How many devices there are.
-    """
-    sizes: dict[str, int] = {}
-    dims: list[int | None] = []
-    for position, (name, arg, axis) in enumerate(zip(names, args, axes, strict=True)):
-        if position in static:
-            _check_hashable(caller, name, arg)
-            continue
-        for where, leaf, dim in _with_axes(caller, name, arg, axis):
-            shape = jax.numpy.shape(leaf)
-            dims.append(dim)
-            if dim is None:
-                continue
-            if not -len(shape) <= dim < len(shape):
-                raise ValueError(
-                    f"{caller}: {where} has shape {shape}, and in_axes maps its dim {dim}, which it lacks."
-                )
-            sizes[where] = shape[dim]
-    if axis_size is not None:
-        sizes["axis_size"] = axis_size
-    if not sizes:
-        raise ValueError(f"{caller}: no argument is mapped (in_axes is None for all), so axis_size must be given.")
-    if len(set(sizes.values())) > 1:
-        shown = ", ".join(f"{where}: {size}" for where, size in sizes.items())
-        raise ValueError(f"{caller}: the mapped dims must have one size, got {shown}.")
-    size = next(iter(sizes.values()))
-    if limit is not None and size > limit:
-        raise ValueError(
-            f"{caller}: {next(iter(sizes))} has size {size} along its mapped dim, but there are {limit} devices. "
-            "Use jax_vmap for some of it, or more devices."
-        )
-    return Mapped(size, tuple(dims))
-
-
-def _with_axes(caller: str, name: str, arg: Any, axis: Any) -> Iterable[tuple[str, Any, Any]]:
-    """Each leaf of an argument, with its name and mapped dim."""
-
-    def is_axis(value: Any) -> bool:
-        return value is None or isinstance(value, int)
-
-    try:
-        axes = jax.tree.leaves(jax.tree.broadcast(axis, arg, is_leaf=is_axis), is_leaf=is_axis)
-    except ValueError as error:
-        raise TypeError(
-            f"{caller}: the in_axes of {name}, {axis!r}, must be an int or None, or have the structure of the "
-            f"argument, {jax.tree.structure(arg)}."
-        ) from error
-    for (path, leaf), dim in zip(jax.tree_util.tree_leaves_with_path(arg), axes, strict=True):
-        yield f"{name}{jax.tree_util.keystr(path)}", leaf, dim
-
-
-def _check_hashable(caller: str, name: str, value: Any) -> None:
-    if isinstance(value, jax.Array):
-        raise TypeError(f"{caller}: the static argument {name} is a tensor. Pass a Python value, or map it.")
-    try:
-        hash(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{caller}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs "
-            "are kept by the values of static arguments. Pass a tuple, a string, a number or a frozen dataclass."
-        ) from error
 
 
 def _raise_all(heading: str, faults: list[str]) -> None:

@@ -14,6 +14,7 @@ from torch_shard._adapters import Compiled, Pure, adapt
 from torch_shard._argkinds import KINDS, RNG, STATIC, ArgKind, Kind, Kinds, is_typed_key, kind_of
 from torch_shard._calls import pure_of
 from torch_shard._keys import fold_axes, wrap_seed
+from torch_shard._mapped import as_devices, check_axis_name, check_outermost, check_places
 from torch_shard._static import Static
 
 
@@ -59,13 +60,16 @@ def tpmap(
         >>> share(torch.full((16,), 3.0))[:2].tolist()
         [0.0625, 0.0625]
     """
+    check_axis_name("tpmap", axis_name)
     kinds = Kinds(f, argtypes, kwargtypes or {})
     join = _join_of(wrap_return)
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
     compiled = Compiled(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
 
-    def checked(key: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(key: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_outermost("tpmap")
         kinds.check(args, kwargs, mesh().size)
+        check_places("tpmap", [*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
         args, kwargs = kinds.map(_prepare, args, kwargs)
         return compiled(key, *args, **kwargs)
 
@@ -81,7 +85,7 @@ def tpmap(
 
 
 def _mesh_of(axis_name: str, devices: Sequence[Any] | None) -> Mesh:
-    chosen = np.asarray(jax.devices() if devices is None else devices)
+    chosen = np.asarray(jax.devices() if devices is None else as_devices("tpmap", devices))
     return Mesh(chosen, (axis_name,), axis_types=(AxisType.Auto,))
 
 
@@ -112,9 +116,10 @@ def _mapped(run: Pure, mesh: Mesh, kinds: Kinds) -> Pure:
         args, kwargs = kinds.map(lambda kind, value: value.value if kind is STATIC else value, args, kwargs)
         return jax.tree_util.tree_map_with_path(_give_row, run(values, key, *args, **kwargs))
 
-    def whole(values: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def whole(values: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
         specs = kinds.map(lambda kind, value: P(axis) if kind.spread else P(), args, kwargs)
         rows = kinds.map(lambda kind, value: _spread(kind, value, mesh.size), args, kwargs)
+        _check_rows(kinds, rows, mesh.size)
         # Everything counts as each device's own, so that gradients within are too, of closed-over parameters as well.
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), *specs), out_specs=P(axis), check_vma=False)
         return mapped(values, key, *rows)
@@ -129,14 +134,18 @@ def _spread(kind: ArgKind, value: Any, num_devices: int) -> Any:
     spread = kind.spread
     if spread is None:
         return value
-    rows = jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
-    for leaf in jax.tree.leaves(rows):
-        if jnp.shape(leaf)[:1] != (num_devices,):
-            raise ValueError(
-                f"tpmap: the `spread` of {kind} must give a leading dim of {num_devices}, one row for each device, "
-                f"and gave shape {jnp.shape(leaf)}."
-            )
-    return rows
+    return jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
+
+
+def _check_rows(kinds: Kinds, rows: Any, num_devices: int) -> None:
+    """Refuse what kinds of one's own have spread into another number of rows than there are devices."""
+    for name, kind, tree in kinds.items(*rows):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if kind.spread else ():
+            if jnp.shape(leaf)[:1] != (num_devices,):
+                raise ValueError(
+                    f"tpmap: the `spread` of the kind of {name}{jax.tree_util.keystr(path)} must give a leading dim of "
+                    f"{num_devices}, one row for each device, and gave shape {jnp.shape(leaf)}."
+                )
 
 
 def _take_row(kind: ArgKind, value: Any) -> Any:

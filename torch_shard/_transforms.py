@@ -113,7 +113,7 @@ def jax_grad(
     """`jax.grad` of a torch callable; see `jax_value_and_grad`."""
     value_and_grad = pure_of(jax_value_and_grad(fn, argnums, has_aux=has_aux, **kwargs))
 
-    def grad(key: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad(key: Any, /, *args: Any, **kwargs: Any) -> Any:
         value, grads = value_and_grad(key, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

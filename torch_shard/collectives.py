@@ -92,24 +92,27 @@ def pmin(x: Any, axis: Axis) -> Any:
     return _extreme("pmin", x, axis, lax.pmin)
 
 
-def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "varying") -> Any:
+def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str = "varying") -> Any:
     """Concatenate the tensors of all devices of an axis along a dim, in the order of their indices.
 
     Args:
         x: Tensors of shape `(..., local, ...)`.
         axis: Name or names of axes.
         dim: The dim that grows, -1 for the last.
+        tiled: Whether to concatenate; False stacks along a new dim, which is then `dim` of the result.
         to: "varying", or "invarying" if the result is to leave `jax_shard_map` with a spec that does not name the axis.
             The gradient of the first is a `psum_scatter`, that of the second may need a sum over all devices.
 
     Returns:
-        Tensors of shape `(..., local * size of the axis, ...)`, the same on all devices of the axis.
+        Tensors of shape `(..., local * size of the axis, ...)`, or `(..., size of the axis, ...)` with a new dim; the
+        same on all devices of the axis.
     """
     axes = tuple(sizes_of("all_gather", axis))
     if to not in ("varying", "invarying"):
         raise ValueError(f'all_gather: to must be "varying" or "invarying", got {to!r}.')
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        t = t if tiled else t.unsqueeze(check_dim("all_gather", t, dim, "dim", more=1))
         return _call(_all_gather, t, axes, check_dim("all_gather", t, dim, "dim"), to)
 
     return map_tensors("all_gather", x, of_tensor)
