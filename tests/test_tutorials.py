@@ -1,5 +1,6 @@
 """Every tutorial runs to its last assert; so does the code in the README."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -12,7 +13,10 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
 def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=cwd)
+    environment = {**os.environ, "MPLBACKEND": "Agg"}  # no windows
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=cwd, env=environment
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
