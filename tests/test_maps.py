@@ -591,7 +591,7 @@ def test_nothing_is_a_tree_without_leaves(adapt: Any) -> None:
     assert nothing is None
 
 
-@pytest.mark.parametrize("name", ["values", "given", "fn"])
+@pytest.mark.parametrize("name", ["values", "fn", "key"])
 @pytest.mark.parametrize("adapt", [ts.jax_vmap, ts.jax_pmap, ts.jax_jit, ts.jax_grad, ts.jax_checkpoint])
 def test_arguments_may_have_any_name(adapt: Any, name: str) -> None:
     def fn(x: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
@@ -600,6 +600,12 @@ def test_arguments_may_have_any_name(adapt: Any, name: str) -> None:
     (wanted,) = torch.func.grad(fn, (0,))(X, **{name: X}) if adapt is ts.jax_grad else (fn(X, **{name: X}),)
     found = adapt(fn)(X, **{name: X})
     assert_close(found, X * X if adapt in (ts.jax_vmap, ts.jax_pmap) else wanted)
+
+
+def test_results_may_hold_none() -> None:
+    mapped = ts.jax_vmap(lambda x, y: (x**2, None, x * y), in_axes=(None, 0), out_axes=(None, 0, 0))
+    found = ts.jax_grad(lambda x: sum(o.sum() for o in mapped(x, X) if o is not None))(torch.tensor(2.0))
+    assert_close(found, 4 + X.sum())
 
 
 def test_a_result_that_is_gathered_to_the_same_needs_no_axis_in_its_spec() -> None:

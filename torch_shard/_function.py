@@ -194,7 +194,7 @@ class TorchFunction:
         self.what = _name_of(fn)
         self._flat: dict[Any, FlatFunction] = {}
 
-    def __call__(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)

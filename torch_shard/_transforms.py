@@ -52,7 +52,7 @@ class _TorchGradient:
         self.fn, self.argnums, self.has_aux = fn, argnums, has_aux
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         positions = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
         tensors = [*jax.tree.leaves((args, kwargs)), *bound_tensors()]
         again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)

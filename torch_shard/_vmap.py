@@ -31,7 +31,7 @@ def vmap_of_arrays(
 
     def backward(arrays: tuple[Any, ...], cotangents: Any) -> Any:
         leaves, tree = jax.tree.flatten(cotangents)
-        axes = jax.tree.leaves(_spread(out_axes, tree), is_leaf=_is_axis)
+        axes = tree.flatten_up_to(_spread(out_axes, tree))
         given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
         wanted = [a is not None and jnp.issubdtype(a.dtype, jnp.inexact) for a in arrays]
         # A result that is not mapped is one for all rows: each has its share of the gradient.
