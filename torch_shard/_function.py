@@ -38,7 +38,7 @@ class FlatFunction:
         )
         token = CLOSURE.token
         programs = self._programs.setdefault((specs, token or ambient()), [])
-        return specs, programs, next((p for p in programs if token or p.is_current()), None)
+        return specs, programs, next((p for p in programs if (p.fits_axes() if token else p.is_current())), None)
 
     def with_closure(self, arrays: list[jax.Array]) -> tuple["FlatFunction", list[jax.Array]]:
         """The function and arrays to run: called from a capture, closed-over tensors are arguments with a gradient."""
