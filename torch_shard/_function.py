@@ -26,8 +26,8 @@ from torch_shard._watch import binding, repeating
 class FlatFunction:
     """A callable of tensors to tensors, with its captured programs."""
 
-    def __init__(self, fn: FlatFn, what: str) -> None:
-        self.fn, self.what = fn, what
+    def __init__(self, fn: FlatFn, what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
+        self.fn, self.what, self._is_bound = fn, what, frozenset(map(id, bound))
         self._programs: dict[Any, list[Program]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[Any, FlatFunction] = {}
@@ -56,7 +56,7 @@ class FlatFunction:
             with binding(closure, inputs[-len(closure) :]):
                 return self.fn(*inputs[: -len(closure)])
 
-        return FlatFunction(bound, self.what)
+        return FlatFunction(bound, self.what, closure)
 
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
         """What the callable returned besides tensors when it was captured for arrays like these."""
@@ -71,6 +71,7 @@ class FlatFunction:
         if found is None:
             found = Program(self.fn, specs, self.what)
             self._refuse_writes(found.graph)
+            self._refuse_unseen(found.graph)
             programs.append(found)
         return found
 
@@ -80,6 +81,16 @@ class FlatFunction:
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
                 "arguments), and a compiled function cannot change its caller's arrays. Write to a clone "
                 "(x = x.clone()) and return it."
+            )
+
+    def _refuse_unseen(self, graph: Graph) -> None:
+        """Refuse what would be a constant to the derivative."""
+        unseen = [tuple(tensor.shape) for tensor in graph.closure if id(tensor) in self._is_bound]
+        if unseen:
+            raise NotImplementedError(
+                f"{self.what} closes over a tensor of shape {unseen[0]} and gives it to PyTorch where a capture cannot "
+                "follow its gradient, such as a transform of torch.func. Pass it as an argument, or give on "
+                "x.view_as(x)."
             )
 
     def run(self, key: Any, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> list[jax.Array]:
