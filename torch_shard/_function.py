@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import torch
 
+from torch_shard._autocast import Regions, active_regions
 from torch_shard._axes import into_shares, map_together, sum_shares
 from torch_shard._capture import Graph, Spec
 from torch_shard._closure import CLOSURE, Reader
@@ -104,10 +105,12 @@ class FlatFunction:
         """The callable as a JAX function."""
         no_grad = (False,) * len(arrays)
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
-        return self.differentiable(no_grad, closure)(key, *arrays, *CLOSURE.values(closure))
+        return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *CLOSURE.values(closure))
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
-    def differentiable(self, needs_grad: tuple[bool, ...], closure: "_Tensors") -> Callable[..., list[jax.Array]]:
+    def differentiable(
+        self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
+    ) -> Callable[..., list[jax.Array]]:
         """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
 
         The values are arguments since JAX may trace derivatives when nobody reads them any more, and only once.
@@ -115,8 +118,9 @@ class FlatFunction:
         Args:
             needs_grad: On which inputs the callable sees `requires_grad`.
             closure: The tensors that it reaches by itself.
+            autocast: The regions that it runs in; JAX may trace derivatives when they are over.
         """
-        return _with_torch_derivative(self, needs_grad, closure)
+        return _with_torch_derivative(self, needs_grad, closure, autocast)
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
     def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
@@ -147,14 +151,14 @@ class FlatFunction:
 
 
 def _with_torch_derivative(
-    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors"
+    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
 ) -> Callable[..., list[jax.Array]]:
     num_arrays = len(needs_grad)
 
     @jax.custom_vjp
     def call(key: Any, *inputs: jax.Array) -> list[jax.Array]:
         arrays = inputs[:num_arrays]
-        with Reader(closure, inputs[num_arrays:], partial=True).active():
+        with autocast.again(), Reader(closure, inputs[num_arrays:], partial=True).active():
             outputs = function.run(key, arrays, needs_grad)
         return map_together(outputs, arrays) if any(needs_grad) else outputs
 
@@ -165,7 +169,7 @@ def _with_torch_derivative(
         )
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
-        outputs = function.differentiable(perturbed, closure)(key, *inputs)
+        outputs = function.differentiable(perturbed, closure, autocast)(key, *inputs)
         return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
@@ -174,7 +178,7 @@ def _with_torch_derivative(
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
             return (None,) * (1 + len(arrays) + len(values))
-        with Reader(closure, values, partial=True).active():
+        with autocast.again(), Reader(closure, values, partial=True).active():
             shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
         grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
         return None, *grads, *(None for _ in values)
