@@ -358,3 +358,20 @@ def test_jax_cannot_communicate_along_rows_of_what_it_tracks() -> None:
     with pytest.raises(NotImplementedError, match=r"'rows' is the axis_name of a jax_vmap.*check_vma=False"):
         shard_map(summed, P(None, "i"), P())(rows)
     assert_close(shard_map(summed, P(None, "i"), P(), check_vma=False)(rows), rows.sum().expand(2, 1))
+
+
+def test_second_derivatives_of_the_largest_are_torchs() -> None:
+    """JAX differentiates the rule of its first derivative, value and all."""
+    x = torch.arange(1.0, 9.0) / 4
+    mapped = shard_map(lambda x: pmax(x.sin() * x, "i"), P("i"), P())
+
+    def second(value: Any, grad: Any, x: torch.Tensor) -> Any:
+        return grad(lambda x: (grad(lambda x: (value(x) ** 3).sum())(x) ** 2).sum())(x)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).view(4, 2).amax(0)
+
+    wanted = second(whole, torch.func.grad, x)
+    in_jax = ts.torch_view(second(ts.jax_view(mapped), jax.grad, x.numpy()))
+    for found in (second(mapped, ts.jax_grad, x), in_jax):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)  # products of numbers up to 50

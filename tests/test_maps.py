@@ -640,3 +640,24 @@ def test_pmap_splits_every_leaf(arg: Any, closed_over: int) -> None:
     found = mapped(arg, torch.zeros(2, 8), torch.zeros(8))
     assert found.tolist() == [[5.0 * closed_over] * 2] * 8
     assert set(map(str, shapes)) == {str((jax.tree.map(lambda t: tuple(t.shape[1:]), arg), (2,), (8,)))}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_around_a_mapped_function_holds_for_its_derivative(device: str) -> None:
+    """JAX traces the derivative when the region is over."""
+    dtypes = []
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dtypes.append((x @ w).dtype)
+        return (x @ w).float() ** 2
+
+    def loss(fn: Any, where: str, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(where, torch.bfloat16):
+            return fn(x, w).sum()
+
+    x, w = torch.randn(8, 4), torch.randn(4, 3)
+    mapped = shard_map(product, (P("i"), P()), P("i"))
+    found = ts.jax_grad(lambda *args: loss(mapped, device, *args), argnums=(0, 1))(x, w)
+    assert set(dtypes) == {torch.bfloat16}
+    for f, wanted in zip(found, grad_of(lambda *args: loss(product, "cpu", *args), x, w), strict=True):
+        torch.testing.assert_close(f.cpu(), wanted, rtol=0.03, atol=0.1)  # bfloat16 has 8 bits, over 8 rows

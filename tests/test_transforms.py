@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from torch_shard.collectives import axis_size
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32, sums in another order
 
@@ -375,3 +376,42 @@ def test_views_given_to_loops_of_jax_read_their_tensors_at_each_call() -> None:
     for _ in range(2):
         assert_close(ts.call_jax(jax.lax.fori_loop, 0, 3, body, torch.ones(2)), w**3)
         w += 1
+
+
+class Sine(torch.autograd.Function):
+    """Its own derivative is twice torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0].cos()
+
+
+UNSEEN = {
+    "autograd.Function": Sine.apply,
+    "vmap": lambda w: torch.func.vmap(lambda row, w: row * w.sum(), in_dims=(0, None))(w, w),
+    "grad": torch.func.grad(lambda w: (w.sin() * w).sum()),
+    "vjp": lambda w: torch.func.vjp(torch.sin, w)[1](w)[0],
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_closed_over_has_its_gradient_where_no_torch_function_is_called(name: str) -> None:
+    def loss(adapt: Any, w: torch.Tensor) -> torch.Tensor:
+        return (adapt(lambda x: UNSEEN[name](w) * x)(X) ** 2).sum()
+
+    assert_close(ts.jax_grad(lambda w: loss(ts.jax_jit, w))(X), torch_grad(lambda w: loss(lambda f: f, w), X))
+
+
+def test_a_view_within_one_call_is_captured_for_each_size_of_an_axis() -> None:
+    view = ts.jax_view(lambda x: x * axis_size("i"))
+
+    def both(x: jax.Array) -> Any:
+        return [jax.vmap(view, axis_name="i")(x[:n]) for n in (2, 3)]
+
+    for found, size in zip(ts.jax_jit(lambda x: ts.call_jax(both, x))(torch.ones(3)), (2, 3), strict=True):
+        assert_close(found, torch.full((size,), float(size)))

@@ -5,6 +5,7 @@ float32. Source: "Ops that can autocast to float32" in PyTorch's documentation o
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -112,3 +113,25 @@ def autocast_only(devices: Collection[str] = ()) -> Iterator[None]:
             if device not in devices:
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """Regions of autocast that were active once: kind of device and dtype of each."""
+
+    active: tuple[tuple[str, torch.dtype], ...]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A scope in which these are active, and no others."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(autocast_only())
+            for device, dtype in self.active:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
+
+
+def active_regions() -> Regions:
+    """The regions of autocast here, inside or outside of a capture."""
+    names = {"cpu": "jax"} if _ACTIVE.depth > 0 else {}
+    return Regions(tuple((names.get(device, device), torch.get_autocast_dtype(device)) for device in casting()))

@@ -14,6 +14,7 @@ import torch
 from jax.core import Tracer
 
 from torch_shard import _device  # noqa: F401  (registers the device)
+from torch_shard._autocast import active_regions
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
@@ -57,6 +58,7 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     closure: list[torch.Tensor] = []
     modules: list[ModuleFlags] = []
     token = object()
+    autocast = active_regions()  # JAX also traces when the region is over, for derivatives
     key = next_key() if random and not captured else None
     out: list[Any] = []
     views: list[bool] = []
@@ -69,6 +71,7 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         reader = Reader(closure, list(given), token)
         with contextlib.ExitStack() as stack:
             if captured:
+                stack.enter_context(autocast.again())
                 stack.enter_context(reader.active())
                 if views if out else _JaxView.exist:
                     stack.enter_context(_RETRACED(next(_RUNS)))

@@ -31,6 +31,7 @@ from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
 from torch_shard._strided import stride_in_order
 from torch_shard._surroundings import reference_kernels, surroundings
+from torch_shard._unseen import standins_given
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
@@ -123,7 +124,7 @@ def _capture(
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
-        with watch.watching(), surroundings(), values:
+        with watch.watching(), surroundings(), standins_given(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)

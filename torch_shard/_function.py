@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import torch
 
+from torch_shard._autocast import Regions, active_regions
 from torch_shard._axes import into_shares, map_together, sum_shares
 from torch_shard._capture import Graph, Spec
 from torch_shard._closure import CLOSURE, Reader
@@ -26,8 +27,8 @@ from torch_shard._watch import binding, repeating
 class FlatFunction:
     """A callable of tensors to tensors, with its captured programs."""
 
-    def __init__(self, fn: FlatFn, what: str) -> None:
-        self.fn, self.what = fn, what
+    def __init__(self, fn: FlatFn, what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
+        self.fn, self.what, self._is_bound = fn, what, frozenset(map(id, bound))
         self._programs: dict[Any, list[Program]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[Any, FlatFunction] = {}
@@ -38,7 +39,7 @@ class FlatFunction:
         )
         token = CLOSURE.token
         programs = self._programs.setdefault((specs, token or ambient()), [])
-        return specs, programs, next((p for p in programs if token or p.is_current()), None)
+        return specs, programs, next((p for p in programs if (p.fits_axes() if token else p.is_current())), None)
 
     def with_closure(self, arrays: list[jax.Array]) -> tuple["FlatFunction", list[jax.Array]]:
         """The function and arrays to run: called from a capture, closed-over tensors are arguments with a gradient."""
@@ -56,7 +57,7 @@ class FlatFunction:
             with binding(closure, inputs[-len(closure) :]):
                 return self.fn(*inputs[: -len(closure)])
 
-        return FlatFunction(bound, self.what)
+        return FlatFunction(bound, self.what, closure)
 
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
         """What the callable returned besides tensors when it was captured for arrays like these."""
@@ -71,6 +72,7 @@ class FlatFunction:
         if found is None:
             found = Program(self.fn, specs, self.what)
             self._refuse_writes(found.graph)
+            self._refuse_unseen(found.graph)
             programs.append(found)
         return found
 
@@ -80,6 +82,16 @@ class FlatFunction:
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
                 "arguments), and a compiled function cannot change its caller's arrays. Write to a clone "
                 "(x = x.clone()) and return it."
+            )
+
+    def _refuse_unseen(self, graph: Graph) -> None:
+        """Refuse what would be a constant to the derivative."""
+        unseen = [tuple(tensor.shape) for tensor in graph.closure if id(tensor) in self._is_bound]
+        if unseen:
+            raise NotImplementedError(
+                f"{self.what} closes over a tensor of shape {unseen[0]} and gives it to PyTorch where a capture cannot "
+                "follow its gradient, such as a transform of torch.func. Pass it as an argument, or give on "
+                "x.view_as(x)."
             )
 
     def run(self, key: Any, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> list[jax.Array]:
@@ -93,10 +105,12 @@ class FlatFunction:
         """The callable as a JAX function."""
         no_grad = (False,) * len(arrays)
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
-        return self.differentiable(no_grad, closure)(key, *arrays, *CLOSURE.values(closure))
+        return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *CLOSURE.values(closure))
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
-    def differentiable(self, needs_grad: tuple[bool, ...], closure: "_Tensors") -> Callable[..., list[jax.Array]]:
+    def differentiable(
+        self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
+    ) -> Callable[..., list[jax.Array]]:
         """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
 
         The values are arguments since JAX may trace derivatives when nobody reads them any more, and only once.
@@ -104,8 +118,9 @@ class FlatFunction:
         Args:
             needs_grad: On which inputs the callable sees `requires_grad`.
             closure: The tensors that it reaches by itself.
+            autocast: The regions that it runs in; JAX may trace derivatives when they are over.
         """
-        return _with_torch_derivative(self, needs_grad, closure)
+        return _with_torch_derivative(self, needs_grad, closure, autocast)
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
     def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
@@ -136,14 +151,14 @@ class FlatFunction:
 
 
 def _with_torch_derivative(
-    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors"
+    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
 ) -> Callable[..., list[jax.Array]]:
     num_arrays = len(needs_grad)
 
     @jax.custom_vjp
     def call(key: Any, *inputs: jax.Array) -> list[jax.Array]:
         arrays = inputs[:num_arrays]
-        with Reader(closure, inputs[num_arrays:], partial=True).active():
+        with autocast.again(), Reader(closure, inputs[num_arrays:], partial=True).active():
             outputs = function.run(key, arrays, needs_grad)
         return map_together(outputs, arrays) if any(needs_grad) else outputs
 
@@ -154,7 +169,7 @@ def _with_torch_derivative(
         )
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
-        outputs = function.differentiable(perturbed, closure)(key, *inputs)
+        outputs = function.differentiable(perturbed, closure, autocast)(key, *inputs)
         return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static(perturbed))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
@@ -163,7 +178,7 @@ def _with_torch_derivative(
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
             return (None,) * (1 + len(arrays) + len(values))
-        with Reader(closure, values, partial=True).active():
+        with autocast.again(), Reader(closure, values, partial=True).active():
             shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
         grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
         return None, *grads, *(None for _ in values)

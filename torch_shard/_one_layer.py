@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -246,18 +245,6 @@ def saving_plainly() -> Iterator[None]:
         yield
     finally:
         _autograd._pop_saved_tensors_default_hooks()
-
-
-@contextlib.contextmanager
-def functions_on_standins() -> Iterator[None]:
-    """Let an `autograd.Function` see what stands for its arguments: what a layer left behind is a fake of its own."""
-    apply = torch.autograd.Function.apply.__func__  # pyright: ignore[reportFunctionMemberAccess]
-
-    def on_captured(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(cls, *(as_captured(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(on_captured)):
-        yield
 
 
 _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)

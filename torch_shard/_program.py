@@ -48,7 +48,11 @@ class Program:
 
     def is_current(self) -> bool:
         """Whether modules still have the training flags, and named axes the sizes, that they had at the capture."""
-        return self.graph.is_current() and still_hold(self.graph.axes)
+        return self.graph.is_current() and self.fits_axes()
+
+    def fits_axes(self) -> bool:
+        """Whether named axes have the sizes that they had at the capture."""
+        return still_hold(self.graph.axes)
 
     def _code(self, graph: Graph) -> list[str]:
         return [graph.module.code, *(module.code for module in self._inner())]

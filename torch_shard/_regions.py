@@ -23,7 +23,7 @@ from torch_shard._bundles import Bundle
 from torch_shard._fakes import in_transform, leave
 from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
 from torch_shard._layers import Siblings
-from torch_shard._one_layer import Member, OneLayer, functions_on_standins, saving_plainly
+from torch_shard._one_layer import Member, OneLayer, saving_plainly
 from torch_shard._records import CannotShare, hooks_refused
 from torch_shard._watch import add_modules, current_watch
 
@@ -65,7 +65,6 @@ class Regions:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks_refused(lambda: self._inside))
-            stack.enter_context(functions_on_standins())
             for cls in classes:
                 stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
             yield

@@ -257,7 +257,7 @@ def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) ->
     @smooth.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         (a,), (tangent,) = primals, tangents
-        best = plain(a)
+        best = smooth(a)  # whoever differentiates this rule differentiates its value too
         holds = a == best
         share = jnp.where(holds, tangent, 0) / _psum(holds.astype(a.dtype), axes)
         return best, _psum(share, axes)
