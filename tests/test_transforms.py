@@ -415,3 +415,38 @@ def test_a_view_within_one_call_is_captured_for_each_size_of_an_axis() -> None:
 
     for found, size in zip(ts.jax_jit(lambda x: ts.call_jax(both, x))(torch.ones(3)), (2, 3), strict=True):
         assert_close(found, torch.full((size,), float(size)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_eager_gradients_reach_what_an_adapted_function_closes_over(device: str) -> None:
+    torch.manual_seed(0)
+    model, x, traces = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(2, 3), []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        traces.append(1)
+        return model(x)[torch.tensor([0, 1, 0])].square().sum()
+
+    leaf = x.clone().requires_grad_()
+    model.eval()
+    wanted = torch.autograd.grad(loss(leaf), [leaf, *model.parameters()])
+    model.to(device)
+    fn, counts = ts.jax_jit(loss), []
+    for _ in range(3):
+        leaf = x.to(device).clone().requires_grad_()
+        found = torch.autograd.grad(fn(leaf), [leaf, *model.parameters()])
+        for f, w in zip(found, wanted, strict=True):
+            assert f.device.type == leaf.device.type
+            assert_close(f, w)
+        counts.append(len(traces))
+    assert len(set(counts)) == 1  # captured for the first call only
+    model.train()
+    dropped = torch.stack([fn(leaf).detach().cpu() for _ in range(8)])
+    assert len(dropped.unique()) > 1
+
+
+def test_literals_of_functions_that_close_over_what_is_differentiated() -> None:
+    def loss(jit: Any, c: torch.Tensor) -> torch.Tensor:
+        inner = jit(lambda x: torch.zeros(4, 3).index_put((torch.tensor([0, 1]),), c).square().sum() + x)
+        return inner(c.sum())
+
+    assert_close(ts.jax_grad(lambda c: loss(ts.jax_jit, c))(X), torch_grad(lambda c: loss(lambda f: f, c), X))

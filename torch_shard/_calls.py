@@ -23,7 +23,8 @@ from torch_shard._function import TorchFunction
 from torch_shard._keys import NeedsKey, next_key, wrap_seed
 from torch_shard._mesh import check_mesh
 from torch_shard._opaque import draw_seed, run_captured, run_now
-from torch_shard._watch import ModuleFlags, add_modules, current_watch
+from torch_shard._program import ambient
+from torch_shard._watch import ModuleFlags, add_modules, current_watch, flags_hold
 
 
 def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
@@ -35,18 +36,50 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     is_eager = current_watch() is None
     if random and not (is_eager and pure in _DRAWING):
         try:
-            return _call(pure, args, kwargs, random=False)
+            return _call(pure, args, kwargs, random=False, lasts=True)
         except NeedsKey:
             if is_eager:
                 _DRAWING.add(pure)
-    return _call(pure, args, kwargs, random=random)
+    return _call(pure, args, kwargs, random=random, lasts=random)
 
 
 _DRAWING: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that were found to need a key."""
 
 
-def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
+class _Site:
+    """What torch functions below a call into JAX close over: further arguments of the call, with gradients.
+
+    Attributes:
+        token: The programs below the call belong to it.
+        closure: The tensors, in the order in which they were met.
+        flags: Modules that ran, with their training flags.
+    """
+
+    def __init__(self, settings: Any = None) -> None:
+        self.token, self.settings = object(), settings
+        self.closure: list[torch.Tensor] = []
+        self.flags: list[ModuleFlags] = []
+
+    def fits(self, settings: Any) -> bool:
+        """Whether the programs that belong to it mean the same now."""
+        return self.settings == settings and all(map(flags_hold, self.flags))
+
+
+_SITES: weakref.WeakKeyDictionary[Any, list[_Site]] = weakref.WeakKeyDictionary()
+
+
+def _site_of(pure: Callable[..., Any]) -> _Site:
+    """Of a function that is called again and again, so that its programs are kept."""
+    sites, settings = _SITES.setdefault(pure, []), ambient()
+    found = next((site for site in sites if site.fits(settings)), None)
+    if found is None:
+        found = _Site(settings)
+        sites.append(found)
+    return found
+
+
+def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool, lasts: bool) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:
@@ -55,9 +88,8 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = current_watch() is not None or any(map(is_fake, tensors))
-    closure: list[torch.Tensor] = []
-    modules: list[ModuleFlags] = []
-    token = object()
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    site = _Site() if captured else _site_of(pure) if lasts and needs_grad else None
     autocast = active_regions()  # JAX also traces when the region is over, for derivatives
     key = next_key() if random and not captured else None
     out: list[Any] = []
@@ -68,16 +100,16 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         values = [next(given) if tensor else _anew(leaf) for leaf, tensor in zip(leaves, is_tensor, strict=True)]
         args, kwargs = jax.tree.unflatten(tree, values)
         seed = next(given) if random and captured else None
-        reader = Reader(closure, list(given), token)
         with contextlib.ExitStack() as stack:
-            if captured:
+            if site is not None:
+                reader = stack.enter_context(Reader(site.closure, list(given), site.token).active())
                 stack.enter_context(autocast.again())
-                stack.enter_context(reader.active())
                 if views if out else _JaxView.exist:
                     stack.enter_context(_RETRACED(next(_RUNS)))
             result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
-        modules.extend(reader.modules)
-        views.extend([True] * reader.has_views)
+        if site is not None:
+            site.flags.extend(flags for flags in reader.modules if flags not in site.flags)
+            views.extend([True] * reader.has_views)
         out_leaves, out_tree = jax.tree.flatten(result)
         found = [isinstance(leaf, (jax.Array, np.ndarray)) for leaf in out_leaves]
         out[:] = [out_tree, [_ARRAY if f else o for o, f in zip(out_leaves, found, strict=True)]]
@@ -85,9 +117,11 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     if random and captured:
         tensors.append(draw_seed(tensors))
-    results = iter(run_captured(flat, tensors, closure) if captured else run_now(flat, tensors))
-    for flags in modules:
-        add_modules(flags)
+    closure = [] if site is None else site.closure
+    results = iter(run_captured(flat, tensors, closure) if captured else run_now(flat, tensors, closure))
+    if captured and site is not None:
+        for flags in site.flags:
+            add_modules(flags)
     return jax.tree.unflatten(out[0], [next(results) if o is _ARRAY else o for o in out[1]])
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._bridge import to_array
 from torch_shard._capture import Graph
+from torch_shard._inputs import is_literal
 from torch_shard._watch import ModuleFlags
 
 
@@ -87,12 +89,12 @@ class Reader:
         Raises:
             MoreInputs: Some are not inputs yet.
         """
-        missing = [t for t in tensors if id(t) not in self._values]
+        missing = [t for t in tensors if id(t) not in self._values and not is_literal(t)]
         if missing and not self._partial:
             raise MoreInputs(missing)
         others = self._around[0].values(missing) if self._around else map(to_array, missing)
         known = self._values | dict(zip(map(id, missing), others, strict=True))
-        return [known[id(t)] for t in tensors]
+        return [known[id(t)] if id(t) in known else _read_literal(t) for t in tensors]
 
     @contextlib.contextmanager
     def active(self) -> Iterator["Reader"]:
@@ -102,3 +104,8 @@ class Reader:
             yield self
         finally:
             CLOSURE.readers.pop()
+
+
+def _read_literal(tensor: torch.Tensor) -> jax.Array:
+    with _disable_current_modes():  # of a capture around this one, to which the tensor has no value
+        return to_array(tensor)

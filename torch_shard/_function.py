@@ -17,6 +17,7 @@ from torch_shard._axes import into_shares, map_together, sum_shares
 from torch_shard._capture import Graph, Spec
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._convert import adopt_torch_nodes
+from torch_shard._inputs import is_literal
 from torch_shard._keys import NeedsKey
 from torch_shard._ops import captured_dtype
 from torch_shard._program import FlatFn, Program, ambient
@@ -45,7 +46,8 @@ class FlatFunction:
         """The function and arrays to run: called from a capture, closed-over tensors are arguments with a gradient."""
         if CLOSURE.token is None:
             return self, arrays
-        closure = self.program(arrays, (False,) * len(arrays)).graph.closure
+        program = self.program(arrays, (False,) * len(arrays))
+        closure = tuple(t for t in program.graph.closure if not is_literal(t))  # each capture has literals of its own
         values = CLOSURE.values(closure)
         if not closure:
             return self, arrays

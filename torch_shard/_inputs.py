@@ -9,6 +9,14 @@ FAR = 1 << 20
 """Places in the random stream from here on belong to operators that PyTorch has made of others."""
 
 
+_LITERAL = "_torch_shard_literal"
+
+
+def is_literal(tensor: torch.Tensor) -> bool:
+    """Whether it is what a captured `torch.tensor(...)` wrote down: no one else has it, and no one changes it."""
+    return _LITERAL in vars(tensor)
+
+
 def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
     """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
     found: dict[str, torch.Tensor] = {}
@@ -19,6 +27,8 @@ def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
             continue
         if node.target not in found:
             found[node.target] = value
+            if all(user.target is aten.lift_fresh_copy.default for user in node.users):
+                vars(value)[_LITERAL] = True
             anchor = [*last_input, *placeholders.values()][-1:]
             point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
             with point:

@@ -140,17 +140,21 @@ def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]
     return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
 
 
-def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor]) -> Any:
-    """The results of a JAX function for tensors that have values."""
+def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+    """The results of a JAX function for tensors that have values; see `run_captured`."""
     # Moved by PyTorch, which brings gradients back to where their tensors are.
-    return _apply(flat, _run_now, [t.to("jax") if t.requires_grad else t for t in tensors])
+    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure)
 
 
 def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
     """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
+    return _run(flat, _run_captured, as_captured, tensors, closure)
+
+
+def _run(flat: FlatJaxFn, run: Any, prepare: Any, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
     while True:
         try:
-            return _apply(flat, _run_captured, [*map(as_captured, tensors), *map(as_captured, closure)])
+            return _apply(flat, run, [*map(prepare, tensors), *map(prepare, closure)])
         except MoreInputs as request:
             closure.extend(request.tensors)
 
