@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
+from tests.mapping import assert_close, shard_map
 from torch_shard.collectives import (
     all_gather,
     all_to_all,
@@ -29,7 +30,6 @@ from torch_shard.collectives import (
 )
 
 MESHES = [(8, 1), (4, 2), (2, 4)]
-CLOSE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
 X = P("i", "j")
 
 
@@ -152,10 +152,6 @@ def weigh(out: torch.Tensor) -> torch.Tensor:
     return (out * torch.linspace(1, 2, out.numel()).view(out.shape)).sum()
 
 
-def assert_close(found: Any, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.cpu(), wanted, **CLOSE)
-
-
 @functools.cache
 def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
     """Value and gradients of each case, from one compiled program."""
@@ -239,10 +235,6 @@ def test_torchs_own_gradient_within_is_that_of_one_process_per_device(check_vma:
     assert_close(alone, torch.full((8,), 12.0))  # no other device has a part in it
     assert_close(own, 2 * w * x * x)
     assert_close(summed, 8 * 2 * w * x * x)  # eight processes have this sum
-
-
-def shard_map(fn: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
-    return ts.jax_shard_map(fn, mesh=ts.make_mesh(i=4, j=2), in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def test_pytrees_integers_bools_and_numbers() -> None:

@@ -53,9 +53,9 @@ def return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int
     graph.graph.output_node().args = ([*outputs, *writes.values()],)
     if any(position >= num_inputs for position in writes):
         raise NotImplementedError(
-            "The captured function writes in place to a tensor that is neither an argument, a parameter nor a "
-            "buffer. The compiled program could not keep that write. Register the tensor as a buffer "
-            "(register_buffer), or write to a clone."
+            "The captured function writes in place to a tensor that it closes over, and the compiled program could not "
+            "keep that write. make_train_step keeps parameters and buffers (register_buffer), such as the statistics "
+            "of batch norms in train mode; elsewhere write to a clone and return it."
         )
     return tuple(writes)
 
