@@ -192,8 +192,13 @@ JAX_INSIDE = {
 }
 
 
-@pytest.mark.parametrize(("order", "check_vma"), [(1, True), (1, False), (2, True)])
-@pytest.mark.parametrize("name", JAX_INSIDE)
+WITHIN = [(name, order, check) for name in JAX_INSIDE for order, check in [(1, True), (1, False), (2, True)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "check_vma"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 2 and case[0] != "both")) for case in WITHIN],
+)
 def test_gradients_within_shard_map_are_those_of_jax(name: str, order: int, check_vma: bool) -> None:
     in_torch, in_jax = JAX_INSIDE[name]
     mesh, x, w = ts.make_mesh(i=4), torch.arange(1.0, 9.0) / 8, torch.tensor([0.5, 2.0])

@@ -238,7 +238,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+VARIANTS = ("lion", "lamb", "clipped", "plateau")  # each much like one of the others
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in VARIANTS)) for n in OPTIMIZERS])
 def test_steps_are_those_of_entries_stored_alone(name: str) -> None:
     model, found = deep(), []
     for scan_layers in (False, True):
