@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
 from torch_shard._autocast import autocast_only
-from torch_shard._fakes import empty_like, fakes, node_of, tracer
+from torch_shard._fakes import empty_like, fakes, node_of, standins_given, tracer
 from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
 from torch_shard._kernels import REPLACED
@@ -31,7 +31,6 @@ from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
 from torch_shard._strided import stride_in_order
 from torch_shard._surroundings import reference_kernels, surroundings
-from torch_shard._unseen import standins_given
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 

@@ -8,10 +8,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import eager_transforms, utils, vmap
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_shard._places import annotated
 from torch_shard._source import current_user_line
 from torch_shard._values import Constants, Values
-from torch_shard._watch import ModuleFlags, Watch
+from torch_shard._watch import ModuleFlags, Watch, as_captured
 
 aten = torch.ops.aten
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
@@ -171,3 +173,31 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         else:
             meta = torch.empty(tensor.shape, **options)
         return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def standins_given() -> Iterator[None]:
+    """Let `autograd.Function` and the transforms of `torch.func` see what stands for their arguments in the capture.
+
+    They take tensors without a torch function that a `Watch` could see. What is closed over they would take as it is: a
+    constant, without the gradient that it has around the capture.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, name in _TAKE_TENSORS:
+            stack.enter_context(mock.patch.object(module, name, _on_standins(getattr(module, name))))
+        yield
+
+
+_TAKE_TENSORS = (
+    (utils, "unwrap_if_dead"),  # each tensor that an `autograd.Function` is applied to, by whatever name
+    (torch.autograd.function, "custom_function_call"),  # the same within a transform
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "_wrap_for_grad"),
+)
+
+
+def _on_standins(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*(as_captured(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+
+    return call
