@@ -9,7 +9,7 @@ no cost over the axes along which they are all the same.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,19 @@ def local_vjp(fn: Callable[..., Any], *primals: Any, cotangent: Any = None) -> t
         primals = vary_like(primals, jax.eval_shape(fn, *primals), cotangent)
     value, pull = jax.vjp(fn, *primals)
     return value, pull(vary_like(jnp.ones_like(value) if cotangent is None else cotangent, value))
+
+
+def vjp_of_chosen(
+    fn: Callable[..., Any], primals: Sequence[Any], wanted: Sequence[bool], given: Sequence[bool]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, ...]]]:
+    """`jax.vjp` of a function of arrays, by the wanted ones of them, and of the given leaves of what it returns."""
+
+    def of_wanted(*chosen: Any) -> list[Any]:
+        values = iter(chosen)
+        outputs = jax.tree.leaves(fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True))))
+        return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
+
+    return jax.vjp(of_wanted, *(p for p, w in zip(primals, wanted, strict=True) if w))
 
 
 def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[jax.Array]:

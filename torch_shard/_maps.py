@@ -1,6 +1,7 @@
 """The adapters that map a torch callable over devices or rows, and bind named axes for `torch_shard.collectives`."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -207,9 +208,10 @@ def jax_shard_map(
     check_names("in_specs", in_specs, mesh, mapped_names)
     check_names("out_specs", out_specs, mesh, mapped_names)
     pure = _folding(pure_of(fn), fold_in_axes, "jax_shard_map", mesh)
+    called = functools.cache(functools.partial(names_of, fn))  # not at each call
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        names = names_of(fn, num_args)
+        names = called(num_args)
         given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
         def whole(values: Any, key: Any, *args: Any) -> Any:
@@ -239,7 +241,7 @@ def jax_shard_map(
     def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
         if named:
             raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
-        names = names_of(fn, len(args))
+        names = called(len(args))
         for name, arg in zip(names, args, strict=True):
             check_leaves("jax_shard_map", name, arg)
         check_places("jax_shard_map", names, args, mesh)

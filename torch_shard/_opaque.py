@@ -13,7 +13,7 @@ import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary
+from torch_shard._axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._bridge import to_array, wrap_array
 from torch_shard._closure import MoreInputs
 from torch_shard._ops import captured_dtype, jax_dtype, lowers
@@ -89,14 +89,8 @@ class _Opaque(torch.autograd.Function):
 def _vjp_of(fn: FlatJaxFn, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> FlatJaxFn:
     def vjp(*inputs: jax.Array) -> list[jax.Array]:
         primals, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-
-        def of_wanted(*chosen: jax.Array) -> list[jax.Array]:
-            values = iter(chosen)
-            outputs = fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True)))
-            return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
-
         chosen = [p for p, want in zip(primals, wanted, strict=True) if want]
-        outputs, pull = jax.vjp(of_wanted, *chosen)
+        outputs, pull = vjp_of_chosen(fn, primals, wanted, given)
         sums = [sum_shares(c.astype(o.dtype), o) for c, o in zip(cotangents, outputs, strict=True)]
         return [into_shares(grad, primal) for grad, primal in zip(pull(sums), chosen, strict=True)]
 

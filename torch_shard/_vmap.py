@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from torch_shard._axes import vjp_of_chosen
+
 
 def vmap_of_arrays(
     fn: Callable[..., Any], in_axes: tuple[int | None, ...], out_axes: Any, *, axis_size: int, **options: Any
@@ -49,13 +51,7 @@ def vmap_of_arrays(
 def _pull(fn: Callable[..., Any], wanted: list[bool], given: list[bool], *inputs: Any) -> Any:
     """The gradients of one row."""
     arrays, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
-
-    def of_wanted(*chosen: Any) -> list[Any]:
-        values = iter(chosen)
-        outputs = jax.tree.leaves(fn(*(next(values) if w else a for a, w in zip(arrays, wanted, strict=True))))
-        return [o for o, g in zip(outputs, given, strict=True) if g]
-
-    return jax.vjp(of_wanted, *(a for a, w in zip(arrays, wanted, strict=True) if w))[1](list(cotangents))
+    return vjp_of_chosen(fn, arrays, wanted, given)[1](list(cotangents))
 
 
 def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
