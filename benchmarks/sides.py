@@ -56,6 +56,7 @@ def shapes(ours: Ours) -> Any:
         buffers={},
         opt_state=jax.eval_shape(ours.optimizer.init, arrays),
         key=jax.eval_shape(lambda: jax.random.key(0)),
+        num_batches=jax.ShapeDtypeStruct((), np.int32),
     )
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, step.shardings)
 

@@ -15,7 +15,7 @@ from torch_shard._module import LossFn, call_with, eval_mode, holdings
 from torch_shard._program import FlatFn
 from torch_shard._regions import Regions
 
-RESERVED = ("loss", "grad_norm")
+RESERVED = ("loss", "grad_norm", "guard")
 
 
 @dataclasses.dataclass(frozen=True)

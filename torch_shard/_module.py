@@ -44,6 +44,17 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
+def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
+    """The names of buffers that a `state_dict` leaves out under every name that they have."""
+    names: dict[int, list[tuple[str, bool]]] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for leaf, buffer in owner._buffers.items():
+            saved = leaf not in owner._non_persistent_buffers_set
+            names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
+    found = {name for same in names.values() if not any(saved for _, saved in same) for name, _ in same}
+    return tuple(name for name, _ in module.named_buffers() if name in found)
+
+
 def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
     """Two names whose tensors overlap in memory without being one tensor, so that a write to one shows in the other.
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._batched import run_by_name
 from torch_shard._layers import Siblings, stack_layout
 from torch_shard._mesh import ResolvedPlan
-from torch_shard._module import Holdings
+from torch_shard._module import Holdings, unsaved_buffers
 from torch_shard._ops import jax_dtype
 from torch_shard._placement import put, put_rows
 from torch_shard._stacks import Layout, Stacks, as_dicts, stack_dicts, stack_sharding
@@ -35,6 +35,9 @@ class TrainState:
         buffers: Buffers, likewise.
         opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
+        num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
+            step was skipped.
+        unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
     """
 
     step: Any
@@ -43,6 +46,8 @@ class TrainState:
     buffers: Mapping[str, Any]
     opt_state: Any
     key: Any
+    num_batches: Any
+    unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def tensors(self) -> Stacks:
@@ -84,6 +89,8 @@ class StateLayout:
             **{kind: self._tensor_shardings(getattr(self, kind)) for kind in KINDS},
             opt_state=jax.tree.map(lambda struct: struct.sharding, self._opt_state),
             key=replicated,
+            num_batches=replicated,
+            unsaved=unsaved_buffers(model),
         )
         self._structure = jax.tree.structure(self.shardings)
 

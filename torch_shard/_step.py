@@ -79,17 +79,19 @@ class Step:
         """Whether a program that was compiled so far draws random numbers."""
         return any(compiled.random for compiled in self._compiled.values())
 
-    def _prepare(self, batch: Any, state: Any = None) -> tuple["Compiled", list[jax.Array]]:
-        """The compiled program for this batch, and the batch on the mesh."""
+    def _prepare(
+        self, batch: Any, state: Any = None, guard: float | None = None
+    ) -> tuple["Compiled", list[jax.Array]]:
+        """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
         leaves, signature = flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
-        key = (signature, flags, ambient())
+        key = (signature, flags, ambient(), guard)
         compiled = self._compiled.get(key)
         reason = compiled.outdated() if compiled else None
         if compiled is None or reason:
             placed = self._place(batch, leaves, signature)
-            compiled = self._compile(signature, placed, state)
+            compiled = self._compile(signature, placed, state, guard)
             if self._compiled:
                 reason = reason or _difference(key, list(self._compiled)[-1])
                 logger.info("%s compiles again: %s", self.caller, reason)
@@ -113,7 +115,9 @@ class Step:
         self._microbatches.check(leaves, paths)
         return self.layout.put(leaves)
 
-    def _compile(self, signature: BatchSignature, placed: list[jax.Array], state: Any) -> "Compiled":
+    def _compile(
+        self, signature: BatchSignature, placed: list[jax.Array], state: Any, guard: float | None
+    ) -> "Compiled":
         if list(holdings(self.model).all) != list(self._held.all):
             raise ValueError(
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
@@ -130,20 +134,23 @@ class Step:
         )
         self._check_reach(program)
         budget = self.repeats.remat if isinstance(self.repeats.remat, int) else None
-        compiled = self._jitted(program, placed) if budget is None else self._within(budget, program, placed, state)
+        options = placed, guard
+        compiled = self._jitted(program, *options) if budget is None else self._within(budget, program, state, *options)
         compiled.fused = list(map(str, find_fused(program, self.plan, self.layout.spec)))
         for finding in compiled.fused:
             logger.warning("%s: %s", self.caller, finding)
         return compiled
 
-    def _jitted(self, program: LossProgram, placed: list[jax.Array]) -> "Compiled":
-        return Compiled(program, self._jit(program, [a.sharding for a in placed]), self.replicated, self._cache)
+    def _jitted(self, program: LossProgram, placed: list[jax.Array], guard: float | None) -> "Compiled":
+        return Compiled(program, self._jit(program, [a.sharding for a in placed], guard), self.replicated, self._cache)
 
-    def _within(self, budget: int, program: LossProgram, placed: list[jax.Array], state: Any) -> "Compiled":
+    def _within(
+        self, budget: int, program: LossProgram, state: Any, placed: list[jax.Array], guard: float | None
+    ) -> "Compiled":
         """The program that computes the least again of those that fit into a budget of bytes per device."""
         found = {}
         for choice in self.repeats.choices if program.rolled else self.repeats.choices[:1]:
-            compiled = self._jitted(program.with_remat(choice), placed)
+            compiled = self._jitted(program.with_remat(choice), placed, guard)
             with self._cache.active():
                 found[choice] = compiled.num_bytes(self._normal(state), placed)
             if found[choice] <= budget:
@@ -168,7 +175,7 @@ class Step:
                     "with the others frozen."
                 )
 
-    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+    def _jit(self, program: LossProgram, batch_shardings: list[Any], guard: float | None) -> Callable[..., Any]:
         raise NotImplementedError
 
     def report(self) -> str:
@@ -262,11 +269,13 @@ def _check_repeats(caller: str, repeats: Repeats) -> None:
 
 def _difference(key: tuple, earlier: tuple) -> str:
     """What differs between the signatures of two programs."""
-    (signature, flags, settings), (old, old_flags, old_settings) = key, earlier
+    (signature, flags, settings, guard), (old, old_flags, old_settings, old_guard) = key, earlier
     if flags != old_flags:
         return "modules were switched between train() and eval()"
     if settings != old_settings:
         return "torch's default dtype, autocast or JAX's x64 setting changed"
+    if guard != old_guard:
+        return f"max_grad_norm changed from {old_guard} to {guard}"
     if signature.tree != old.tree:
         return f"the structure of the batch changed from {old.tree} to {signature.tree}"
     pairs = zip(old.leaves, signature.leaves, strict=True)

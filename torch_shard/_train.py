@@ -12,6 +12,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._batched import run_by_name
+from torch_shard._guard import check_max_grad_norm, judge, keep
 from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
@@ -185,23 +186,32 @@ class TrainStep(Step):
             buffers=placed("buffers", self._held.buffers),
             opt_state=opt_state,
             key=jax.device_put(jax.random.key(seed), self.replicated),
+            num_batches=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            unsaved=self.shardings.unsaved,
         )
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(
+        self, state: TrainState, batch: Any, *, max_grad_norm: float | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Train by one step.
 
         Args:
             state: Donated: its arrays are reused for the new state and must not be used again.
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            max_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
+                gradient is not finite (`math.inf` for that alone): parameters, buffers, moments and `step` stay as
+                they were, and only `num_batches` counts on. None takes every step.
 
         Returns:
             The new state, and the metrics: `loss` (before the update), `grad_norm` (global L2 norm) and those of
-            `loss_fn`, as scalars or arrays on all devices.
+            `loss_fn`, as scalars or arrays on all devices. With `max_grad_norm` also `guard`, a `Verdict`:
+            `guard.skipped`, and `guard.non_finite()`, the names of the parameters with a gradient that is not finite.
 
         Raises:
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
-        compiled, arrays = self._prepare(batch, state)
+        check_max_grad_norm(self.caller, max_grad_norm)
+        compiled, arrays = self._prepare(batch, state, max_grad_norm)
         if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
@@ -212,7 +222,7 @@ class TrainStep(Step):
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
 
-    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+    def _jit(self, program: LossProgram, batch_shardings: list[Any], guard: float | None) -> Callable[..., Any]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
         if not self._compiled and any(group.refused for group in program.groups):
@@ -234,17 +244,21 @@ class TrainStep(Step):
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
             given = grads, state.opt_state, held, out.loss
             params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
-            return (
-                TrainState(
-                    step=state.step + 1,
-                    params=params,
-                    frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
-                    buffers=Stacks.from_dict(out.buffers, layout.buffers),
-                    opt_state=opt_state,
-                    key=state.key,
-                ),
-                {"loss": out.loss, "grad_norm": norm, **out.metrics},
+            new = TrainState(
+                step=state.step + 1,
+                params=params,
+                frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
+                buffers=Stacks.from_dict(out.buffers, layout.buffers),
+                opt_state=opt_state,
+                key=state.key,
+                num_batches=state.num_batches + 1,
+                unsaved=state.unsaved,
             )
+            metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
+            if guard is None:
+                return new, metrics
+            verdict = judge(out.loss, grads, norm, guard)
+            return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
 
         return jax.jit(
             train_step,
@@ -277,7 +291,7 @@ class EvalStep(Step):
         compiled, arrays = self._prepare(batch)
         return compiled(state, arrays)
 
-    def _jit(self, program: LossProgram, batch_shardings: list[Any]) -> Callable[..., Any]:
+    def _jit(self, program: LossProgram, batch_shardings: list[Any], guard: float | None) -> Callable[..., Any]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, Any]:
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
