@@ -6,6 +6,7 @@ from torch_shard import (
 )
 from torch_shard._argkinds import ArgKind
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
+from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._debug import debug_print
 from torch_shard._explain import Explanation, explain_capture
@@ -23,6 +24,7 @@ from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value
 __version__ = "0.1.0"
 __all__ = [
     "ArgKind",
+    "Checkpointer",
     "Comparison",
     "Drawing",
     "EvalStep",

@@ -67,5 +67,3 @@ def check_max_grad_norm(caller: str, value: Any) -> None:
             f"{caller}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."
         )
-
-

@@ -63,6 +63,21 @@ def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
         )
 
 
+def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse floating-point entries that JAX would narrow.
+
+    Raises:
+        TypeError: Some need 64 bits, which are switched off; all are listed.
+    """
+    wide = (torch.float64, torch.complex128)
+    names = [name for name, tensor in tensors.items() if tensor.dtype in wide]
+    if names and not jax.config.values["jax_enable_x64"]:
+        raise TypeError(
+            f"{caller}: {', '.join(names)} need 64 bits, and JAX has them switched off. Convert the model "
+            "(model.float()), or jax.config.update('jax_enable_x64', True) at the start."
+        )
+
+
 def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     """Put each entry of a module or a state_dict onto its shards.
 

@@ -64,6 +64,7 @@ class StateLayout:
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
         shardings: A `TrainState` with the sharding of each stored array.
+        structs: A `TrainState` with shape, dtype and sharding of each, the key as its words.
     """
 
     def __init__(
@@ -93,6 +94,24 @@ class StateLayout:
             unsaved=unsaved_buffers(model),
         )
         self._structure = jax.tree.structure(self.shardings)
+        self.structs = self._structs()
+
+    def _structs(self) -> TrainState:
+        def stored(layout: Layout) -> Stacks:
+            entries = {n: jax.ShapeDtypeStruct(*_type(self._tensors[n]), sharding=self._plan[n]) for n in layout.names}
+            return Stacks.from_dict(entries, layout)
+
+        def scalar(struct: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=self.shardings.step)
+
+        return TrainState(
+            step=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
+            **{kind: stored(getattr(self, kind)) for kind in KINDS},
+            opt_state=self._opt_state,
+            key=scalar(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))),
+            num_batches=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
+            unsaved=self.shardings.unsaved,
+        )
 
     def _tensor_shardings(self, layout: Layout) -> Stacks:
         firsts = ((self._plan[group[0]], len(group)) for group in layout.groups)

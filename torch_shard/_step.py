@@ -79,9 +79,7 @@ class Step:
         """Whether a program that was compiled so far draws random numbers."""
         return any(compiled.random for compiled in self._compiled.values())
 
-    def _prepare(
-        self, batch: Any, state: Any = None, guard: float | None = None
-    ) -> tuple["Compiled", list[jax.Array]]:
+    def _prepare(self, batch: Any, state: Any = None, guard: float | None = None) -> tuple["Compiled", list[jax.Array]]:
         """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
         leaves, signature = flatten_batch(batch)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from torch_shard._guard import check_max_grad_norm, judge, keep
 from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
-from torch_shard._placement import refuse_meta, to_host_by_name
+from torch_shard._placement import refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._plan import ShardingPlan
 from torch_shard._repeats import Repeats
 from torch_shard._stacks import Stacks
@@ -162,6 +162,12 @@ class TrainStep(Step):
         self._layout = StateLayout(self.model, self._held, self.plan, self.optimizer, groups=groups, caller=self.caller)
         self.shardings = self._layout.shardings
 
+    @property
+    def structs(self) -> TrainState:
+        """Shape, dtype and sharding of each array of a state; of the key, of its words."""
+        refuse_wide(self.caller, self._held.all)
+        return self._layout.structs
+
     def init(self, *, seed: int = 0) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
 
@@ -176,14 +182,21 @@ class TrainStep(Step):
         def placed(kind: str, tensors: dict[str, torch.Tensor]) -> Stacks:
             return self._layout.place(kind, {name: t.detach() for name, t in tensors.items()})
 
-        params = placed("params", self._held.trainable)
+        held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
+        return self.start({kind: placed(kind, tensors) for kind, tensors in held.items()}, seed=seed)
+
+    def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
+        """The state at step 0 with these arrays.
+
+        Args:
+            held: `params`, `frozen` and `buffers`, stored as the states of this step are.
+            seed: As for `init`.
+        """
         with self._cache.active():
-            opt_state = self._layout.init_opt_state(params)
+            opt_state = self._layout.init_opt_state(held["params"])
         return TrainState(
             step=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
-            params=params,
-            frozen=placed("frozen", self._held.frozen),
-            buffers=placed("buffers", self._held.buffers),
+            **held,
             opt_state=opt_state,
             key=jax.device_put(jax.random.key(seed), self.replicated),
             num_batches=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),

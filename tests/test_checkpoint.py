@@ -1,0 +1,357 @@
+"""Checkpoints: whole or not at all, under the model's names, back to the bit, onto any mesh."""
+
+import json
+import logging
+import math
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.down(self.drop(self.up(x).tanh()))
+
+
+class Model(nn.Module):
+    """Repeated layers, dropout, a tie, a frozen layer, buffers of both kinds."""
+
+    def __init__(self, num_layers=4, width=WIDTH):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, width, bias=False).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.tied, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.tied.weight
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.tied(self.norm(x)).relu()) * self.scale
+
+
+PLAN = ts.ShardingPlan(
+    {"blocks.*.up.weight": P("model"), "blocks.*.down.weight": P(None, "model"), "tied.weight": P("model")}, default=P()
+)
+OTHER_PLAN = ts.ShardingPlan({"blocks.*.up.*": P("batch"), "blocks.1.down.weight": P("model")}, default=P())
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def make_step(*, model=None, mesh=(4, 2), plan=PLAN, optimizer=None, **options):
+    torch.manual_seed(0)
+    mesh = ts.make_mesh(batch=mesh[0], model=mesh[1])
+    return ts.make_train_step(
+        model or Model(), squares, optimizer or optax.adamw(1e-2), mesh=mesh, plan=plan, **options
+    )
+
+
+def batch(number):
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def train(step, state, numbers):
+    losses = []
+    for number in numbers:
+        state, metrics = step(state, batch(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def by_name(state):
+    """Every value of a state on the host, by the model's names, however it is stored."""
+    values = {name: np.asarray(array) for name, array in state.tensors.items()}
+    moments = state.opt_state[0]
+    values |= {f"{kind} {name}": np.asarray(m) for kind in ("mu", "nu") for name, m in getattr(moments, kind).items()}
+    values |= {"count": np.asarray(moments.count), "step": np.asarray(state.step)}
+    return values | {"key": np.asarray(jax.random.key_data(state.key)), "batches": np.asarray(state.num_batches)}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_step()
+
+
+@pytest.fixture(scope="module")
+def saved(step, tmp_path_factory):
+    """A directory with the checkpoints of steps 2, 3 and 4, the state of step 4, and the losses of the steps after."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "run"
+    state = step.init(seed=3)
+    with ts.Checkpointer(directory) as checkpointer:
+        for stop in (2, 3, 4):
+            state, _ = train(step, state, range(int(state.step), stop))
+            assert checkpointer.save(state, metrics={"loss": stop / 2})
+    values = by_name(state)
+    return directory, values, train(step, state, range(4, 7))[1]
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The same directory, to damage."""
+    return shutil.copytree(saved[0], tmp_path / "run")
+
+
+def test_resumes_to_the_bit(saved, step):
+    directory, values, losses = saved
+    state = ts.Checkpointer(directory).restore(step)
+    assert_same(by_name(state), values)
+    assert state.unsaved == ("scale",)
+    jax.tree.map(lambda array, sharding: pytest.fail() if array.sharding != sharding else None, state, step.shardings)
+    assert train(step, state, range(4, 7))[1] == losses
+
+
+def test_save_leaves_the_state_to_be_donated(step, tmp_path):
+    """What is written is the state at the call of `save`, though later steps reuse its memory while it is written."""
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path / "run", keep=None) as checkpointer:
+        wanted = {}
+        for number in range(6):
+            state, _ = train(step, state, [number])
+            wanted[number + 1] = by_name(state)
+            checkpointer.save(state)
+        checkpointer.wait()
+        for number, values in wanted.items():
+            assert_same(by_name(checkpointer.restore(step, step=number)), values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": (2, 4)},
+        {"mesh": (1, 2)},
+        {"mesh": (8, 1)},
+        {"plan": OTHER_PLAN},
+        {"scan_layers": False},
+        {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 2)},
+    ],
+    ids=str,
+)
+def test_restores_onto_another_mesh_and_plan(saved, options):
+    other = make_step(**options)
+    state = ts.Checkpointer(saved[0]).restore(other)
+    assert_same(by_name(state), saved[1])
+    jax.tree.map(lambda array, sharding: pytest.fail() if array.sharding != sharding else None, state, other.shardings)
+    # float32 sums in another order, after steps of Adam that divide by the size of small gradients
+    np.testing.assert_allclose(train(other, state, range(4, 7))[1], saved[2], rtol=1e-3)
+
+
+def test_unrolled_layers_restore_into_a_loop(tmp_path, step):
+    unrolled = make_step(scan_layers=False)
+    state, _ = train(unrolled, unrolled.init(seed=0), range(2))
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        restored = checkpointer.restore(step)
+    assert_same(by_name(restored), by_name(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(step.shardings)
+
+
+def test_restores_into_a_model_without_values(saved):
+    with torch.device("meta"):
+        model = Model()
+    state = ts.Checkpointer(saved[0]).restore(make_step(model=model))
+    assert_same(by_name(state), saved[1])
+
+
+def test_another_optimizer_takes_the_parameters_alone(saved):
+    other = make_step(optimizer=optax.sgd(0.1, momentum=0.9))
+    checkpointer = ts.Checkpointer(saved[0])
+    with pytest.raises(ValueError, match="does not fit the model and the optimizer") as refused:
+        checkpointer.restore(other)
+    message = str(refused.value)
+    assert "opt_state[0].trace of blocks.3.up.bias: missing in the checkpoint" in message
+    assert "opt_state[0].mu of blocks.0.up.weight: in the checkpoint, not in the state to fill" in message
+    assert "params_only=True" in message
+    state = checkpointer.restore(other, params_only=True, seed=1)
+    for name, value in state.tensors.items():
+        np.testing.assert_array_equal(value, saved[1][name], err_msg=name)
+    assert (int(state.step), int(state.num_batches)) == (0, 0)
+    fresh = other.init(seed=1)
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(fresh.key))
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (lambda: Model(num_layers=5), ["blocks.4.up.weight: missing in the checkpoint"]),
+        (lambda: Model(num_layers=3), ["blocks.3.down.bias: in the checkpoint, not in the state to fill"]),
+        (lambda: Model().double(), ["first.weight", "need 64 bits", "jax_enable_x64"]),
+        (lambda: Model().bfloat16(), ["norm.running_mean: float32 (8,) in the checkpoint, must be bfloat16 (8,)"]),
+        (lambda: nn.Linear(WIDTH, 3), ["weight: missing in the checkpoint", "first.weight: in the checkpoint"]),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(saved, model, wanted):
+    plan = ts.ShardingPlan({}, default=P())
+    with pytest.raises((ValueError, TypeError)) as refused:
+        ts.Checkpointer(saved[0]).restore(make_step(model=model(), plan=plan))
+    for part in wanted:
+        assert part in str(refused.value)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 8
+    file.write_bytes(content)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip_a_bit, "its checksum differs, so some of its bits have changed"),
+        (truncate, "bytes, must have"),
+        (lambda file: file.unlink(), "missing"),
+    ],
+    ids=["bit flipped", "truncated", "missing"],
+)
+def test_damaged_checkpoint_is_passed_over(copied, step, damage, said, caplog):
+    shards = [file for file in (copied / "step_00000004").rglob("*") if file.is_file() and file.parent.name == "d"]
+    damage(max(shards, key=lambda file: file.stat().st_size))
+    with ts.Checkpointer(copied, keep=2) as checkpointer:
+        with caplog.at_level(logging.WARNING):
+            state = checkpointer.restore(step)
+        assert int(state.step) == 3
+        (warning,) = (record.getMessage() for record in caplog.records if "damaged" in record.getMessage())
+        assert "step_00000004 is damaged" in warning
+        assert said in warning
+        with pytest.raises(ValueError, match="step_00000004 is damaged"):
+            checkpointer.restore(step, step=4)
+        # Training goes on, comes to step 4 again, and what replaces it is whole.
+        state, _ = train(step, state, [3])
+        assert checkpointer.save(state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 4]
+        assert int(checkpointer.restore(step, step=4).step) == 4
+
+
+def test_every_file_counts(copied, step):
+    """Whichever file is damaged, it is found."""
+    checkpoint = copied / "step_00000004"
+    files = [file for file in checkpoint.rglob("*") if file.is_file()]
+    assert len(files) > 5
+    for file in files:
+        kept = file.read_bytes()
+        file.write_bytes(kept[:-1])
+        with pytest.raises(ValueError, match="is damaged"):
+            ts.Checkpointer(copied).restore(step, step=4)
+        file.write_bytes(kept)
+
+
+def test_no_whole_checkpoint(tmp_path, copied, step):
+    with pytest.raises(FileNotFoundError, match="no whole checkpoint in .*: there are none"):
+        ts.Checkpointer(tmp_path / "nothing").restore(step)
+    assert not (tmp_path / "nothing").exists()
+    for path in copied.glob("step_*"):
+        (path / "checksums.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint in .*: there are those of steps \[2, 3, 4\]"):
+        ts.Checkpointer(copied).restore(step)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 9"):
+        ts.Checkpointer(copied).restore(step, step=9)
+
+
+def test_keeps_the_newest(saved, step, tmp_path):
+    assert ts.Checkpointer(saved[0]).steps() == [2, 3, 4]
+    state = ts.Checkpointer(saved[0]).restore(step, step=2)
+    with ts.Checkpointer(tmp_path, keep=1, asynchronous=False) as checkpointer:
+        assert checkpointer.save(state)
+        assert not checkpointer.save(state)
+        checkpointer.save(train(step, state, [2])[0])
+        assert checkpointer.steps() == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".unfinished", "step_00000003"]
+    assert not list((tmp_path / ".unfinished").iterdir())
+
+
+def test_retention_never_counts_a_damaged_one(copied, step):
+    flip_a_bit(copied / "step_00000004" / "state.json")
+    with ts.Checkpointer(copied, keep=1) as checkpointer:
+        state = checkpointer.restore(step)
+        assert int(state.step) == 3
+        shutil.rmtree(copied / "step_00000003")
+        checkpointer.save(state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 4]  # the damaged one of step 4 does not push out the whole one of step 3
+
+
+def test_one_directory_has_one_writer(tmp_path, step):
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path) as first:
+        first.save(state)
+        second = ts.Checkpointer(tmp_path)
+        with pytest.raises(BlockingIOError, match="another process or Checkpointer is saving to"):
+            second.save(train(step, state, [0])[0])
+        first.wait()
+        assert second.steps() == [0]
+    assert int(second.restore(step).step) == 0
+
+
+def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
+    state = ts.Checkpointer(copied).restore(step)
+
+    def fail(directory):
+        raise OSError(28, "No space left on device")
+
+    with ts.Checkpointer(copied) as checkpointer:
+        state, _ = train(step, state, [4])
+        monkeypatch.setattr("torch_shard._checkpoint.seal", fail)
+        checkpointer.save(state)
+        with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device.*that of step 4\."):
+            checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4]
+        monkeypatch.undo()
+        assert checkpointer.save(state)
+    assert ts.Checkpointer(copied).steps() == [3, 4, 5]
+
+
+def test_metadata_names_every_entry(saved):
+    head = json.loads((saved[0] / "step_00000004" / "state.json").read_text())
+    assert head["metrics"] == {"loss": 2.0}
+    names = {name for stored in head["stored"] for name in stored["names"] if stored["where"] == "tensors"}
+    assert {"blocks.0.up.weight", "blocks.3.up.weight", "norm.running_mean", "scale", "first.weight"} <= names
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="keep must be a positive integer, got 0"):
+        ts.Checkpointer("x", keep=0)
+    with pytest.raises(ValueError, match="every must be a positive integer"):
+        ts.Checkpointer("x", every=None)  # pyright: ignore
+    with pytest.raises(TypeError, match="directory must be a path, got int"):
+        ts.Checkpointer(3)  # pyright: ignore
+
+
+def test_guarded_step_keeps_the_state(step):
+    state, _ = train(step, step.init(seed=0), [0])
+    before = by_name(state)
+    state, metrics = step(state, batch(1) * math.nan, max_grad_norm=math.inf)
+    assert bool(metrics["guard"].skipped)
+    assert metrics["guard"].non_finite()[0] == "blocks.0.up.weight"
+    after = by_name(state)
+    assert after.pop("batches") == before.pop("batches") + 1
+    assert_same(after, before)

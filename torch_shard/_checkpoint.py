@@ -1,0 +1,292 @@
+"""Checkpoints: the whole state of a run on disk, whole or not at all, and back onto any mesh."""
+
+import concurrent.futures
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from torch_shard._integrity import find_damage, seal, sync_directory
+from torch_shard._saved import (
+    FORMAT,
+    HEAD,
+    TENSORS,
+    Entries,
+    Stored,
+    fill,
+    fill_kind,
+    flatten,
+    read_head,
+    targets,
+    unlike,
+)
+from torch_shard._state import KINDS, TrainState
+from torch_shard._train import TrainStep
+
+logger = logging.getLogger(__name__)
+_STEP = re.compile(r"step_(\d+)")
+_UNFINISHED = ".unfinished"
+
+
+class Checkpointer:
+    """Saves states to a directory and restores them; only one process or job may save to it at a time.
+
+    A checkpoint holds everything that a `TrainState` does, under the names of the model, however its layers are
+    stored. It is written by orbax under another name, gets a checksum for each of its files, and only then its own
+    name, so that a directory `step_00000040` is a whole checkpoint of step 40; older ones are removed after that.
+
+    Args:
+        directory: Made when the first checkpoint is saved. Several processes of one job share it.
+        keep: How many checkpoints to keep, the newest; None for all.
+        every: Steps from one checkpoint to the next, where `fit` saves.
+        asynchronous: Let `save` return when the state has been copied to the host, and write in the background. What
+            goes wrong there is raised by the next `save`, `wait` or `close`.
+
+    Raises:
+        TypeError: `directory` is no path.
+        ValueError: `keep` or `every` is not a positive number.
+
+    Example:
+        >>> import tempfile, optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as directory, ts.Checkpointer(directory) as checkpointer:
+        ...     checkpointer.save(step.init(seed=0))
+        ...     state = checkpointer.restore(step)
+        True
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int = 1000,
+        asynchronous: bool = True,
+    ) -> None:
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(f"Checkpointer: directory must be a path, got {type(directory).__name__}.")
+        for option, value in (("keep", keep), ("every", every)):
+            if not (option == "keep" and value is None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
+        self.directory = Path(directory).absolute()
+        self.keep, self.every, self.asynchronous = keep, every, asynchronous
+        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._damaged: set[int] = set()
+        self._lock = filelock.FileLock(self.directory / ".lock", timeout=0)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        found = (_STEP.fullmatch(path.name) for path in self.directory.glob("step_*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.directory / f"step_{step:08}"
+
+    def claim(self) -> None:
+        """Make the directory and be the one that saves to it, until `close` or the end of the process.
+
+        Raises:
+            BlockingIOError: Another process saves to it.
+        """
+        if jax.process_index() > 0 or self._lock.is_locked:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise BlockingIOError(
+                f"Checkpointer: another process or Checkpointer is saving to {self.directory}. Give each run a "
+                "directory of its own, or end the other one."
+            ) from None
+        shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)  # of a process that was killed
+
+    def save(self, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> bool:
+        """Save a state.
+
+        Args:
+            state: It may be donated to the next step as soon as this returns.
+            metrics: Numbers to keep with it.
+
+        Returns:
+            Whether it was saved; a step that has a checkpoint is not saved again.
+
+        Raises:
+            BlockingIOError: Another process saves to this directory.
+            RuntimeError: This or an earlier checkpoint could not be written; those that are there are as they were.
+        """
+        self.wait()
+        step = int(state.step)
+        if step in self.steps() and step not in self._damaged:
+            return False
+        self.claim()
+        stored = flatten(dataclasses.replace(state, key=jax.random.key_data(state.key)))
+        head = {
+            "format": FORMAT,
+            "step": step,
+            "num_batches": int(state.num_batches),
+            "unsaved": list(state.unsaved),
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+            "stored": [kind.to_json() for kind in stored],
+        }
+        partial = self.directory / _UNFINISHED / self.path(step).name
+        self._orbax.save(partial, args=_by_item(stored, ocp.args.StandardSave), force=True)
+        self._pending = self._worker.submit(self._finish, step, partial, head)
+        if not self.asynchronous:
+            self.wait()
+        return True
+
+    def _finish(self, step: int, partial: Path, head: dict[str, Any]) -> None:
+        """In the background: wait for orbax, seal what it wrote, give it its name, remove what is too old."""
+        self._orbax.wait_until_finished()
+        if jax.process_index() > 0:
+            return
+        (partial / HEAD).write_text(json.dumps(head), encoding="utf-8")
+        seal(partial)
+        self._remove(step)
+        partial.rename(self.path(step))
+        sync_directory(self.directory)
+        self._damaged.discard(step)
+        if self.keep is not None:
+            whole = [s for s in self.steps() if s <= step and s not in self._damaged]
+            for old in (s for s in self.steps() if s < whole[-self.keep :][0]):
+                self._remove(old)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint's name away first, so that none is ever seen in part."""
+        if self.path(step).exists():
+            doomed = self.directory / _UNFINISHED / f"{self.path(step).name}.old"
+            self.path(step).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk.
+
+        Raises:
+            RuntimeError: It could not be written.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        if agree(error is not None):
+            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            steps = self.steps()
+            raise RuntimeError(
+                f"Checkpointer: a checkpoint could not be written to {self.directory}: "
+                f"{error or 'another process failed'}. "
+                + (f"The newest whole one is that of step {steps[-1]}." if steps else "There is none yet.")
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and let others save to the directory."""
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- restoring ----
+
+    def restore(
+        self, train_step: TrainStep, *, step: int | None = None, params_only: bool = False, seed: int = 0
+    ) -> TrainState:
+        """Read a checkpoint, each array straight onto its shards.
+
+        Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from.
+
+        Args:
+            train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device.
+            step: Which one; by default the newest. One that is damaged is then passed over, with a warning.
+            params_only: Take parameters and buffers alone, and start anew at step 0, with the optimiser of
+                `train_step`, whichever the checkpoint was written with.
+            seed: Of the new start, as for `train_step.init`.
+
+        Raises:
+            FileNotFoundError: There is no checkpoint, or none that is whole.
+            ValueError: It does not fit the model or the optimiser; all differences are listed by name. Or the one that
+                was asked for is damaged.
+        """
+        self.wait()
+        path = self._choose(step)
+        found = read_head(path).stored
+        if params_only:
+            found = [stored for stored in found if stored.where == TENSORS]
+        structs = flatten(train_step.structs)
+        wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
+        if lines := unlike(Entries(dict.fromkeys(found)), wanted):
+            raise ValueError(_does_not_fit(path, lines, params_only))
+        entries = self._read(path, targets(found, wanted))
+        if params_only:
+            return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
+        state = fill(train_step.structs, entries)
+        return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
+
+    def _read(self, path: Path, structs: dict[Stored, jax.ShapeDtypeStruct]) -> Entries:
+        restored = self._orbax.restore(path, args=_by_item(structs, ocp.args.StandardRestore))
+        return Entries({stored: restored[_item(stored)][stored.label] for stored in structs})
+
+    def _choose(self, step: int | None) -> Path:
+        """The checkpoint to read: whole."""
+        for candidate in reversed(self.steps()) if step is None else [step]:
+            path = self.path(candidate)
+            if not path.exists():
+                break
+            damage = find_damage(path, part=(jax.process_index(), jax.process_count()))
+            if not agree(bool(damage)):
+                return path
+            self._damaged.add(candidate)
+            message = f"Checkpointer: {path} is damaged: " + "; ".join(damage or ["another process found it so"])
+            if step is not None:
+                raise ValueError(f"{message}. Restore another step: {self.steps()}.")
+            logger.warning("%s. It is passed over for an older one.", message)
+        there = f"those of steps {self.steps()}" if self.steps() else "none"
+        wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.")
+
+
+def _item(stored: Stored) -> str:
+    return TENSORS if stored.where == TENSORS else "rest"
+
+
+def _by_item(values: Mapping[Stored, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
+    """For orbax: tensors, which can be read alone, and the rest."""
+    items: dict[str, dict[str, Any]] = {}
+    for stored, value in values.items():
+        items.setdefault(_item(stored), {})[stored.label] = value
+    return ocp.args.Composite(**{name: wrap(item) for name, item in items.items()})
+
+
+def _does_not_fit(path: Path, lines: list[str], params_only: bool) -> str:
+    message = f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n" + "\n".join(lines)
+    hint = "Restore it with the model and optimizer that wrote it"
+    return (
+        f"{message}\n\n{hint}." if params_only else f"{message}\n\n{hint}, or params_only=True for another optimizer."
+    )
+
+
+def agree(flag: bool) -> bool:
+    """Whether any process says so."""
+    return bool(multihost_utils.process_allgather(np.array(flag)).any()) if jax.process_count() > 1 else flag

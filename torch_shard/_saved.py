@@ -1,0 +1,219 @@
+"""What a saved state holds: each stored array with the names of the entries in it, as JSON says it."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from torch_shard._mesh import describe_spec
+from torch_shard._stacks import Layout, Stacks, describe_group, stack_sharding, take_row
+from torch_shard._state import KINDS, TrainState
+
+TENSORS = "tensors"
+"""Where parameters and buffers stand; all else is the rest of the state."""
+HEAD = "state.json"
+FORMAT = 1
+SCALARS = ("step", "num_batches", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One stored array.
+
+    Attributes:
+        where: `tensors`, or the place in the state, as in `opt_state[0].mu`.
+        names: Of the entries in it: none for an array that is not kept by name, several for rows of a stack.
+        shape: Of the whole array.
+        dtype: JAX's name of it.
+        spec: How it was split, for people.
+        kind: `params`, `frozen` or `buffers`, of tensors.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str = ""
+    kind: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is called in the checkpoint."""
+        return f"{self.where}/{describe_group(self.names)}" if self.names else self.where
+
+    @property
+    def entries(self) -> list[tuple[str, str]]:
+        """Its entries: where each stands, and its name."""
+        return [(self.where, name) for name in self.names or ("",)]
+
+    @property
+    def entry_type(self) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of each entry."""
+        return self.shape[len(self.names) > 1 :], self.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole array."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """For the checkpoint's metadata."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Stored":
+        """The inverse."""
+        return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
+
+
+def flatten(state: TrainState) -> dict[Stored, Any]:
+    """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
+    found: dict[Stored, Any] = {}
+    for kind in KINDS:
+        found |= _by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
+    for name in SCALARS:
+        found[_describe(name, (), getattr(state, name))] = getattr(state, name)
+    for path, leaf in _leaves(state.opt_state):
+        where = "opt_state" + jax.tree_util.keystr(path)
+        found |= _by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): leaf}
+    return found
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stacks)
+
+
+def _is_stacks(node: Any) -> bool:
+    return isinstance(node, Stacks)
+
+
+def _by_name(where: str, stacks: Stacks, kind: str = "") -> dict[Stored, Any]:
+    pairs = zip(stacks.layout.groups, stacks.arrays, strict=True)
+    return {_describe(where, group, array, kind): array for group, array in pairs}
+
+
+def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> Stored:
+    sharding = getattr(array, "sharding", None)
+    spec = describe_spec(sharding.spec) if isinstance(sharding, NamedSharding) else ""
+    return Stored(where, names, tuple(array.shape), str(array.dtype), spec, kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What a checkpoint says of itself, without its arrays.
+
+    Attributes:
+        step: Number of steps taken.
+        num_batches: Number of batches seen.
+        unsaved: Names of the buffers that are not in the module's `state_dict`.
+        metrics: Numbers that were kept with it.
+        stored: Its arrays.
+    """
+
+    step: int
+    num_batches: int
+    unsaved: tuple[str, ...]
+    metrics: dict[str, float]
+    stored: list[Stored]
+
+
+def read_head(directory: Path) -> Head:
+    """Read what a checkpoint says of itself.
+
+    Raises:
+        ValueError: It was written by another version of torch_shard, or is no checkpoint.
+    """
+    try:
+        found = json.loads((directory / HEAD).read_text(encoding="utf-8"))
+        if found.pop("format") != FORMAT:
+            raise KeyError("format")
+        stored = [Stored.from_json(one) for one in found.pop("stored")]
+        return Head(**{**found, "unsaved": tuple(found["unsaved"])}, stored=stored)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory} is no checkpoint of this version of torch_shard: {error!r}.") from error
+
+
+class Entries:
+    """Stored arrays as entries: by where they stand and their name."""
+
+    def __init__(self, arrays: Mapping[Stored, Any]) -> None:
+        self._arrays = dict(arrays)
+        self._homes = {entry: stored for stored in arrays for entry in stored.entries}
+
+    def type_of(self, entry: tuple[str, str]) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype."""
+        return self._homes[entry].entry_type
+
+    def __getitem__(self, entry: tuple[str, str]) -> Any:
+        stored = self._homes[entry]
+        array = self._arrays[stored]
+        return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._homes)
+
+    def stacks(self, where: str) -> Stacks:
+        """Those of one place, stored as they are."""
+        held = {stored.names: array for stored, array in self._arrays.items() if stored.where == where}
+        groups = tuple(held)
+        return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
+
+
+def unlike(found: Entries, wanted: Entries) -> list[str]:
+    """What a saved state and the one to fill do not have in common, a line for each entry."""
+    have, need = dict.fromkeys(found), dict.fromkeys(wanted)
+    lines = [f"  {_show(e)}: missing in the checkpoint" for e in need if e not in have]
+    lines += [f"  {_show(e)}: in the checkpoint, not in the state to fill" for e in have if e not in need]
+    for entry in (e for e in need if e in have and found.type_of(e) != wanted.type_of(e)):
+        (shape, dtype), (other, other_dtype) = found.type_of(entry), wanted.type_of(entry)
+        lines.append(f"  {_show(entry)}: {dtype} {shape} in the checkpoint, must be {other_dtype} {other}")
+    return lines
+
+
+def _show(entry: tuple[str, str]) -> str:
+    where, name = entry
+    return name if where == TENSORS else f"{where} of {name}" if name else where
+
+
+def targets(found: list[Stored], wanted: Entries) -> dict[Stored, jax.ShapeDtypeStruct]:
+    """Where each saved array is to lie: as its first entry does."""
+
+    def target(stored: Stored) -> jax.ShapeDtypeStruct:
+        sharding = wanted[stored.entries[0]].sharding
+        sharding = stack_sharding(sharding) if len(stored.names) > 1 else sharding
+        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
+
+    return {stored: target(stored) for stored in found}
+
+
+def fill(structs: TrainState, entries: Entries) -> TrainState:
+    """A state like `structs` with these entries, each on its shards, stored as `structs` are."""
+
+    def filled(path: Any, leaf: Any) -> Any:
+        where = "opt_state" + jax.tree_util.keystr(path)
+        return _filled(where, leaf, entries)
+
+    return dataclasses.replace(
+        structs,
+        **{kind: fill_kind(structs, kind, entries) for kind in KINDS},
+        **{name: _filled(name, getattr(structs, name), entries) for name in SCALARS},
+        opt_state=jax.tree_util.tree_map_with_path(filled, structs.opt_state, is_leaf=_is_stacks),
+    )
+
+
+def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
+    """Likewise the parameters or buffers of one kind."""
+    return _filled(TENSORS, getattr(structs, kind), entries)
+
+
+def _filled(where: str, struct: Any, entries: Entries) -> Any:
+    if not isinstance(struct, Stacks):
+        return jax.device_put(entries[where, ""], struct.sharding)
+    held = Stacks.from_dict(entries.stacks(where), struct.layout)
+    shardings = (stored.sharding for stored in struct.arrays)
+    return Stacks(struct.layout, map(jax.device_put, held.arrays, shardings))
