@@ -5,11 +5,13 @@ from torch_shard import (
     collectives,
 )
 from torch_shard._argkinds import ArgKind
+from torch_shard._bad_step import BadStepError
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._debug import debug_print
 from torch_shard._explain import Explanation, explain_capture
+from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._mesh import make_mesh
@@ -24,6 +26,7 @@ from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value
 __version__ = "0.1.0"
 __all__ = [
     "ArgKind",
+    "BadStepError",
     "Checkpointer",
     "Comparison",
     "Drawing",
@@ -41,6 +44,7 @@ __all__ = [
     "disable_globally",
     "enable_globally",
     "explain_capture",
+    "fit",
     "gather",
     "gather_from_jax_processes",
     "jax_checkpoint",

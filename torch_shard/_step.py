@@ -27,6 +27,14 @@ logger = logging.getLogger(__name__)
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A batch on the mesh, with what a program depends on in it."""
+
+    arrays: list[jax.Array]
+    signature: BatchSignature
+
+
 class Step:
     """What training and evaluation share: one compiled program per signature of the batch."""
 
@@ -57,6 +65,8 @@ class Step:
         names = list(holdings(model).all)
         self.repeats = dataclasses.replace(repeats, specs=tuple((n, self.plan[n].spec) for n in names))
         self.layout = BatchLayout(mesh, spec, self.caller)
+        self._asked = mesh, plan, spec, compute_dtype
+        self._compile_directory = compile_cache
         self._microbatches = Microbatches(accumulate_steps, self.layout)
         self._cache = CompileCache(compile_cache, self.caller)
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -71,6 +81,7 @@ class Step:
         self._params = list(self._held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._compiled: dict[Any, Compiled] = {}
+        self._checked: set[BatchSignature] = set()
         self.num_compiles = 0
         """How many programs were compiled so far."""
 
@@ -82,13 +93,13 @@ class Step:
     def _prepare(self, batch: Any, state: Any = None, guard: float | None = None) -> tuple["Compiled", list[jax.Array]]:
         """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
-        leaves, signature = flatten_batch(batch)
+        leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = (signature, flags, ambient(), guard)
         compiled = self._compiled.get(key)
         reason = compiled.outdated() if compiled else None
         if compiled is None or reason:
-            placed = self._place(batch, leaves, signature)
+            placed = (batch if leaves is None else self.put(batch)).arrays
             compiled = self._compile(signature, placed, state, guard)
             if self._compiled:
                 reason = reason or _difference(key, list(self._compiled)[-1])
@@ -96,7 +107,7 @@ class Step:
             self._compiled[key] = compiled
             self.num_compiles += 1
             return compiled, placed
-        return compiled, self.layout.put(leaves)
+        return compiled, batch.arrays if leaves is None else self.layout.put(leaves)
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
@@ -107,11 +118,22 @@ class Step:
             "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
         )
 
-    def _place(self, batch: Any, leaves: list[Any], signature: BatchSignature) -> list[jax.Array]:
-        paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
-        self.layout.check(leaves, paths)
-        self._microbatches.check(leaves, paths)
-        return self.layout.put(leaves)
+    def put(self, batch: Any) -> Placed:
+        """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
+
+        Args:
+            batch: As for the step.
+
+        Raises:
+            ValueError: It does not divide over the mesh.
+        """
+        leaves, signature = flatten_batch(batch)
+        if signature not in self._checked:
+            paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
+            self.layout.check(leaves, paths)
+            self._microbatches.check(leaves, paths)
+            self._checked.add(signature)
+        return Placed(self.layout.put(leaves), signature)
 
     def _compile(
         self, signature: BatchSignature, placed: list[jax.Array], state: Any, guard: float | None

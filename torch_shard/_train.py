@@ -281,6 +281,11 @@ class TrainStep(Step):
             compiler_options=program.compiler_options(self.mesh),
         )
 
+    def evaluation(self) -> "EvalStep":
+        """The step that evaluates the same loss in eval mode, with the options of this one."""
+        repeats = Repeats(self.repeats.scan)
+        return EvalStep(self.model, self.loss_fn, *self._asked, repeats, compile_cache=self._compile_directory)
+
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
         return with_values(self.model, to_host_by_name(state.tensors))

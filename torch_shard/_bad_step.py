@@ -1,0 +1,69 @@
+"""What a run does about a step whose loss or gradient is no good."""
+
+import logging
+from typing import Any
+
+from torch_shard._state import TrainState
+
+logger = logging.getLogger(__name__)
+ON_BAD_STEP = ("raise", "stop", "skip")
+
+
+class BadStepError(ArithmeticError):
+    """A step whose loss or gradient is no good.
+
+    Attributes:
+        state: As it was before the step, but for `num_batches`.
+        non_finite: Names of the parameters with a gradient that is not finite, in the module's order.
+    """
+
+    def __init__(self, message: str, state: TrainState, non_finite: list[str]) -> None:
+        super().__init__(message)
+        self.state, self.non_finite = state, non_finite
+
+
+class Guard:
+    """Looks at each step that was taken, or not.
+
+    Args:
+        on_bad_step: One of `ON_BAD_STEP`.
+        max_grad_norm: The largest global norm that will do.
+    """
+
+    def __init__(self, on_bad_step: str, max_grad_norm: float) -> None:
+        self._do, self.max_grad_norm = on_bad_step, max_grad_norm
+
+    def stops(self, state: TrainState, metrics: dict[str, Any], position: int) -> bool:
+        """Whether the run is to stop after this step, which it waits for.
+
+        Args:
+            state: After the step.
+            metrics: Of the step.
+            position: Number of batches seen, this one included.
+
+        Raises:
+            BadStepError: The step was not taken, and that is to be an error.
+        """
+        if not bool(metrics["guard"].skipped):
+            return False
+        names = metrics["guard"].non_finite()
+        message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
+        if self._do == "raise":
+            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', state, names)
+        logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
+        return self._do == "stop"
+
+    def _reason(self, metrics: dict[str, Any], names: list[str]) -> str:
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        if not names:
+            return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm:.4g})"
+        total = len(metrics["guard"].finite)
+        return (
+            f"the loss is {loss}, and the gradient of {names[-1]} is not finite: of the {len(names)} of {total} "
+            f"parameters of which this is so ({_some(names)}) it is the last in the model's order, so the first that "
+            "the backward pass came to"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 5 else f"{', '.join(names[:2])}, ..., {', '.join(names[-2:])}"

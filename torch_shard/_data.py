@@ -1,0 +1,194 @@
+"""Batches of any loader: from any position on, in an order that seed and epoch decide, put on the mesh ahead."""
+
+import collections
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_shard._step import Placed, Step
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """The batches of a loader, epoch after epoch, from a position on.
+
+    Args:
+        loader: An iterable that starts anew with each `iter`, such as a list or a `DataLoader`; an iterator, which can
+            only be read on; or a function from a position to an iterable of the batches from there on.
+        seed: Each epoch draws its random numbers (the shuffling of a `DataLoader`, augmentations) from this and its
+            number; torch's, NumPy's and Python's global generators are left as they were.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+
+    def __init__(self, loader: Any, *, seed: int, caller: str) -> None:
+        if not (isinstance(loader, Iterable) or callable(loader)):
+            raise TypeError(
+                f"{caller}: a loader is an iterable of batches, or a function from a position to one, got "
+                f"{type(loader).__name__}."
+            )
+        self._seed, self._caller = seed, caller
+        self._loader: Any = loader
+        self._is_iterator = isinstance(loader, Iterator)
+        if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
+            logger.warning(
+                "%s: the workers of this DataLoader persist, so random numbers that they draw depend on the epochs "
+                "before, and a resumed run draws others. (The order of the batches is the same.)", caller,
+            )  # fmt: skip
+
+    def starting_at(self, position: int) -> Iterator[Any]:
+        """The batches from a position on, counted from 0 over all epochs; without end if the loader starts anew.
+
+        Raises:
+            ValueError: The loader has no batches, has another number of them than it says, or is an iterator and the
+                position is not where it begins.
+        """
+        if self._is_iterator or not isinstance(self._loader, Iterable):
+            return self._once(position)
+        return self._epochs(position)
+
+    def _once(self, position: int) -> Iterator[Any]:
+        if self._is_iterator and position > 0:
+            raise ValueError(
+                f"{self._caller}: the state has seen {position} batches, and an iterator cannot be brought to where "
+                "it was then. Pass what starts anew with each iter (a list, a DataLoader), or a function from a "
+                "position to an iterable: lambda position: batches_from(position)."
+            )
+        loader: Any = self._loader
+        return self._to_its_end(loader if self._is_iterator else loader(position))
+
+    def _to_its_end(self, batches: Iterable[Any]) -> Iterator[Any]:
+        yield from self.epoch(0, batches)
+        raise ValueError(
+            f"{self._caller}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
+            "iter (a list, a DataLoader), which is taken epoch after epoch."
+        )
+
+    def _epochs(self, position: int) -> Iterator[Any]:
+        first, skipped = divmod(position, size) if (size := _reliable_len(self._loader)) else (0, position)
+        for number in itertools.count(first):
+            count = 0
+            for batch in self.epoch(number):
+                count += 1
+                if skipped:
+                    skipped -= 1
+                else:
+                    yield batch
+            if not count:
+                raise ValueError(f"{self._caller}: the loader has no batches (drop_last=True, and too few rows?).")
+            if size and count != size:
+                raise ValueError(f"{self._caller}: the loader has {count} batches, but len() says {size}.")
+
+    def epoch(self, number: int, loader: Any = None) -> Iterator[Any]:
+        """The batches of one epoch."""
+        streams = _Streams(self._loader, np.random.SeedSequence([self._seed, number]))
+        with streams:
+            for owner in _parts(self._loader):
+                if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                    set_epoch(number)
+            batches = iter(self._loader if loader is None else loader)
+        try:
+            while True:
+                with streams:
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                yield batch
+        finally:
+            del batches  # workers end with it
+
+
+def _reliable_len(loader: Any) -> int | None:
+    """How many batches an epoch has; None where that is unknown, or an estimate."""
+    if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _parts(loader: Any) -> list[Any]:
+    """What may hold an epoch's number or a generator."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+    parts = [loader, *samplers, getattr(loader, "dataset", None)]
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+class _Streams:
+    """Random numbers of one epoch: within a `with`, the global generators go on where the last one left off."""
+
+    def __init__(self, loader: Any, seed: np.random.SeedSequence) -> None:
+        own = [g for part in _parts(loader) if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+        self._generators = [torch.default_generator, *{id(g): g for g in own}.values()]
+        words = seed.generate_state(4)
+        self._inside: list[Any] = [
+            random.Random(int(words[0])).getstate(),
+            np.random.RandomState(words[1:2]).get_state(),
+            *(torch.Generator().manual_seed(int(words[2]) + i).get_state() for i in range(len(self._generators))),
+        ]
+        self._outside: list[Any] = []
+
+    def _read(self) -> list[Any]:
+        return [random.getstate(), np.random.get_state(), *(g.get_state() for g in self._generators)]
+
+    def _write(self, states: list[Any]) -> None:
+        python, numpy, *torches = states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in zip(self._generators, torches, strict=True):
+            generator.set_state(state)
+
+    def __enter__(self) -> None:
+        self._outside = self._read()
+        self._write(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = self._read()
+        self._write(self._outside)
+
+
+class Ahead:
+    """An iterator that keeps some batches on the mesh before they are asked for.
+
+    Args:
+        batches: On the host.
+        step: Which takes them.
+        size: How many to keep ready.
+    """
+
+    def __init__(self, batches: Iterator[Any], step: Step, size: int) -> None:
+        self._batches, self._step, self._size = batches, step, size
+        self._ready: collections.deque[Placed] = collections.deque()
+        self._error: Exception | None = None
+
+    def fill(self) -> None:
+        """Draw what is missing. An error or the end shows when the batches before it have been taken."""
+        while len(self._ready) < self._size and self._error is None:
+            try:
+                self._ready.append(self._step.put(next(self._batches)))
+            except Exception as error:
+                self._error = error
+
+    def __next__(self) -> Placed:
+        if not self._ready:
+            self.fill()
+        if not self._ready and self._error is not None:
+            raise self._error
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Let go of batches and workers."""
+        self._ready.clear()
+        with contextlib.suppress(AttributeError):
+            self._batches.close()  # pyright: ignore[reportAttributeAccessIssue]

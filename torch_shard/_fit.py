@@ -1,0 +1,219 @@
+"""The loop that people expect: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from torch_shard._bad_step import ON_BAD_STEP, Guard
+from torch_shard._checkpoint import Checkpointer, agree
+from torch_shard._data import Ahead, Batches
+from torch_shard._metrics_log import MetricsLog
+from torch_shard._reports import Bar, Reports, num_rows, scalars
+from torch_shard._state import TrainState
+from torch_shard._stop import StopRequest
+from torch_shard._train import EvalStep, TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+def fit(
+    step: TrainStep,
+    state: TrainState | None,
+    loader: Any,
+    *,
+    steps: int,
+    eval_loader: Any = None,
+    eval_every: int | None = None,
+    eval_step: EvalStep | None = None,
+    checkpointer: Checkpointer | None = None,
+    log: str | os.PathLike[str] | None = None,
+    log_every: int = 1,
+    on_bad_step: str = "raise",
+    max_grad_norm: float = math.inf,
+    seed: int = 0,
+    prefetch: int = 2,
+    progress: bool | Console = True,
+) -> TrainState:
+    """Train until the state has seen `steps` batches, and go on where an earlier call was cut off.
+
+    Args:
+        step: From `make_train_step`.
+        state: Where to begin; donated. If `checkpointer` has a checkpoint that has seen more batches, that is taken
+            instead. None stands for the checkpoint, and without one for `step.init(seed=0)`.
+        loader: Batches on the host, of global sizes: an iterable that starts anew with each `iter` (a list, a torch
+            `DataLoader` with or without workers), taken epoch after epoch, or a function from a position (the number
+            of batches seen) to an iterable of those that follow. An iterator will do for a run from its beginning.
+            JAX is multithreaded, so start workers by `DataLoader(..., multiprocessing_context="forkserver")`: after a
+            plain fork, of which JAX warns, they must not touch JAX.
+        steps: Number of batches of the whole run, not of this call.
+        eval_loader: Batches for evaluation, taken whole each time: at the end, and every `eval_every` batches.
+        eval_every: Batches from one evaluation to the next; None for the end alone.
+        eval_step: By default the loss of `step` in eval mode.
+        checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
+            when the loader or a step fails.
+        log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds.
+        log_every: Batches from one record to the next.
+        on_bad_step: What to do where the loss or a gradient is not finite, or the gradient's norm is larger than
+            `max_grad_norm`. The state is kept as before that batch in each case: `"raise"` a `BadStepError`, `"stop"`
+            and return it, with a warning, or `"skip"` the batch and go on, with a warning.
+        max_grad_norm: The largest global norm that is no accident.
+        seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
+        prefetch: Number of batches to put on the mesh ahead.
+        progress: Whether to show a bar, or the rich console to show it on.
+
+    Returns:
+        The state that has seen `steps` batches.
+
+    Raises:
+        BadStepError: See `on_bad_step`.
+        KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
+        SystemExit: `SIGTERM` came, likewise; with status 143.
+        ValueError: An option has no such value, `steps` is behind the state, or the loader ends too early.
+
+    Notes:
+        A run that is cut off at any batch and resumed on the same mesh gives the same losses, bit for bit: parameters,
+        moments, buffers, keys and the position in the data are in the state, and the batches of the epoch that were
+        seen are drawn again. `loader` as a function of the position spares that.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> data = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True)
+        >>> state = ts.fit(step, step.init(seed=0), data, steps=20, progress=False)
+        >>> int(state.step)
+        20
+    """
+    _check(steps, eval_every, log_every, on_bad_step, prefetch)
+    batches = Batches(loader, seed=seed, caller="fit")
+    evaluation = None
+    if eval_loader is not None:
+        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed, caller="fit"))
+    state = _begin(step, state, checkpointer)
+    start = int(state.num_batches)
+    if start > steps:
+        raise ValueError(f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run.")
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(Bar(progress, start, steps))
+        metrics_log = None if log is None else stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
+        stop = stack.enter_context(StopRequest()) if checkpointer is not None else StopRequest()
+        ahead = Ahead(batches.starting_at(start), step, prefetch)
+        stack.callback(ahead.close)
+        reports = Reports(bar, metrics_log, log_every, start)
+        guard = Guard(on_bad_step, max_grad_norm)
+        return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
+
+
+def _check(steps: Any, eval_every: Any, log_every: Any, on_bad_step: Any, prefetch: Any) -> None:
+    numbers = {"steps": steps, "eval_every": eval_every, "log_every": log_every, "prefetch": prefetch}
+    for name, value in numbers.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not is_count and not (name == "eval_every" and value is None):
+            raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
+    if on_bad_step not in ON_BAD_STEP:
+        raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
+
+
+def _begin(step: TrainStep, state: TrainState | None, checkpointer: Checkpointer | None) -> TrainState:
+    """The given state, or the newest checkpoint if that is ahead of it."""
+    if checkpointer is not None:
+        checkpointer.claim()
+        if checkpointer.steps() and (state is None or checkpointer.steps()[-1] > int(state.step)):
+            saved = checkpointer.restore(step)
+            if state is None or int(saved.num_batches) >= int(state.num_batches):
+                logger.info("fit: goes on from step %d in %s", int(saved.step), checkpointer.directory)
+                return saved
+    return step.init(seed=0) if state is None else state
+
+
+class Evaluation:
+    """The mean of loss and metrics over all batches of a loader."""
+
+    def __init__(self, step: EvalStep, batches: Batches) -> None:
+        self._step, self._batches = step, batches
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """The means by name, in which a batch weighs as many rows as it has."""
+        found, weights = [], []
+        for batch in self._batches.epoch(0):
+            placed = self._step.put(batch)
+            found.append(jax.device_get(scalars(self._step(state, placed))))
+            weights.append(num_rows(placed))
+        if not found:
+            raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
+        return {name: float(np.average([each[name] for each in found], weights=weights)) for name in found[0]}
+
+
+@dataclasses.dataclass
+class _Loop:
+    """One call of `fit`, from batch to batch."""
+
+    step: TrainStep
+    ahead: Ahead
+    steps: int
+    evaluation: Evaluation | None
+    eval_every: int | None
+    checkpointer: Checkpointer | None
+    reports: Reports
+    guard: Guard
+    stop: StopRequest
+
+    def run(self, state: TrainState, position: int) -> TrainState:
+        """Train to the end, or until something asks to stop."""
+        stopped = False
+        try:
+            while position < self.steps and not stopped and not agree(self.stop.received is not None):
+                placed = next(self.ahead)
+                state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
+                position += 1
+                self.reports.flush()  # of the batch before, while this one is computed
+                self.reports.expect(position, placed, metrics)
+                self.ahead.fill()
+                stopped = self.guard.stops(state, metrics, position)
+                if not stopped:
+                    self._between(state, position)
+        except Exception as error:
+            self._rescue(state, position, error)
+            raise
+        self._end(state, position)
+        if position < self.steps and not stopped:
+            self.stop.leave()
+        return state
+
+    def _between(self, state: TrainState, position: int) -> None:
+        """What is due after this batch."""
+        if self.evaluation and (position == self.steps or (self.eval_every and position % self.eval_every == 0)):
+            self.reports.flush()
+            self.reports.add_evaluation(position, self.evaluation(state))
+        if self.checkpointer is not None and position % self.checkpointer.every == 0:
+            self.reports.flush()
+            self.checkpointer.save(state, metrics=self.reports.numbers)
+            self.reports.pause()
+
+    def _end(self, state: TrainState, position: int) -> None:
+        self.reports.flush()
+        if self.checkpointer is not None:
+            self.checkpointer.save(state, metrics=self.reports.numbers)
+            self.checkpointer.wait()
+
+    def _rescue(self, state: TrainState, position: int, error: Exception) -> None:
+        """Save what there is, and say with the error where it happened."""
+        error.add_note(f"fit: after {position} of {self.steps} batches.")
+        if self.checkpointer is None or state.step.is_deleted():
+            return
+        try:
+            self._end(state, position)
+        except Exception as second:
+            error.add_note(f"fit: the state could not be saved either: {second}")
+        else:
+            error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")

@@ -1,0 +1,115 @@
+"""What a run tells while it goes: a bar on the console, and records in the log."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from torch_shard._metrics_log import MetricsLog
+from torch_shard._step import Placed
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Loss and those metrics that are single numbers."""
+    return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
+
+
+def num_rows(placed: Placed) -> int:
+    """The rows of a batch: the leading dim of its first leaf that has one."""
+    return next((array.shape[0] for array in placed.arrays if array.ndim), 1)
+
+
+def _amount(placed: Placed) -> tuple[str, int]:
+    """What a batch is counted in: tokens, if its first leaf is integers of at least two dims, else samples."""
+    first = next((array for array in placed.arrays if array.ndim), None)
+    if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
+        return "tokens", first.size
+    return "samples", num_rows(placed)
+
+
+class Bar:
+    """A progress bar with the latest numbers, within a `with`.
+
+    Args:
+        show: Whether to show it, or the console to show it on.
+        start: Number of batches seen.
+        steps: Number of batches in all.
+    """
+
+    def __init__(self, show: bool | Console, start: int, steps: int) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        console = show if isinstance(show, Console) else None
+        numbers = TextColumn("{task.fields[numbers]}")
+        self._progress = Progress(*columns, numbers, *times, console=console, disable=show is False)
+        self._task = self._progress.add_task("compiling", total=steps, completed=start, numbers="")
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, position: int, numbers: Mapping[str, float]) -> None:
+        """Show where the run stands."""
+        shown = (f"{name.removesuffix('_per_s')} {_brief(name, value)}" for name, value in numbers.items())
+        self._progress.update(self._task, completed=position, description="training", numbers="  ".join(shown))
+
+
+def _brief(name: str, value: float) -> str:
+    return f"{value:,.0f}/s" if name.endswith("_per_s") else f"{value:.4g}"
+
+
+class Reports:
+    """Takes the metrics of each batch when they are there, and tells of them.
+
+    Attributes:
+        numbers: The latest, by name: of training, and of evaluation with `eval_` before it.
+    """
+
+    def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
+        self._bar, self._log, self._log_every = bar, log, log_every
+        self._pending: tuple[int, Placed, Mapping[str, Any]] | None = None
+        self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
+        self.numbers: dict[str, float] = {}
+
+    def expect(self, position: int, placed: Placed, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of a batch, which may still be computed."""
+        self._pending = position, placed, metrics
+
+    def flush(self) -> None:
+        """Wait for the noted metrics, and tell of them."""
+        if self._pending is None:
+            return
+        (position, placed, metrics), self._pending = self._pending, None
+        if position % self._log_every and position > 1:
+            return
+        found = {name: float(value) for name, value in jax.device_get(scalars(metrics)).items()}
+        unit, amount = _amount(placed)
+        (last, then), now = self._since, time.perf_counter()
+        self._since = position, now
+        speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / (now - then)}
+        self.numbers |= found | speed
+        if self._log is not None:
+            more = {n: v for n, v in metrics.items() if n not in found and n != "guard"}
+            lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
+            self._log.write("train", position, found | speed | lists)
+        evaluated = {name: value for name, value in self.numbers.items() if name == "eval_loss"}
+        self._bar.update(position, {"loss": found["loss"]} | evaluated | speed)
+
+    def add_evaluation(self, position: int, found: Mapping[str, float]) -> None:
+        """Tell of an evaluation."""
+        self.numbers |= {f"eval_{name}": value for name, value in found.items()}
+        if self._log is not None:
+            self._log.write("eval", position, found)
+        self.pause()
+
+    def pause(self) -> None:
+        """Leave out of the speed what took time since the last batch."""
+        self._since = self._since[0], time.perf_counter()
