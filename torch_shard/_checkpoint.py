@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
+from os import rename
 from pathlib import Path
+from shutil import rmtree as remove_tree
 from typing import Any
 
 import filelock
@@ -116,7 +117,7 @@ class Checkpointer:
                 f"Checkpointer: another process or Checkpointer is saving to {self.directory}. Give each run a "
                 "directory of its own, or end the other one."
             ) from None
-        shutil.rmtree(self.directory / _UNFINISHED, ignore_errors=True)  # of a process that was killed
+        remove_tree(self.directory / _UNFINISHED, ignore_errors=True)  # of a process that was killed
 
     def save(self, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Save a state.
@@ -161,7 +162,7 @@ class Checkpointer:
         (partial / HEAD).write_text(json.dumps(head), encoding="utf-8")
         seal(partial)
         self._remove(step)
-        partial.rename(self.path(step))
+        rename(partial, self.path(step))
         sync_directory(self.directory)
         self._damaged.discard(step)
         if self.keep is not None:
@@ -173,8 +174,8 @@ class Checkpointer:
         """Take a checkpoint's name away first, so that none is ever seen in part."""
         if self.path(step).exists():
             doomed = self.directory / _UNFINISHED / f"{self.path(step).name}.old"
-            self.path(step).rename(doomed)
-            shutil.rmtree(doomed)
+            rename(self.path(step), doomed)
+            remove_tree(doomed)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.
