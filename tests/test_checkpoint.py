@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.processes import run_processes
 
 WIDTH = 8
 
@@ -355,3 +356,39 @@ def test_guarded_step_keeps_the_state(step):
     after = by_name(state)
     assert after.pop("batches") == before.pop("batches") + 1
     assert_same(after, before)
+
+
+def test_processes_save_together_and_one_restores_it(tmp_path, step):
+    """Two processes with two devices each write one checkpoint; each finds a damaged one, and both take the older."""
+    run_processes(
+        f"""
+        import numpy as np
+        from pathlib import Path
+        from tests import test_checkpoint as t
+
+        directory = Path({str(tmp_path)!r})
+        step = t.make_step(mesh=(2, 2))
+        state, _ = t.train(step, step.init(seed=3), range(2))
+        with ts.Checkpointer(directory / "run") as checkpointer:
+            assert checkpointer.save(state)
+            state, _ = t.train(step, state, range(2, 3))
+            assert checkpointer.save(state)
+            checkpointer.wait()
+            assert checkpointer.steps() == [2, 3]
+            if rank == 0:
+                files = [file for file in checkpointer.path(3).rglob("*") if file.is_file()]
+                t.flip_a_bit(max(files, key=lambda file: file.stat().st_size))
+            jax.experimental.multihost_utils.sync_global_devices("damaged")
+            restored = checkpointer.restore(step)
+            assert int(restored.step) == 2
+            _, losses = t.train(step, restored, range(2, 5))
+        (directory / f"losses{{rank}}").write_text(repr(losses))
+        """,
+        2,
+    )
+    state = ts.Checkpointer(tmp_path / "run").restore(step)
+    assert int(state.step) == 2
+    first, second = ((tmp_path / f"losses{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    # float32 sums in another order
+    np.testing.assert_allclose(train(step, state, range(2, 5))[1], eval(first), rtol=1e-3)

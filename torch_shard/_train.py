@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -16,7 +16,7 @@ from torch_shard._guard import check_max_grad_norm, judge, keep
 from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
 from torch_shard._module import LossFn, with_values
-from torch_shard._placement import refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._placement import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._plan import ShardingPlan
 from torch_shard._repeats import Repeats
 from torch_shard._stacks import Stacks
@@ -194,12 +194,14 @@ class TrainStep(Step):
         """
         with self._cache.active():
             opt_state = self._layout.init_opt_state(held["params"])
+        words = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        # `put`, where device_put would not reach the devices of other processes
         return TrainState(
-            step=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            step=put(np.zeros((), np.int32), self.replicated),
             **held,
             opt_state=opt_state,
-            key=jax.device_put(jax.random.key(seed), self.replicated),
-            num_batches=jax.device_put(jnp.zeros((), jnp.int32), self.replicated),
+            key=jax.random.wrap_key_data(put(words, self.replicated)),
+            num_batches=put(np.zeros((), np.int32), self.replicated),
             unsaved=self.shardings.unsaved,
         )
 
