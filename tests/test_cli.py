@@ -1,6 +1,7 @@
 """The command line from outside, and the parts of the demo that its promises rest on."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -47,6 +48,10 @@ def read_records(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def read_summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
 def test_demo_trains_proves_and_shows(finished):
     result, out = finished
     assert result.returncode == 0, result.stderr
@@ -57,26 +62,63 @@ def test_demo_trains_proves_and_shows(finished):
 
 def test_demo_writes_metrics_of_every_step(finished):
     _, out = finished
-    assert sorted(file.name for file in out.iterdir()) == ["loss.png", "metrics.jsonl", "model.safetensors"]
+    names = {file.name for file in out.iterdir() if not file.name.startswith("events")}
+    assert names == {"checkpoints", "demo.json", "loss.png", "metrics.jsonl", "model.safetensors", "summary.json"}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    records = read_records(out)
-    train = [record for record in records if record["kind"] == "train"]
-    assert [record["step"] for record in train] == [1, 2, 3, 4, 5]
+    train = [record for record in read_records(out) if record["kind"] == "train"]
+    assert [record["batch"] for record in train] == [1, 2, 3, 4, 5]
     assert train[-1]["loss"] < train[0]["loss"]
-    (proof,) = (record for record in records if record["kind"] == "proof")
+    proof = read_summary(out)["proof"]
     assert proof["holds"]
     assert len(proof["losses"]) == 10
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """The demo in this process, without its proof."""
+    monkeypatch.setattr("torch_shard._demo.report._prove", lambda run: proving.Proof((1.0,), 0.0, 0.0, "x"))
+    return ["demo", "--quick", "--steps", "5", "--seed", "3"]
+
+
+def test_interrupted_demo_goes_on_to_the_bit(finished, quickly, tmp_path, monkeypatch):
+    batch = running.Run.batch
+
+    def interrupting(self, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return batch(self, step)
+
+    monkeypatch.setattr(running.Run, "batch", interrupting)
+    stopped = CliRunner().invoke(app, [*quickly, "--out", str(tmp_path)])
+    assert stopped.exit_code == 130
+    assert "Stopped, and saved. The same command with --resume goes on." in stopped.stdout
+    monkeypatch.setattr(running.Run, "batch", batch)
+    other = CliRunner().invoke(app, [*quickly, "--seed", "4", "--resume", "--out", str(tmp_path)])
+    assert "has seed 3, not 4. Resume it with the same options." in said(other)
+    resumed = CliRunner().invoke(app, [*quickly, "--resume", "--out", str(tmp_path)])
+    assert resumed.exit_code == 0, resumed.stdout
+    found, wanted = ([r["loss"] for r in read_records(out)] for out in (tmp_path, finished[1]))
+    assert found == wanted
+
+
+def test_demo_touches_no_checkpoints_but_its_own(quickly, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for options in ([], ["--resume"]):
+        refused = CliRunner().invoke(app, [*quickly, *options, "--out", str(tmp_path)])
+        assert refused.exit_code == 2
+        assert "is not of a demo. Choose another folder." in said(refused)
+    assert (tmp_path / "checkpoints").exists()
 
 
 def test_weights_load_into_torch_and_give_the_reported_loss(finished, corpus):
     _, out = finished
     model, records = load_weights(out / "model.safetensors"), read_records(out)
     assert model.head.weight is model.tokens.weight
-    head = records[0]
+    head = read_summary(out)["settings"]
     settings = Settings(steps=5, out=out, num_eval_batches=head["num_eval_batches"])
     with torch.no_grad():
         losses = [loss_fn(model, batch).item() for batch in draw_validation(corpus, settings, head["batch_size"])]
-    reported = [record["validation_loss"] for record in records if record["kind"] == "validation"][-1]
+    reported = [record["loss"] for record in records if record["kind"] == "eval"][-1]
     # float32, sums over a thousand tokens in another order
     assert np.mean(losses) == pytest.approx(reported, rel=1e-5)
 

@@ -71,12 +71,16 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps: 700, or 60 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller model for less time, with the same proof.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for metrics, plot and weights.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for metrics, plot, weights and checkpoints.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of weights, batches, dropout and samples.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the run in that folder was cut off, to the bit.")
+    ] = False,
 ) -> None:
     """Train a small GPT on the sources of Python's standard library, and prove that the numbers are torch's.
 
-    On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if the proof fails.
+    On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if the proof fails. Ctrl-C and
+    SIGTERM save it before they end it; then, or after a crash, --resume goes on.
     """
     axis_sizes = None if mesh is None else parse_mesh(mesh)
     # Not at the top: matplotlib and the like are for those who ask for a demo.
@@ -84,7 +88,7 @@ def demo(
 
     from torch_shard._demo.files import prepare_folder
     from torch_shard._demo.report import run_demo
-    from torch_shard._demo.run import Run, Settings, simulate_devices
+    from torch_shard._demo.run import Run, Settings, prepare, simulate_devices
     from torch_shard._demo.text import read_corpus
 
     sizes = {"num_layers": 2, "num_eval_batches": 4} if quick else {}
@@ -101,7 +105,19 @@ def demo(
     # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
     console = Console()
     console = console if console.is_terminal else Console(width=132)
-    if not run_demo(run, console):
+    try:
+        if resume and not prepare(settings, resume=True):
+            console.print(f"Nothing to resume in {out}: a new run begins.")
+        elif not resume:
+            prepare(settings, resume=False)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--resume" if resume else "--out") from error
+    try:
+        holds = run_demo(run, console)
+    except KeyboardInterrupt:
+        console.print("Stopped, and saved. The same command with --resume goes on.")
+        raise typer.Exit(130) from None
+    if not holds:
         raise typer.Exit(1)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ def prepare_folder(folder: Path) -> None:
         pass
 
 
-def save_metrics(records: Iterable[dict[str, Any]], path: Path) -> None:
-    """Write records as JSON lines."""
+def save_json(value: Any, path: Path) -> None:
+    """Write what JSON can say."""
     with replacing(path) as partial:
-        partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def save_weights(model: GPT, arguments: dict[str, int], path: Path) -> None:
@@ -61,7 +60,7 @@ def save_plot(history: History, unigram_entropy: float, path: Path) -> None:
         unigram_entropy: In nats; drawn as a line.
         path: Of the PNG.
     """
-    steps, losses = [r["step"] for r in history.train], [r["loss"] for r in history.train]
+    steps, losses = [r["batch"] for r in history.train], [r["loss"] for r in history.train]
     width = min(20, len(losses))
     mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
     # A Figure of its own: pyplot would look for a screen.
@@ -69,7 +68,7 @@ def save_plot(history: History, unigram_entropy: float, path: Path) -> None:
     axes = figure.subplots()
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps[width - 1 :], mean, color="tab:blue", label=f"training, mean of {width} steps")
-    validation = [(r["step"], r["validation_loss"]) for r in history.validation]
+    validation = [(r["batch"], r["loss"]) for r in history.validation]
     axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
     axes.axhline(unigram_entropy, color="grey", linestyle="--", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title="A GPT on the sources of Python's standard library")

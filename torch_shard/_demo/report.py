@@ -9,17 +9,20 @@ import torch
 from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
 from torch_shard._demo import proof as proving
-from torch_shard._demo.files import save_metrics, save_plot, save_weights
+from torch_shard._demo.files import save_json, save_plot, save_weights
 from torch_shard._demo.model import GPT
 from torch_shard._demo.proof import Proof, prove
-from torch_shard._demo.run import PLAN, Run, write_text
+from torch_shard._demo.run import CHECKPOINTS, PLAN, History, Run, write_text
 from torch_shard._inspect import visualize_sharding
 from torch_shard._mesh import describe_mesh
+from torch_shard._metrics_log import METRICS
+
+SUMMARY = "summary.json"
+WRITTEN = (METRICS, SUMMARY, "loss.png", "model.safetensors", CHECKPOINTS)
 
 
 def run_demo(run: Run, console: Console) -> bool:
@@ -34,16 +37,16 @@ def run_demo(run: Run, console: Console) -> bool:
     """
     start = time.perf_counter()
     _show_start(run, console)
-    _train(run, console)
+    history = run.train(console)
     model, out = run.export(), run.settings.out
     save_weights(model, run.settings.model_arguments, out / "model.safetensors")
-    save_plot(run.history, run.corpus.unigram_entropy, out / "loss.png")
+    save_plot(history, run.corpus.unigram_entropy, out / "loss.png")
     sample = write_text(model, "def ", 300, seed=run.settings.seed)
     console.print(Panel(Syntax(sample, "python", word_wrap=True), title="What the trained model writes after 'def '"))
     with console.status("proving"):
         proof = _prove(run)
-    save_metrics(_records(run, proof, sample), out / "metrics.jsonl")
-    _show_end(run, proof, time.perf_counter() - start, console)
+    save_json(_summary(run, proof, sample), out / SUMMARY)
+    _show_end(run, history, proof, time.perf_counter() - start, console)
     return proof.holds
 
 
@@ -80,45 +83,27 @@ def _megabytes(num_bytes: int | None) -> str:
     return f"{(num_bytes or 0) / 1e6:.2f} MB"
 
 
-def _train(run: Run, console: Console) -> None:
-    numbers = TextColumn("{task.fields[numbers]}")
-    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), numbers, TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        run.train(progress)
-
-
 def _prove(run: Run) -> Proof:
     torch.manual_seed(run.settings.seed)
     model = GPT(**run.settings.model_arguments)
     return prove(model, [run.batch(step) for step in range(proving.NUM_STEPS)], mesh=run.mesh, plan=PLAN)
 
 
-def _records(run: Run, proof: Proof, sample: str) -> list[dict[str, Any]]:
+def _summary(run: Run, proof: Proof, sample: str) -> dict[str, Any]:
     settings = dataclasses.asdict(run.settings) | {"out": str(run.settings.out), "axis_sizes": dict(run.mesh.shape)}
     head = {**settings, "batch_size": run.batch_size, "unigram_entropy": run.corpus.unigram_entropy}
-    return [
-        {"kind": "settings", **head},
-        *({"kind": "train", **record} for record in run.history.train),
-        *({"kind": "validation", **record} for record in run.history.validation),
-        {"kind": "sample", "text": sample},
-        {"kind": "proof", **dataclasses.asdict(proof), "holds": proof.holds},
-    ]
+    return {"settings": head, "sample": sample, "proof": {**dataclasses.asdict(proof), "holds": proof.holds}}
 
 
-def _show_end(run: Run, proof: Proof, seconds: float, console: Console) -> None:
-    history = run.history
-    first, last = history.validation[0]["validation_loss"], history.validation[-1]["validation_loss"]
+def _show_end(run: Run, history: History, proof: Proof, seconds: float, console: Console) -> None:
+    first, last = history.validation[0]["loss"], history.validation[-1]["loss"]
     table = Table(show_header=False, box=None)
     table.add_row("validation loss", f"{first:.3f} before, {last:.3f} after, in nats per token")
     table.add_row("unigram entropy", f"{run.corpus.unigram_entropy:.3f}, the best without context")
     table.add_row("training loss", f"{history.train_loss:.3f}, mean of the last {min(20, len(history.train))} steps")
-    table.add_row(
-        "speed", f"{history.tokens_per_s:,.0f} tokens/s, median; first step with compiling {history.compile_s:.1f} s"
-    )
+    table.add_row("speed", f"{history.tokens_per_s:,.0f} tokens/s, median")
     table.add_row("time", f"{seconds:.0f} s")
-    table.add_row(
-        "written", ", ".join(str(run.settings.out / n) for n in ("metrics.jsonl", "loss.png", "model.safetensors"))
-    )
+    table.add_row("written", ", ".join(str(run.settings.out / name) for name in WRITTEN))
     console.print(table, highlight=False)
     colour, verdict = ("green", "The proof holds") if proof.holds else ("red", "The proof fails")
     console.print(

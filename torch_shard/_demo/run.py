@@ -1,9 +1,12 @@
 """The training run: a mesh, a plan, the compiled steps, and what was measured on the way."""
 
+import dataclasses
+import itertools
+import json
 import os
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ import optax
 import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.progress import Progress
+from rich.console import Console
 
 import torch_shard as ts
 from torch_shard._demo.model import GPT, generate, loss_fn
 from torch_shard._demo.text import VOCABULARY, Corpus, decode, draw_batch, encode
+from torch_shard._files import replacing
+from torch_shard._metrics_log import METRICS, read_metrics
 
 NUM_SIMULATED = 8
+CHECKPOINTS, SETTINGS = "checkpoints", "demo.json"
 PLAN = ts.ShardingPlan(
     {
         # Column-parallel: each device computes some heads, and some hidden units of the MLP, with their biases.
@@ -47,6 +53,7 @@ class Settings:
         dropout: Probability.
         peak_lr: Highest learning rate.
         eval_every: Steps from one validation to the next.
+        save_every: Steps from one checkpoint to the next.
         num_eval_batches: Batches per validation, always the same ones.
     """
 
@@ -60,6 +67,7 @@ class Settings:
     dropout: float = 0.05
     peak_lr: float = 5e-3
     eval_every: int = 100
+    save_every: int = 50
     num_eval_batches: int = 16
 
     @property
@@ -67,6 +75,37 @@ class Settings:
         """What `GPT` is made with, but for dropout."""
         sizes = {"width": 128, "num_layers": self.num_layers, "num_heads": 4}
         return {"vocab_size": len(VOCABULARY), "context": self.context, **sizes}
+
+
+def prepare(settings: Settings, *, resume: bool) -> bool:
+    """Make the folder ready for a run: as it was left, or as new.
+
+    Args:
+        settings: Of the run; written down beside its checkpoints.
+        resume: Whether to go on with what the folder holds.
+
+    Returns:
+        Whether there is anything to go on with.
+
+    Raises:
+        ValueError: What it holds is of a run with other settings, or of no demo.
+    """
+    path, checkpoints = settings.out / SETTINGS, settings.out / CHECKPOINTS
+    asked = {**dataclasses.asdict(settings), "out": None}
+    if checkpoints.exists() and not path.exists():
+        raise ValueError(f"{checkpoints} is not of a demo. Choose another folder.")
+    if not resume:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    elif checkpoints.exists():
+        began = json.loads(path.read_text(encoding="utf-8"))
+        if differing := [
+            f"{name} {began.get(name)}, not {asked[name]}" for name in asked if asked[name] != began.get(name)
+        ]:
+            raise ValueError(f"the run in {settings.out} has {', '.join(differing)}. Resume it with the same options.")
+        return True
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(asked), encoding="utf-8")
+    return False
 
 
 def simulate_devices() -> None:
@@ -88,23 +127,21 @@ def choose_mesh(axis_sizes: Mapping[str, int] | None) -> Mesh:
     return ts.make_mesh(None, **axis_sizes)
 
 
-@dataclass
+@dataclass(frozen=True)
 class History:
-    """What was measured, step by step.
+    """What was measured.
 
     Attributes:
-        train: One record per step: step, loss, grad_norm, tokens_per_s (not of step 1, which compiles).
-        validation: One record per validation: step, validation_loss.
-        compile_s: Seconds until the first step and the first validation had run.
+        train: One record per step, as `fit` writes them: batch, loss, grad_norm, tokens_per_s.
+        validation: One record per validation: batch, loss; the first is of the model before training.
     """
 
-    train: list[dict[str, float]] = field(default_factory=list)
-    validation: list[dict[str, float]] = field(default_factory=list)
-    compile_s: float = 0.0
+    train: list[dict[str, float]]
+    validation: list[dict[str, float]]
 
     @property
     def tokens_per_s(self) -> float:
-        """Median over the steps after the first; 0 if there is none."""
+        """Median over the steps; 0 if it was never measured."""
         speeds = [record["tokens_per_s"] for record in self.train if "tokens_per_s" in record]
         return float(np.median(speeds)) if speeds else 0.0
 
@@ -126,7 +163,7 @@ class Run:
     """
 
     def __init__(self, settings: Settings, corpus: Corpus) -> None:
-        self.settings, self.corpus, self.history = settings, corpus, History()
+        self.settings, self.corpus = settings, corpus
         self.mesh = choose_mesh(settings.axis_sizes)
         num_parts = self.mesh.shape["batch"]
         self.batch_size = -(-settings.batch_size // num_parts) * num_parts
@@ -146,33 +183,32 @@ class Run:
         """Draw the validation batches: the same ones in every run, whatever its seed."""
         return draw_validation(self.corpus, self.settings, self.batch_size)
 
-    def train(self, progress: Progress) -> None:
-        """Train to the end, with a bar that shows loss and tokens per second."""
-        task = progress.add_task("compiling", total=self.settings.steps, numbers="")
-        start = time.perf_counter()
-        self._validate(0)
-        for step in range(1, self.settings.steps + 1):
-            record = self._train_one(step)
-            if step == 1:
-                self.history.compile_s = time.perf_counter() - start
-            if step % self.settings.eval_every == 0 or step == self.settings.steps:
-                self._validate(step)
-            seen = self.history.validation[-1]["validation_loss"]
-            numbers = f"loss {record['loss']:.3f}  validation {seen:.3f}  {record.get('tokens_per_s', 0):,.0f} tokens/s"
-            progress.update(task, advance=1, description="training", numbers=numbers)
+    def train(self, console: Console) -> History:
+        """Train to the end, from the newest checkpoint if there is one, with a bar that shows loss and speed."""
+        out = self.settings.out
+        before = float(np.mean([float(self.evaluate(self.state, b)["loss"]) for b in self.validation_batches()]))
 
-    def _train_one(self, step: int) -> dict[str, float]:
-        start = time.perf_counter()
-        self.state, metrics = self.step(self.state, self.batch(step - 1))
-        record = {"step": step, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
-        if step > 1:
-            record["tokens_per_s"] = self.batch_size * self.settings.context / (time.perf_counter() - start)
-        self.history.train.append(record)
-        return record
+        def batches(position: int) -> Iterator[list[torch.Tensor]]:
+            return map(self.batch, itertools.count(position))
 
-    def _validate(self, step: int) -> None:
-        losses = [float(self.evaluate(self.state, batch)["loss"]) for batch in self.validation_batches()]
-        self.history.validation.append({"step": step, "validation_loss": float(np.mean(losses))})
+        with ts.Checkpointer(out / CHECKPOINTS, keep=2, every=self.settings.save_every) as checkpointer:
+            self.state = ts.fit(
+                self.step,
+                self.state,
+                batches,
+                steps=self.settings.steps,
+                eval_loader=self.validation_batches(),
+                eval_every=self.settings.eval_every,
+                eval_step=self.evaluate,
+                checkpointer=checkpointer,
+                log=out,
+                progress=console,
+            )
+        records = read_metrics(out / METRICS)
+        return History(
+            train=[record for record in records if record["kind"] == "train"],
+            validation=[{"batch": 0, "loss": before}, *(r for r in records if r["kind"] == "eval")],
+        )
 
     def export(self) -> GPT:
         """The trained model, in plain torch on the CPU."""
