@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -20,17 +19,18 @@ from jax.experimental import multihost_utils
 
 from torch_shard._integrity import find_damage, seal, sync_directory
 from torch_shard._saved import (
-    FORMAT,
-    HEAD,
     TENSORS,
     Entries,
+    Head,
     Stored,
     fill,
     fill_kind,
     flatten,
+    head_of,
     read_head,
     targets,
     unlike,
+    write_head,
 )
 from torch_shard._state import KINDS, TrainState
 from torch_shard._train import TrainStep
@@ -138,28 +138,20 @@ class Checkpointer:
         if step in self.steps() and step not in self._damaged:
             return False
         self.claim()
-        stored = flatten(dataclasses.replace(state, key=jax.random.key_data(state.key)))
-        head = {
-            "format": FORMAT,
-            "step": step,
-            "num_batches": int(state.num_batches),
-            "unsaved": list(state.unsaved),
-            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-            "stored": [kind.to_json() for kind in stored],
-        }
+        state = dataclasses.replace(state, key=jax.random.key_data(state.key))
         partial = self.directory / _UNFINISHED / self.path(step).name
-        self._orbax.save(partial, args=_by_item(stored, ocp.args.StandardSave), force=True)
-        self._pending = self._worker.submit(self._finish, step, partial, head)
+        self._orbax.save(partial, args=_by_item(flatten(state), ocp.args.StandardSave), force=True)
+        self._pending = self._worker.submit(self._finish, step, partial, head_of(state, metrics or {}))
         if not self.asynchronous:
             self.wait()
         return True
 
-    def _finish(self, step: int, partial: Path, head: dict[str, Any]) -> None:
+    def _finish(self, step: int, partial: Path, head: Head) -> None:
         """In the background: wait for orbax, seal what it wrote, give it its name, remove what is too old."""
         self._orbax.wait_until_finished()
         if jax.process_index() > 0:
             return
-        (partial / HEAD).write_text(json.dumps(head), encoding="utf-8")
+        write_head(partial, head)
         seal(partial)
         self._remove(step)
         rename(partial, self.path(step))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from torch_shard._mesh import describe_spec
-from torch_shard._stacks import Layout, Stacks, describe_group, stack_sharding, take_row
+from torch_shard._stacks import Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
 from torch_shard._state import KINDS, TrainState
 
 TENSORS = "tensors"
@@ -30,7 +30,7 @@ class Stored:
         names: Of the entries in it: none for an array that is not kept by name, several for rows of a stack.
         shape: Of the whole array.
         dtype: JAX's name of it.
-        spec: How it was split, for people.
+        spec: How each entry was split, for people.
         kind: `params`, `frozen` or `buffers`, of tensors.
     """
 
@@ -61,13 +61,9 @@ class Stored:
         """Of the whole array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
-    def to_json(self) -> dict[str, Any]:
-        """For the checkpoint's metadata."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Stored":
-        """The inverse."""
+        """The inverse of `dataclasses.asdict`, by way of JSON."""
         return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
 
 
@@ -99,6 +95,8 @@ def _by_name(where: str, stacks: Stacks, kind: str = "") -> dict[Stored, Any]:
 
 def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> Stored:
     sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        sharding = row_sharding(sharding) if len(names) > 1 else sharding
     spec = describe_spec(sharding.spec) if isinstance(sharding, NamedSharding) else ""
     return Stored(where, names, tuple(array.shape), str(array.dtype), spec, kind)
 
@@ -112,6 +110,7 @@ class Head:
         num_batches: Number of batches seen.
         unsaved: Names of the buffers that are not in the module's `state_dict`.
         metrics: Numbers that were kept with it.
+        mesh: Sizes of the mesh axes that it was split over.
         stored: Its arrays.
     """
 
@@ -119,7 +118,27 @@ class Head:
     num_batches: int
     unsaved: tuple[str, ...]
     metrics: dict[str, float]
+    mesh: dict[str, int]
     stored: list[Stored]
+
+
+def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
+    """What the checkpoint of a state says of itself; it waits for the state."""
+    sharding = state.step.sharding
+    return Head(
+        step=int(state.step),
+        num_batches=int(state.num_batches),
+        unsaved=state.unsaved,
+        metrics={name: float(value) for name, value in metrics.items()},
+        mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
+        stored=list(flatten(state)),
+    )
+
+
+def write_head(directory: Path, head: Head) -> None:
+    """The inverse of `read_head`."""
+    found = {"format": FORMAT, **dataclasses.asdict(head)}
+    (directory / HEAD).write_text(json.dumps(found), encoding="utf-8")
 
 
 def read_head(directory: Path) -> Head:

@@ -1,4 +1,4 @@
-"""The command line: `torch-shard demo`, `torch-shard tutorials`."""
+"""The command line: `torch-shard demo`, `inspect`, `convert`, `tutorials`."""
 
 import re
 import subprocess
@@ -119,6 +119,35 @@ def demo(
         raise typer.Exit(130) from None
     if not holds:
         raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a directory of them, of which the newest is shown.")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and say whether it is whole.")] = False,
+) -> None:
+    """Show what a checkpoint holds: names, shapes, how they were split, bytes.
+
+    Exits with 1 if --verify finds damage.
+    """
+    from rich.console import Console
+
+    from torch_shard._integrity import find_damage
+    from torch_shard._inventory import find_checkpoint, inventory
+
+    try:
+        path = find_checkpoint(checkpoint)
+        shown = inventory(path)
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="CHECKPOINT") from error
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(shown)
+    if verify:
+        damage = find_damage(path)
+        typer.echo("damaged: " + "; ".join(damage) if damage else "whole: every file has its checksum")
+        raise typer.Exit(1 if damage else 0)
 
 
 @app.command()
