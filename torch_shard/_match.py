@@ -76,7 +76,9 @@ class Match:
         close = _Closest(unused.values()), _Closest(entry.key for entry in missing)
         for name, wanted in unused.items():
             shown = name if name == wanted else f"{name} (renamed {wanted})"
-            self.faults.append(f"{shown} {_type(self._file.stored[name])}: the model has no such name{close[1](wanted)}.")
+            self.faults.append(
+                f"{shown} {_type(self._file.stored[name])}: the model has no such name{close[1](wanted)}."
+            )
         for entry in missing:
             tied = f" (tied to {', '.join(entry.names[1:])})" if entry.names[1:] else ""
             self.faults.append(f"{entry.key}{tied} {_type(entry)}: the file lacks it{close[0](entry.key)}.")

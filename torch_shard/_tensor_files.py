@@ -23,7 +23,7 @@ DTYPES = {
 """Of the safetensors format."""
 
 RUN_BYTES = 32 * 2**20
-"""How much of a file is mapped at once: pages of a mapped file count as the memory of the process until it is let go."""
+"""How much of a file is mapped at once: until it is let go, what was read of it counts as memory of the process."""
 
 Index = tuple[tuple[int, int], ...]
 """A part of a tensor: where it starts and stops in each dim."""
@@ -112,7 +112,8 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.shown, self._path = str(path), path
         self._is_mapped = zipfile.is_zipfile(path)
-        self._tensors, self._touched = self._load(), 0
+        self._tensors: Any = self._load()
+        self._touched = 0
         self.stored = _stored(self._tensors, self.shown)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -168,7 +169,9 @@ def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
             f"{shown} must hold tensors by name, and nothing else. It holds {held[:1000]}. Read it with "
             f"torch.load(path, weights_only=True, mmap=True), and give load_torch {remedy} in place of the path."
         )
-    odd = {n: t for n, t in tensors.items() if t.layout is not torch.strided or t.is_quantized or t.device.type != "cpu"}
+    odd = {
+        n: t for n, t in tensors.items() if t.layout is not torch.strided or t.is_quantized or t.device.type != "cpu"
+    }
     if odd:
         listed = ", ".join(f"{n} ({t.device}, {t.layout}, {t.dtype})" for n, t in odd.items())
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array
@@ -70,7 +70,7 @@ def load_safetensors(
         >>> import tempfile, torch, torch_shard as ts
         >>> from jax.sharding import PartitionSpec as P
         >>> path = tempfile.mkdtemp()
-        >>> ts.export_safetensors(torch.nn.Linear(4, 2), path)
+        >>> _ = ts.export_safetensors(torch.nn.Linear(4, 2), path)
         >>> with torch.device("meta"):
         ...     model = torch.nn.Linear(4, 2)
         >>> plan = ts.ShardingPlan({"weight": P("model")}, default=P())
@@ -127,7 +127,9 @@ class _Loader:
         self, caller: str, file: TensorFile, target: Any, mesh: Mesh, plan: ShardingPlan, dtype: torch.dtype | None
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}.")
+            raise TypeError(
+                f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
+            )
         check_mesh(mesh, caller=caller)
         self._caller, self._file, self._target, self._dtype = caller, file, target, dtype
         self._match = Match(file, target, mesh, dtype)
@@ -157,8 +159,8 @@ class _Loader:
         for other in others:
             if not all(_are_equal(self._file, first, other, index) for index in indices):
                 yield (
-                    f"{first} and {other} are one tensor in the model ({' and '.join(entry.names)} are tied), but differ "
-                    f"in the file. Untie them in the model, or drop one: rename={{{other!r}: None}}."
+                    f"{first} and {other} are one tensor in the model ({' and '.join(entry.names)} are tied), but "
+                    f"differ in the file. Untie them in the model, or drop one: rename={{{other!r}: None}}."
                 )
         dtype = self._file.stored[first].dtype
         if dtype in (torch.int64, torch.uint64) and not has_x64():
@@ -169,10 +171,11 @@ class _Loader:
             except OverflowError as error:
                 yield f"{first}: {error}"
 
-    def _places(self, entry: Entry) -> dict[Index, list[jax.Device]]:
+    def _places(self, entry: Entry) -> dict[Index, list[Any]]:
         """The parts of an entry that this process holds, and the devices of each."""
-        sharding, places = self._shardings[entry.key], {}
-        for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
+        places: dict[Index, list[Any]] = {}
+        indices: Any = self._shardings[entry.key].addressable_devices_indices_map(entry.shape)
+        for device, index in indices.items():
             bounds = (s.indices(size)[:2] for s, size in zip(index, entry.shape, strict=True))
             places.setdefault(tuple(bounds), []).append(device)
         return places
