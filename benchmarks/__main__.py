@@ -29,6 +29,7 @@ SECTIONS = {  # and the simulated devices of each
     "dispatch": 1,
     "gpu": 1,
     "ops": 8,
+    "state": 8,
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -69,12 +70,22 @@ class SafetensorsFile:
         lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
         if lacking:
             raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
+        self._last: tuple[str, Any] = "", None
         spans = {name: fields["data_offsets"] for name, fields in header.items()}
         self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
         self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of the tensors, mapped by itself."""
+        """One of the tensors, mapped by itself; the last one stays so, unless it is large."""
+        if self._last[0] != name:
+            self._last = "", None
+            tensor = self._map(name)
+            if tensor.nbytes > RUN_BYTES:
+                return tensor
+            self._last = name, tensor
+        return self._last[1]
+
+    def _map(self, name: str) -> torch.Tensor:
         (begin, end), stored = self._spans[name], self.stored[name]
         if begin == end:
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -185,32 +196,32 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} of {len(value)} entries" if isinstance(value, Mapping) else type(value).__name__
 
 
-def read_runs(file: TensorFile, name: str, index: Index) -> Iterator[tuple[slice, torch.Tensor]]:
+def read_runs(file: TensorFile, name: str, part: Index) -> Iterator[tuple[slice, torch.Tensor]]:
     """A part of a tensor, a run of rows at a time, so that little of the file is mapped at once.
 
     Args:
         file: Where it lies.
         name: Of the tensor.
-        index: Which part.
+        part: Which.
 
     Yields:
         The rows of the part, and their values, which are not to be kept.
     """
     stored = file.stored[name]
-    if not index:
+    if not part:
         yield slice(None), file.tensor(name)
         return
-    (first, last), rest = index[0], tuple(slice(*bounds) for bounds in index[1:])
-    row_bytes = stored.dtype.itemsize * int(np.prod(stored.shape[1:]))
+    (first, last), rest = part[0], tuple(slice(*bounds) for bounds in part[1:])
+    row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
     size = max(1, RUN_BYTES // max(1, row_bytes))
     for start in range(first, last, size):
         stop = min(start + size, last)
         yield slice(start - first, stop - first), file.tensor(name)[(slice(start, stop), *rest)]
 
 
-def read_part(file: TensorFile, name: str, index: Index, dtype: torch.dtype) -> torch.Tensor:
+def read_part(file: TensorFile, name: str, part: Index, dtype: torch.dtype) -> torch.Tensor:
     """A part of a tensor in a dtype, as a tensor of its own."""
-    part = torch.empty([stop - start for start, stop in index], dtype=dtype)
-    for rows, values in read_runs(file, name, index):
-        (part[rows] if index else part).copy_(values)
-    return part
+    found = torch.empty([stop - start for start, stop in part], dtype=dtype)
+    for rows, values in read_runs(file, name, part):
+        (found[rows] if part else found).copy_(values)
+    return found

@@ -1,5 +1,6 @@
 """Weights from files onto the mesh: every shard reads its own slice, once all has been found to fit."""
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -155,9 +156,9 @@ class _Loader:
         """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
         if not entry.sources:
             return
-        (first, *others), indices = entry.sources, list(self._places(entry))
+        (first, *others), parts = entry.sources, self._parts(entry)
         for other in others:
-            if not all(_are_equal(self._file, first, other, index) for index in indices):
+            if not all(_are_equal(self._file, first, other, part) for part in parts):
                 yield (
                     f"{first} and {other} are one tensor in the model ({' and '.join(entry.names)} are tied), but "
                     f"differ in the file. Untie them in the model, or drop one: rename={{{other!r}: None}}."
@@ -165,28 +166,28 @@ class _Loader:
         dtype = self._file.stored[first].dtype
         if dtype in (torch.int64, torch.uint64) and not has_x64():
             try:
-                for index in indices:
-                    for _, values in read_runs(self._file, first, index):
+                for part in parts:
+                    for _, values in read_runs(self._file, first, part):
                         host_array(values)
             except OverflowError as error:
                 yield f"{first}: {error}"
 
-    def _places(self, entry: Entry) -> dict[Index, list[Any]]:
-        """The parts of an entry that this process holds, and the devices of each."""
-        places: dict[Index, list[Any]] = {}
+    def _parts(self, entry: Entry) -> set[Index]:
+        """The parts of an entry that this process holds."""
         indices: Any = self._shardings[entry.key].addressable_devices_indices_map(entry.shape)
-        for device, index in indices.items():
-            bounds = (s.indices(size)[:2] for s, size in zip(index, entry.shape, strict=True))
-            places.setdefault(tuple(bounds), []).append(device)
-        return places
+        return {_bounds(index, entry.shape) for index in indices.values()}
 
     def _read(self, entry: Entry) -> jax.Array:
         """The array of an entry; replicas share what is read once."""
-        name, arrays = entry.sources[0], []
-        for index, devices in self._places(entry).items():
-            host = host_array(read_part(self._file, name, index, self._match.read_dtype(name)))
-            arrays += [jax.device_put(host, device) for device in devices]
-        return jax.make_array_from_single_device_arrays(entry.shape, self._shardings[entry.key], arrays)
+        name = entry.sources[0]
+
+        @functools.cache
+        def read(part: Index) -> np.ndarray:
+            return host_array(read_part(self._file, name, part, self._match.read_dtype(name)))
+
+        return jax.make_array_from_callback(
+            entry.shape, self._shardings[entry.key], lambda index: read(_bounds(index, entry.shape))
+        )
 
     def _arrays(self) -> Iterator[tuple[Entry, jax.Array]]:
         before = None
@@ -225,11 +226,15 @@ class _Loader:
         return {name: found[name] for name in self._target if name in found}
 
 
-def _are_equal(file: TensorFile, name: str, other: str, index: Index) -> bool:
+def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
     """Whether the same part of two tensors is equal to the bit."""
     if file.stored[name] != file.stored[other]:
         return False
-    pairs = zip(read_runs(file, name, index), read_runs(file, other, index), strict=True)
+    pairs = zip(read_runs(file, name, part), read_runs(file, other, part), strict=True)
     return all(torch.equal(_bytes(first), _bytes(second)) for (_, first), (_, second) in pairs)
 
 
