@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import pickle
+import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -138,12 +140,14 @@ class TorchFile:
     def _load(self) -> Any:
         self._tensors = None  # unmaps the file
         try:
-            return torch.load(self._path, map_location="cpu", weights_only=True, mmap=self._is_mapped)
+            with warnings.catch_warnings(action="ignore"):  # of a pickle protocol that is refused below
+                return torch.load(self._path, map_location="cpu", weights_only=True, mmap=self._is_mapped)
         except pickle.UnpicklingError as error:
-            reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0]
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
             raise ValueError(
-                f"{self.shown} holds more than tensors and plain containers, and to rebuild that may run code from the "
-                f"file, so it is not read ({reason.strip()}). Where you trust it, save its state_dict alone: "
+                f"{self.shown} holds more than tensors and plain containers: it {what}. To rebuild that may run code "
+                "from the file, so it is not read. Where you trust it, save its state_dict alone: "
                 "torch.save(model.state_dict(), path), or as safetensors."
             ) from error
         except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
