@@ -164,7 +164,7 @@ def test_many_files_by_their_index_or_directory(kind: str, tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_an_index(kind: str, tmp_path: pathlib.Path) -> None:
-    (loads, save, file, index), found = KINDS[kind], many_files(kind, tmp_path)
+    (loads, save, _, index), found = KINDS[kind], many_files(kind, tmp_path)
     lost, kept = found["bias"], found["weight"]
     write_index(tmp_path / index, {**found, "bias": kept})
     with pytest.raises(ValueError, match=rf"bias: {index} says that it is in {kept}, which lacks it"):

@@ -16,6 +16,7 @@ from torch_shard._module import holdings, unsaved_buffers
 from torch_shard._ops import torch_dtype
 from torch_shard._placement import refuse_meta
 from torch_shard._plan import group_ties
+from torch_shard._stacks import Stacks
 from torch_shard._state import TrainState
 from torch_shard._tensor_files import Stored
 from torch_shard._tensor_writer import SHARD_BYTES, Export, write_torch
@@ -96,13 +97,15 @@ def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]
         values, unsaved = state, ()
     else:
         raise TypeError(f"{caller}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
-    structs = dict(jax.tree.map(_struct, values))
+    by_name = jax.tree.map(_struct, values) if isinstance(values, Stacks) else values
+    structs = {name: _struct(value) for name, value in by_name.items()}
     odd = [f"{name} is a {type(v).__name__}" for name, v in structs.items() if not hasattr(v, "dtype")]
     if odd:
         raise TypeError(f"{caller}: names must lead to tensors or arrays, but {', '.join(odd)}.")
-    refuse_meta(caller, structs)
     names = (group[0] for group in group_ties(structs, by_identity=False))
-    return values, {name: structs[name] for name in names if name not in unsaved}
+    written = {name: structs[name] for name in names if name not in unsaved}
+    refuse_meta(caller, written)
+    return values, written
 
 
 def _struct(value: Any) -> Any:
