@@ -201,6 +201,32 @@ def test_an_export_that_fails_leaves_the_older_one(
     assert equal(read(tmp_path), many(1.0))
 
 
+@pytest.mark.parametrize("before", [100, 10**6])
+@pytest.mark.parametrize("after", [100, 10**6])
+@pytest.mark.parametrize("renames", range(5))
+def test_an_export_that_dies_between_its_renames_leaves_one_that_is_whole(
+    before: int, after: int, renames: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ts.export_safetensors(many(1.0), tmp_path, max_shard_bytes=before)
+    replace, left = pathlib.Path.replace, renames
+
+    def dying(path: pathlib.Path, target: pathlib.Path) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", dying)
+    needed = 4 if after == 100 else 1  # three files and the index
+    if renames < needed:
+        with pytest.raises(KeyboardInterrupt):
+            ts.export_safetensors(many(2.0), tmp_path, max_shard_bytes=after)
+    else:
+        ts.export_safetensors(many(2.0), tmp_path, max_shard_bytes=after)
+    assert equal(read(tmp_path), many(1.0 if renames < needed else 2.0))
+
+
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors cannot hold x: torch.complex128"):
         ts.export_safetensors({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path)

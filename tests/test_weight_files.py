@@ -204,6 +204,14 @@ def test_paths_without_a_file_or_with_too_many(kind: str, tmp_path: pathlib.Path
         load(tmp_path, loads)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_without_their_index_are_no_whole(kind: str, tmp_path: pathlib.Path) -> None:
+    loads, save, file, index = KINDS[kind]
+    save({n: t.clone() for n, t in WEIGHTS.items()}, tmp_path / file.format("00001-of-00002"))
+    with pytest.raises(FileNotFoundError, match=rf"00001-of-00002.*parts of several, but not their index {index}"):
+        load(tmp_path, loads)
+
+
 # From one format to the other.
 
 

@@ -1,6 +1,7 @@
 """From a path to the tensors behind it: one file, a directory, or an index of many files."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ SAFETENSORS, TORCH = (".safetensors",), (".bin", ".pt", ".pth")
 SAFETENSORS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 TORCH_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """What Hugging Face calls the one file, and the index of many."""
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 class ManyFiles:
@@ -62,6 +64,12 @@ def _choose(folder: Path, names: tuple[str, str], suffixes: tuple[str, ...]) -> 
     """The file of a directory that is meant."""
     usual = [folder / name for name in names if (folder / name).is_file()]
     found = usual or sorted(p for p in folder.iterdir() if p.suffix in suffixes and p.is_file())
+    parts = [p.name for p in found if _PART.search(p.stem)]
+    if parts and not usual:
+        raise FileNotFoundError(
+            f"{folder} holds {', '.join(parts)}, which are parts of several, but not their index {names[1]}. Fetch it, "
+            "or export again."
+        )
     if len(found) == 1:
         return found[0]
     wanted = " or ".join([*names, *("*" + suffix for suffix in suffixes)])
