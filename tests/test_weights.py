@@ -122,7 +122,8 @@ def test_a_checkpoint_in_bfloat16_is_no_float32_model_unless_asked(tmp_path: pat
     save_file({n: t.bfloat16() for n, t in nn.Linear(4, 8).state_dict().items()}, tmp_path / "model.safetensors")
     structs = {"weight": jax.ShapeDtypeStruct((8, 4), jnp.float32), "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16)}
     with pytest.raises(
-        ValueError, match=r"weight \(8, 4\) torch.bfloat16: the model has weight as float32. Read it as"
+        ValueError,
+        match=r"weight \(8, 4\) torch.bfloat16: the model has weight as float32. Read it as dtype=torch.float32",
     ):
         ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE)
     found = ts.load_safetensors(tmp_path, structs, make_mesh((4, 2)), WHOLE, dtype=torch.float32)
@@ -246,6 +247,8 @@ def test_processes_read_what_their_own_devices_hold(tmp_path: pathlib.Path) -> N
         wanted, found = load_file({str(path)!r}), load_file(out)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        with pytest.raises((NotADirectoryError, FileExistsError) if rank == 0 else RuntimeError):
+            ts.export_safetensors(model, out + "/below/a/file.safetensors")
         """,
         2,
     )

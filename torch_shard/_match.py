@@ -145,7 +145,11 @@ class Match:
                 "jax.config.update('jax_enable_x64', True) at the start."
             )
         elif entry.dtype is not None and self._wanted(entry.dtype, stored.dtype) != held:
-            remedy = f"Read it as dtype={entry.dtype}" if _both_float(entry.dtype, stored.dtype) else "Convert the file"
+            remedy = (
+                f"Read it as dtype={_spell(entry.dtype)}"
+                if _both_float(entry.dtype, stored.dtype)
+                else "Convert the file"
+            )
             faults.append(f"the model has {entry.key} as {_show(entry.dtype)}. {remedy}, or change the model's dtype.")
         return faults
 
@@ -183,6 +187,10 @@ def _both_float(*dtypes: Any) -> bool:
 
 def _show(dtype: Any) -> str:
     return str(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+
+
+def _spell(dtype: Any) -> str:
+    return f"torch.{_show(dtype).removeprefix('torch.')}"
 
 
 def _type(value: Stored | Entry) -> str:
