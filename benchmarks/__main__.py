@@ -30,6 +30,7 @@ SECTIONS = {  # and the simulated devices of each
     "gpu": 1,
     "ops": 8,
     "checkpoints": 8,
+    "state": 8,
 }
 
 

@@ -11,6 +11,7 @@ from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import Comparison, compare_with_torch
 from torch_shard._debug import debug_print
 from torch_shard._explain import Explanation, explain_capture
+from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
@@ -22,6 +23,7 @@ from torch_shard._replicas import assert_replica_integrity, gather_from_jax_proc
 from torch_shard._tpmap import tpmap
 from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
 from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
+from torch_shard._weights import load_safetensors, load_torch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +46,8 @@ __all__ = [
     "disable_globally",
     "enable_globally",
     "explain_capture",
+    "export_safetensors",
+    "export_torch",
     "fit",
     "gather",
     "gather_from_jax_processes",
@@ -56,6 +60,8 @@ __all__ = [
     "jax_value_and_grad",
     "jax_view",
     "jax_vmap",
+    "load_safetensors",
+    "load_torch",
     "make_eval_step",
     "make_mesh",
     "make_train_step",

@@ -86,7 +86,7 @@ class Checkpointer:
                 raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
         self.directory = Path(directory).absolute()
         self.keep, self.every, self.asynchronous = keep, every, asynchronous
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._orbax = _make_orbax()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         self._damaged: set[int] = set()
@@ -140,7 +140,7 @@ class Checkpointer:
         self.claim()
         state = dataclasses.replace(state, key=jax.random.key_data(state.key))
         partial = self.directory / _UNFINISHED / self.path(step).name
-        self._orbax.save(partial, args=_by_item(flatten(state), ocp.args.StandardSave), force=True)
+        self._orbax.save(partial, args=_by_item(flatten(state), ocp.args.PyTreeSave), force=True)
         self._pending = self._worker.submit(self._finish, step, partial, head_of(state, metrics or {}))
         if not self.asynchronous:
             self.wait()
@@ -180,7 +180,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         error = pending.exception()
         if agree(error is not None):
-            self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            self._orbax = _make_orbax()
             steps = self.steps()
             raise RuntimeError(
                 f"Checkpointer: a checkpoint could not be written to {self.directory}: "
@@ -238,7 +238,7 @@ class Checkpointer:
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
     def _read(self, path: Path, structs: dict[Stored, jax.ShapeDtypeStruct]) -> Entries:
-        restored = self._orbax.restore(path, args=_by_item(structs, ocp.args.StandardRestore))
+        restored = self._orbax.restore(path, args=_by_item(structs, _restore_args))
         return Entries({stored: restored[_item(stored)][stored.label] for stored in structs})
 
     def _choose(self, step: int | None) -> Path:
@@ -260,8 +260,24 @@ class Checkpointer:
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.")
 
 
+ITEMS = (TENSORS, "rest")
+
+
 def _item(stored: Stored) -> str:
     return TENSORS if stored.where == TENSORS else "rest"
+
+
+def _make_orbax() -> ocp.AsyncCheckpointer:
+    # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers: Any = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS}
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+
+
+def _restore_args(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
+    return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args)
 
 
 def _by_item(values: Mapping[Stored, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:

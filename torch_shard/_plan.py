@@ -101,11 +101,11 @@ class ShardingPlan:
         """
         check_mesh(mesh, caller="ShardingPlan.resolve")
         values = _read(source)
-        matchers = {key: _make_matcher(key) for key in self.rules}
+        matchers = {key: make_matcher(key) for key in self.rules}
         hits = {name: [key for key, matches in matchers.items() if matches(name)] for name in values}
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
-        for names in _group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
+        for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
             name, key, spec, clash = self._choose(names, hits)
             shape = _get_shape(values[name])
             found = [clash] if clash else _find_faults(name, key, spec, shape, mesh)
@@ -192,7 +192,7 @@ def _get_shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", value))
 
 
-def _group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
+def group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
     """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
     groups: dict[Hashable, list[str]] = {}
     for name, value in values.items():
@@ -206,7 +206,8 @@ def _group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]
     return list(groups.values())
 
 
-def _make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
+def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
+    """Whether a name is what a rule says: an exact name, a glob or a regex."""
     if isinstance(key, re.Pattern):
         return key.fullmatch
     if "*" not in key:

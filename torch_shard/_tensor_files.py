@@ -1,0 +1,231 @@
+"""Tensors in files: what lies there, and each as a tensor whose bytes are read when they are touched."""
+
+import dataclasses
+import json
+import math
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+DTYPES = {
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F64": torch.float64, "C64": torch.complex64},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+    **{"I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+    **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+}
+"""Of the safetensors format."""
+
+RUN_BYTES = 32 * 2**20
+"""How much of a file is mapped at once: until it is let go, what was read of it counts as memory of the process."""
+
+Index = tuple[tuple[int, int], ...]
+"""A part of a tensor: where it starts and stops in each dim."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a file says of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorFile(Protocol):
+    """Tensors by name.
+
+    Attributes:
+        shown: The file, for messages.
+        stored: What lies there, in the order of the file.
+    """
+
+    shown: str
+    stored: dict[str, Stored]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them; bytes are read when touched, and take memory while the tensor lives. It is not to be kept."""
+        ...
+
+
+class SafetensorsFile:
+    """A file of safetensors.
+
+    The library checks the file; its tensors are then mapped one by one (the library maps the whole file, and the pages
+    that were read stay).
+
+    Raises:
+        ValueError: The file is damaged, or holds a dtype that torch lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.shown, self._path = str(path), path
+        header, self._start = _read_header(path)
+        lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
+        if lacking:
+            raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
+        self._last: tuple[str, Any] = "", None
+        spans = {name: fields["data_offsets"] for name, fields in header.items()}
+        self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
+        self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of the tensors, mapped by itself; the last one stays so, unless it is large."""
+        if self._last[0] != name:
+            self._last = "", None
+            tensor = self._map(name)
+            if tensor.nbytes > RUN_BYTES:
+                return tensor
+            self._last = name, tensor
+        return self._last[1]
+
+    def _map(self, name: str) -> torch.Tensor:
+        (begin, end), stored = self._spans[name], self.stored[name]
+        if begin == end:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        mapped = np.memmap(self._path, np.uint8, "c", self._start + begin, (end - begin,))
+        return torch.from_numpy(mapped).view(stored.dtype).view(stored.shape)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The fields by name, and where the bytes of the tensors start."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}{_describe_sizes(path)}.") from error
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: fields for name, fields in header.items() if name != "__metadata__"}, 8 + size
+
+
+def _describe_sizes(path: Path) -> str:
+    with path.open("rb") as file:
+        first = file.read(8)
+    claim = f", and its first eight ask for a header of {int.from_bytes(first, 'little')}" if len(first) == 8 else ""
+    return f" (the file has {path.stat().st_size} bytes{claim})"
+
+
+class TorchFile:
+    """A file of `torch.save`, mapped where its format allows that (since torch 1.6).
+
+    Raises:
+        ValueError: The file is damaged, would run code, or holds something else than tensors by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.shown, self._path = str(path), path
+        self._is_mapped = zipfile.is_zipfile(path)
+        self._tensors: Any = self._load()
+        self._touched = 0
+        self.stored = _stored(self._tensors, self.shown)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of the tensors; the file is mapped anew after so many bytes."""
+        if self._is_mapped and self._touched > RUN_BYTES:
+            self._tensors, self._touched = self._load(), 0
+        tensor = self._tensors[name].detach()
+        self._touched += min(tensor.nbytes, RUN_BYTES)
+        return tensor
+
+    def _load(self) -> Any:
+        self._tensors = None  # unmaps the file
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of a pickle protocol that is refused below
+                return torch.load(self._path, map_location="cpu", weights_only=True, mmap=self._is_mapped)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
+            raise ValueError(
+                f"{self.shown} holds more than tensors and plain containers: it {what}. To rebuild that may run code "
+                "from the file, so it is not read. Where you trust it, save its state_dict alone: "
+                "torch.save(model.state_dict(), path), or as safetensors."
+            ) from error
+        except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
+            reason = str(error).partition("\n")[0][:300]
+            raise ValueError(
+                f"{self.shown} is damaged, or no file of torch.save: {type(error).__name__} {reason}"
+            ) from error
+
+
+class HeldTensors:
+    """A mapping of CPU tensors, read like a file.
+
+    Raises:
+        ValueError: It holds something else than tensors by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.shown, self._tensors = "the mapping", tensors
+        self.stored = _stored(tensors, self.shown)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of the tensors."""
+        return self._tensors[name].detach()
+
+
+def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
+    """What these are, if they are strided tensors by name."""
+    is_mapping = isinstance(tensors, Mapping)
+    if not is_mapping or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in tensors.items()):
+        held = ", ".join(f"{k!r}: {_describe(v)}" for k, v in tensors.items()) if is_mapping else _describe(tensors)
+        nested = [key for key, value in tensors.items() if isinstance(value, Mapping)] if is_mapping else []
+        remedy = f"the part that has the weights, perhaps [{nested[0]!r}]" if nested else "a state_dict"
+        raise ValueError(
+            f"{shown} must hold tensors by name, and nothing else. It holds {held[:1000]}. Read it with "
+            f"torch.load(path, weights_only=True, mmap=True), and give load_torch {remedy} in place of the path."
+        )
+    odd = {
+        n: t for n, t in tensors.items() if t.layout is not torch.strided or t.is_quantized or t.device.type != "cpu"
+    }
+    if odd:
+        listed = ", ".join(f"{n} ({t.device}, {t.layout}, {t.dtype})" for n, t in odd.items())
+        raise ValueError(
+            f"{shown} must hold plain CPU tensors, but has {listed}. Convert them with .to_dense(), .dequantize() or "
+            ".cpu()."
+        )
+    return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)} entries" if isinstance(value, Mapping) else type(value).__name__
+
+
+def read_runs(file: TensorFile, name: str, part: Index) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A part of a tensor, a run of rows at a time, so that little of the file is mapped at once.
+
+    Args:
+        file: Where it lies.
+        name: Of the tensor.
+        part: Which.
+
+    Yields:
+        The rows of the part, and their values, which are not to be kept.
+    """
+    stored = file.stored[name]
+    if not part:
+        yield slice(None), file.tensor(name)
+        return
+    (first, last), rest = part[0], tuple(slice(*bounds) for bounds in part[1:])
+    row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
+    size = max(1, RUN_BYTES // max(1, row_bytes))
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        yield slice(start - first, stop - first), file.tensor(name)[(slice(start, stop), *rest)]
+
+
+def read_part(file: TensorFile, name: str, part: Index, dtype: torch.dtype) -> torch.Tensor:
+    """A part of a tensor in a dtype, as a tensor of its own."""
+    found = torch.empty([stop - start for start, stop in part], dtype=dtype)
+    for rows, values in read_runs(file, name, part):
+        (found[rows] if part else found).copy_(values)
+    return found

@@ -1,0 +1,242 @@
+"""Weights from files onto the mesh: every shard reads its own slice, once all has been found to fit."""
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from torch_shard._bridge import wrap_array
+from torch_shard._convert import host_array
+from torch_shard._match import Allowed, Entry, Match, Rename
+from torch_shard._mesh import check_mesh
+from torch_shard._module import holdings, replace_tensors
+from torch_shard._ops import has_x64
+from torch_shard._placement import put
+from torch_shard._plan import ShardingPlan
+from torch_shard._tensor_files import HeldTensors, Index, TensorFile, read_part, read_runs
+from torch_shard._weight_paths import open_safetensors, open_torch
+
+Source = str | os.PathLike[str]
+
+
+def load_safetensors(
+    path: Source,
+    model_or_names: Any,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    *,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    allow_missing: Allowed = (),
+    allow_unused: Allowed = (),
+) -> Any:
+    """Load safetensors straight onto their shards: each reads its own slice, and nothing is whole on host or device.
+
+    All names, shapes, dtypes and the plan are checked before anything moves. Of several processes, each reads what its
+    own devices hold.
+
+    Args:
+        path: A file; an index of many (`model.safetensors.index.json`, as Hugging Face has it); or a directory with
+            one of these.
+        model_or_names: A module on any device, which is filled in place and keeps ties, `requires_grad` and
+            non-persistent buffers; on the meta device nothing is ever allocated twice. Or a mapping from names to
+            anything with shape and dtype. The file may have any of the names of a tie; if it has several, they must
+            be equal to the bit.
+        mesh: The devices, with Auto axes.
+        plan: Which entry is split how, as for `place`.
+        rename: What a name of the file is in the model, as a dict (other names stay) or a function; None drops it.
+        dtype: What floating-point entries become, slice by slice, such as `torch.bfloat16`. Without it, file and model
+            must agree (64-bit integers are 32-bit in JAX unless `jax_enable_x64` is on). Non-persistent buffers keep
+            theirs.
+        allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all. They
+            keep the values that they have, and are placed.
+        allow_unused: Likewise, names of the file that the model may lack.
+
+    Returns:
+        The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
+        values in the file (also non-persistent buffers) stay on the meta device if they were there.
+
+    Raises:
+        FileNotFoundError: There is no such file, or an index names one that is missing.
+        ValueError: A file is damaged; or, all in one error, what in the file, the model and the plan does not fit.
+        TypeError: An argument is of the wrong kind.
+
+    Example:
+        >>> import tempfile, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> path = tempfile.mkdtemp()
+        >>> _ = ts.export_safetensors(torch.nn.Linear(4, 2), path)
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> plan = ts.ShardingPlan({"weight": P("model")}, default=P())
+        >>> ts.load_safetensors(path, model, ts.make_mesh(batch=1, model=1), plan).weight.jax().sharding.spec
+        P('model',)
+    """
+    loader = _Loader("load_safetensors", open_safetensors(Path(path)), model_or_names, mesh, plan, dtype)
+    return loader.run(rename, allow_missing, allow_unused)
+
+
+def load_torch(
+    path: Source | Mapping[str, torch.Tensor],
+    model_or_names: Any,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    *,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    allow_missing: Allowed = (),
+    allow_unused: Allowed = (),
+) -> Any:
+    """Load what `torch.save` wrote straight onto its shards, as `load_safetensors` does.
+
+    The file is read with `weights_only=True`, so that it cannot run code, and mapped, where its format allows that
+    (files from before torch 1.6 are read whole).
+
+    Args:
+        path: A file with a flat state_dict; an index of many (`pytorch_model.bin.index.json`); a directory with one of
+            these; or a mapping of names to CPU tensors.
+        model_or_names: As for `load_safetensors`.
+        mesh: Likewise.
+        plan: Likewise.
+        rename: Likewise.
+        dtype: Likewise.
+        allow_missing: Likewise.
+        allow_unused: Likewise.
+
+    Returns:
+        As `load_safetensors`.
+
+    Raises:
+        FileNotFoundError: As `load_safetensors`.
+        ValueError: As `load_safetensors`; or the file holds something else than tensors by name.
+        TypeError: An argument is of the wrong kind.
+    """
+    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(Path(path))
+    return _Loader("load_torch", file, model_or_names, mesh, plan, dtype).run(rename, allow_missing, allow_unused)
+
+
+class _Loader:
+    """One load: check all, then read entry by entry."""
+
+    def __init__(
+        self, caller: str, file: TensorFile, target: Any, mesh: Mesh, plan: ShardingPlan, dtype: torch.dtype | None
+    ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
+            )
+        check_mesh(mesh, caller=caller)
+        self._caller, self._file, self._target, self._dtype = caller, file, target, dtype
+        self._match = Match(file, target, mesh, dtype)
+        try:
+            self._shardings, self._plan_fault = dict(plan.resolve(target, mesh)), ""
+        except ValueError as error:
+            self._shardings, self._plan_fault = {}, str(error)
+
+    def run(self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed) -> Any:
+        match = self._match
+        match.run(rename, allow_missing, allow_unused)
+        self._raise(match.faults)
+        self._raise([fault for entry in match.each() for fault in self._find_value_faults(entry)])
+        return self._fill_module() if isinstance(self._target, torch.nn.Module) else self._make_tree()
+
+    def _raise(self, faults: list[str]) -> None:
+        if faults or self._plan_fault:
+            parts = [f"{self._caller}: {self._file.shown} cannot be loaded as asked; nothing was."] * bool(faults)
+            parts += ["\n".join(f"  {fault}" for fault in faults)] * bool(faults)
+            raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
+
+    def _find_value_faults(self, entry: Entry) -> Iterator[str]:
+        """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
+        if not entry.sources:
+            return
+        (first, *others), parts = entry.sources, self._parts(entry)
+        for other in others:
+            if not all(_are_equal(self._file, first, other, part) for part in parts):
+                yield (
+                    f"{first} and {other} are one tensor in the model ({' and '.join(entry.names)} are tied), but "
+                    f"differ in the file. Untie them in the model, or drop one: rename={{{other!r}: None}}."
+                )
+        dtype = self._file.stored[first].dtype
+        if dtype in (torch.int64, torch.uint64) and not has_x64():
+            try:
+                for part in parts:
+                    for _, values in read_runs(self._file, first, part):
+                        host_array(values)
+            except OverflowError as error:
+                yield f"{first}: {error}"
+
+    def _parts(self, entry: Entry) -> set[Index]:
+        """The parts of an entry that this process holds."""
+        indices: Any = self._shardings[entry.key].addressable_devices_indices_map(entry.shape)
+        return {_bounds(index, entry.shape) for index in indices.values()}
+
+    def _read(self, entry: Entry) -> jax.Array:
+        """The array of an entry; replicas share what is read once."""
+        name = entry.sources[0]
+
+        @functools.cache
+        def read(part: Index) -> np.ndarray:
+            return host_array(read_part(self._file, name, part, self._match.read_dtype(name)))
+
+        return jax.make_array_from_callback(
+            entry.shape, self._shardings[entry.key], lambda index: read(_bounds(index, entry.shape))
+        )
+
+    def _arrays(self) -> Iterator[tuple[Entry, jax.Array]]:
+        before = None
+        for entry in self._match.each():
+            if entry.sources:
+                array = self._read(entry)
+                jax.block_until_ready(before)  # so that the host holds two entries at most that are under way
+                yield entry, array
+                before = array
+
+    def _keep(self, name: str, value: Any) -> torch.Tensor | None:
+        """An entry that the file lacks, with the values that it has, if any."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            if name in self._match.entries and self._dtype is not None and value.is_floating_point():
+                value = value.to(self._dtype)
+            return value if value.device.type == "meta" else wrap_array(put(value, self._shardings[name]))
+        return wrap_array(put(value, self._shardings[name])) if isinstance(value, jax.Array | np.ndarray) else None
+
+    def _fill_module(self) -> torch.nn.Module:
+        held = holdings(self._target).all  # by the first of its names; each is let go once it is replaced
+        for entry, array in self._arrays():
+            replace_tensors(self._target, held.pop(entry.key), wrap_array(array))
+        for name in list(held):
+            tensor = held.pop(name)
+            replace_tensors(self._target, tensor, self._keep(name, tensor))  # pyright: ignore[reportArgumentType]
+        return self._target
+
+    def _make_tree(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for entry, array in self._arrays():
+            found |= dict.fromkeys(entry.names, wrap_array(array))
+        for name, value in self._target.items():
+            if name not in found and (kept := self._keep(name, value)) is not None and kept.device.type != "meta":
+                found[name] = kept
+        return {name: found[name] for name in self._target if name in found}
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
+    """Whether the same part of two tensors is equal to the bit."""
+    if file.stored[name] != file.stored[other]:
+        return False
+    pairs = zip(read_runs(file, name, part), read_runs(file, other, part), strict=True)
+    return all(torch.equal(_bytes(first), _bytes(second)) for (_, first), (_, second) in pairs)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
