@@ -22,7 +22,7 @@ from torch_shard._saved import (
     TENSORS,
     Entries,
     Head,
-    Stored,
+    SavedArray,
     fill,
     fill_kind,
     flatten,
@@ -237,7 +237,7 @@ class Checkpointer:
         state = fill(train_step.structs, entries)
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
-    def _read(self, path: Path, structs: dict[Stored, jax.ShapeDtypeStruct]) -> Entries:
+    def _read(self, path: Path, structs: dict[SavedArray, jax.ShapeDtypeStruct]) -> Entries:
         restored = self._orbax.restore(path, args=_by_item(structs, _restore_args))
         return Entries({stored: restored[_item(stored)][stored.label] for stored in structs})
 
@@ -263,7 +263,7 @@ class Checkpointer:
 ITEMS = (TENSORS, "rest")
 
 
-def _item(stored: Stored) -> str:
+def _item(stored: SavedArray) -> str:
     return TENSORS if stored.where == TENSORS else "rest"
 
 
@@ -280,7 +280,7 @@ def _restore_args(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
     return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args)
 
 
-def _by_item(values: Mapping[Stored, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
+def _by_item(values: Mapping[SavedArray, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
     """For orbax: tensors, which can be read alone, and the rest."""
     items: dict[str, dict[str, Any]] = {}
     for stored, value in values.items():

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._saved import HEAD, TENSORS, Head, Stored, read_head
+from torch_shard._saved import HEAD, TENSORS, Head, SavedArray, read_head
 
 _STEP = re.compile(r"step_\d+")
 
@@ -67,7 +67,7 @@ def _add_row(table: Table, cells: tuple[object, ...]) -> None:
     table.add_row(*(Text(str(cell)) for cell in cells))
 
 
-def _tensor_row(stored: Stored, number: int, name: str, unsaved: tuple[str, ...]) -> tuple[object, ...]:
+def _tensor_row(stored: SavedArray, number: int, name: str, unsaved: tuple[str, ...]) -> tuple[object, ...]:
     shape, dtype = stored.entry_type
     num_rows = len(stored.names)
     kind = f"{stored.kind}, not in state_dict" if name in unsaved else stored.kind
@@ -75,7 +75,7 @@ def _tensor_row(stored: Stored, number: int, name: str, unsaved: tuple[str, ...]
     return name, kind, shape, dtype, stored.spec, decimal(stored.num_bytes // num_rows), place
 
 
-def _row_of(where: str, stored: list[Stored]) -> tuple[object, ...]:
+def _row_of(where: str, stored: list[SavedArray]) -> tuple[object, ...]:
     num_bytes = decimal(sum(one.num_bytes for one in stored))
     dtypes = ", ".join(dict.fromkeys(one.dtype for one in stored))
     if not stored[0].names:

@@ -22,7 +22,7 @@ SCALARS = ("step", "num_batches", "key")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class SavedArray:
     """One stored array.
 
     Attributes:
@@ -62,14 +62,14 @@ class Stored:
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Stored":
+    def from_json(cls, found: Mapping[str, Any]) -> "SavedArray":
         """The inverse of `dataclasses.asdict`, by way of JSON."""
         return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
 
 
-def flatten(state: TrainState) -> dict[Stored, Any]:
+def flatten(state: TrainState) -> dict[SavedArray, Any]:
     """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
-    found: dict[Stored, Any] = {}
+    found: dict[SavedArray, Any] = {}
     for kind in KINDS:
         found |= _by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
     for name in SCALARS:
@@ -88,17 +88,17 @@ def _is_stacks(node: Any) -> bool:
     return isinstance(node, Stacks)
 
 
-def _by_name(where: str, stacks: Stacks, kind: str = "") -> dict[Stored, Any]:
+def _by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
     pairs = zip(stacks.layout.groups, stacks.arrays, strict=True)
     return {_describe(where, group, array, kind): array for group, array in pairs}
 
 
-def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> Stored:
+def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> SavedArray:
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = row_sharding(sharding) if len(names) > 1 else sharding
     spec = describe_spec(sharding.spec) if isinstance(sharding, NamedSharding) else ""
-    return Stored(where, names, tuple(array.shape), str(array.dtype), spec, kind)
+    return SavedArray(where, names, tuple(array.shape), str(array.dtype), spec, kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Head:
     unsaved: tuple[str, ...]
     metrics: dict[str, float]
     mesh: dict[str, int]
-    stored: list[Stored]
+    stored: list[SavedArray]
 
 
 def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
@@ -151,16 +151,16 @@ def read_head(directory: Path) -> Head:
         found = json.loads((directory / HEAD).read_text(encoding="utf-8"))
         if found.pop("format") != FORMAT:
             raise KeyError("format")
-        stored = [Stored.from_json(one) for one in found.pop("stored")]
+        stored = [SavedArray.from_json(one) for one in found.pop("stored")]
         return Head(**{**found, "unsaved": tuple(found["unsaved"])}, stored=stored)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory} is no checkpoint of this version of torch_shard: {error!r}.") from error
 
 
 class Entries:
-    """Stored arrays as entries: by where they stand and their name."""
+    """SavedArray arrays as entries: by where they stand and their name."""
 
-    def __init__(self, arrays: Mapping[Stored, Any]) -> None:
+    def __init__(self, arrays: Mapping[SavedArray, Any]) -> None:
         self._arrays = dict(arrays)
         self._homes = {entry: stored for stored in arrays for entry in stored.entries}
 
@@ -199,10 +199,10 @@ def _show(entry: tuple[str, str]) -> str:
     return name if where == TENSORS else f"{where} of {name}" if name else where
 
 
-def targets(found: list[Stored], wanted: Entries) -> dict[Stored, jax.ShapeDtypeStruct]:
+def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.ShapeDtypeStruct]:
     """Where each saved array is to lie: as its first entry does."""
 
-    def target(stored: Stored) -> jax.ShapeDtypeStruct:
+    def target(stored: SavedArray) -> jax.ShapeDtypeStruct:
         sharding = wanted[stored.entries[0]].sharding
         sharding = stack_sharding(sharding) if len(stored.names) > 1 else sharding
         return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
