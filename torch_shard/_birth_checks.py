@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_shard._births import Birth, Init, blank, initialise, meta_attributes
 from torch_shard._lower import missing_lowerings_of
-from torch_shard._recipes import Recipe
+from torch_shard._recipes import Recipe, is_constant
 
 _CONSTRUCTOR = "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
 _OWN_INITIALISERS = ("_init_weights", "init_weights", "_initialize_weights", "initialize_weights", "weight_init")
@@ -61,7 +61,7 @@ def refuse_unusable(birth: Birth, recipes: Mapping[str, Recipe]) -> None:
     missing = [
         f"  {name}: {node.target}"
         for name, recipe in recipes.items()
-        for node in (missing_lowerings_of(recipe.nodes) if recipe.streams else ())
+        for node in (missing_lowerings_of(n for n in recipe.nodes if not is_constant(n)) if recipe.streams else ())
     ]
     if missing:
         raise NotImplementedError(

@@ -1,6 +1,7 @@
 """Modules under construction: a constructor, or initialisers alone, run on the fakes of a capture."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -57,8 +58,13 @@ def construct(make: Callable[[], Any]) -> Birth:
         made.append((module, tensors, len(entries)))
         return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
 
-    graph = capture(run, [], keep=keeps_whole, restore=False)
+    graph = capture(run, [], keep=_keep, restore=False)
     return Birth(*made[0], graph)
+
+
+def _keep(op: Any, has_core_rule: bool) -> bool:
+    """PyTorch's rule for `linspace` is not to the bit what its kernel gives."""
+    return op is torch.ops.aten.linspace.default or keeps_whole(op, has_core_rule)
 
 
 def blank(model: nn.Module, device: str = "meta") -> nn.Module:
@@ -80,7 +86,7 @@ def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
         if isinstance(tensor, nn.Parameter) and id(tensor) in new:
             value = new[id(tensor)]
             new[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
-            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if k not in _OF_FAKES})
+            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
     for m in module.modules():
         for name, value in list(vars(m).items()):
             if name not in _OF_TORCH:
@@ -89,9 +95,10 @@ def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
             m._init_flat_weights()  # weak references to what it held
 
 
-_OF_FAKES = frozenset(
-    {"fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "_is_param"}
-    | {"_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "nested_int_memo"}
+# What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
+_OF_TENSORS = re.compile(
+    r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
+    r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
 )
 
 

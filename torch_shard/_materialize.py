@@ -1,6 +1,6 @@
 """Modules born sharded: each tensor is computed straight on its shards."""
 
-import zlib
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch_shard._module import holdings
 from torch_shard._ops import jax_dtype
 from torch_shard._placement import put
 from torch_shard._plan import ShardingPlan
-from torch_shard._recipes import Recipe, cut, fills_of, host_value
+from torch_shard._recipes import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
 
 
 def materialize(
@@ -121,7 +121,7 @@ class _Nursery:
         self._recipes = dict(zip(birth.tensors, cut(graph), strict=True))
         self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
         self._programs: dict[Any, Callable[..., jax.Array]] = {}
-        self._hashes = [np.uint32(zlib.crc32(name.encode())) for name in birth.tensors]
+        self._hashes = [_hash(name) for name in birth.tensors]
 
     def check(self, names: Any, *, is_module: bool = False) -> None:
         """Refuse what cannot be made, before anything is."""
@@ -152,7 +152,7 @@ class _Nursery:
         return [self._values[node].detach().cpu() for node in recipe.inputs]
 
     def _arguments(self, recipe: Recipe) -> Any:
-        hashes = np.array([self._hashes[stream] for stream in recipe.streams], np.uint32)
+        hashes = np.array([self._hashes[stream] for stream in recipe.streams], np.uint32).reshape(-1, 2)
         return self._key, hashes, [host_array(value) for value in self._inputs(recipe)]
 
     def _compiled(self, recipe: Recipe, sharding: NamedSharding) -> Callable[..., jax.Array]:
@@ -172,6 +172,11 @@ class _Nursery:
         return bool(self._programs[recipe, None](*self._arguments(recipe)))
 
 
+def _hash(name: str) -> np.ndarray:
+    """Two words, so that no two of many names have the same."""
+    return np.frombuffer(hashlib.blake2s(name.encode(), digest_size=8).digest(), "<u4")
+
+
 def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.any(one != other)
 
@@ -179,18 +184,20 @@ def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
 def _lowered(recipe: Recipe, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
     """The JAX function `(key, hashes of the names whose streams it draws from, inputs) -> tensor`."""
     fills = fills or {}
-    steps = {node: (sources_of(node), operation(node)) for node in recipe.nodes if node not in fills}
+    steps = {node: (sources_of(node), operation(node)) for node in recipe.nodes if node not in fills and not is_constant(node)}
 
     def born(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
-        keys = [jax.random.fold_in(key, hashes[number]) for number in range(len(recipe.streams))]
+        folded = jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(hashes)
 
         def call(node: Node, value_of: Callable[[Node], Any]) -> Any:
             if node in fills:
                 fake = node.meta["val"]
                 return jnp.full(fake.shape, fills[node], jax_dtype(fake.dtype))
+            if node not in steps:
+                return jnp.asarray(host_array(call_in_torch({}, node, value_of)))
             sources, operate = steps[node]
             stream, place = recipe.draws.get(node, (None, None))
-            return operate(None if stream is None else keys[stream], place, list(map(value_of, sources)))
+            return operate(None if stream is None else folded[stream], place, list(map(value_of, sources)))
 
         with matmul_precision():
             return recipe.run(inputs, call)

@@ -136,7 +136,7 @@ class _Named:
         return self.name
 
 
-def _call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[Node], Any]) -> Any:
+def call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[Node], Any]) -> Any:
     """What a node does in eager torch, unwritten memory being filled with these numbers."""
     if node in fills:
         fake = node.meta["val"]
@@ -144,6 +144,11 @@ def _call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[No
     args, kwargs = fill_in((node.args, node.kwargs), value_of)
     target: Any = node.target
     return target(*args, **kwargs)
+
+
+def is_constant(node: Node) -> bool:
+    """Whether PyTorch knows the value before anything runs, and JAX has no operator for it."""
+    return node.target is aten.linspace.default
 
 
 def fills_of(recipe: Recipe) -> list[dict[Node, Any]]:
@@ -162,4 +167,4 @@ def host_value(
 ) -> torch.Tensor:
     """The tensor by eager torch on the CPU, of a recipe without random numbers."""
     with torch.no_grad():
-        return recipe.run(inputs, functools.partial(_call_in_torch, fills or {}))
+        return recipe.run(inputs, functools.partial(call_in_torch, fills or {}))
