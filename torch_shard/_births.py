@@ -73,13 +73,16 @@ def blank(model: nn.Module, device: str = "meta") -> nn.Module:
     return with_values(model, {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in held.items()})
 
 
-def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
+def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
 
     Args:
         module: Changed in place.
         values: The new tensor by the `id` of the old one; a parameter stays a parameter, with its `requires_grad` and
             its attributes.
+
+    Returns:
+        What is in their places now, by the same `id`s.
     """
     new = dict(values)
     for tensor in holdings(module).all.values():
@@ -93,6 +96,7 @@ def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> None:
                 vars(m)[name] = _swapped(value, new)
         if isinstance(m, nn.RNNBase):
             m._init_flat_weights()  # weak references to what it held
+    return new
 
 
 # What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
@@ -100,6 +104,12 @@ _OF_TENSORS = re.compile(
     r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
     r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
 )
+
+
+def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """Leave the shape of an entry in its places; returns what is there now."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return swap(module, {id(tensor): empty})[id(tensor)]
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:

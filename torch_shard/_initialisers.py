@@ -24,3 +24,35 @@ def trunc_normal_(
     with torch.no_grad():
         tensor.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
         return tensor.erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b)
+
+
+def sparse_(
+    tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Normal numbers with the same share of zeros in each column; PyTorch's goes through the columns one by one."""
+    if tensor.ndim != 2:
+        raise ValueError("Only tensors with 2 dimensions are supported")
+    num_zeros = math.ceil(sparsity * tensor.shape[0])
+    with torch.no_grad():
+        ranks = torch.rand(tensor.shape).argsort(0).argsort(0)
+        tensor.normal_(0, std, generator=generator)
+        return tensor.masked_fill_(ranks < num_zeros, 0)
+
+
+def random_(
+    tensor: torch.Tensor, low: int | None = None, to: int | None = None, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """`Tensor.random_`, which as an operator has a name that no graph can write down."""
+    if low is None:
+        raise NotImplementedError("random_() without a range cannot be captured. Say it: random_(0, 100).")
+    low, to = (0, low) if to is None else (low, to)
+    with torch.no_grad():
+        more = {} if generator is None else {"generator": generator}
+        return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
+
+
+WHOLE = {torch.Tensor.random_: random_}
+SUBSTITUTES = [
+    (torch.nn.init, "_no_grad_trunc_normal_", trunc_normal_),
+    (torch.nn.init, "sparse_", sparse_),
+]

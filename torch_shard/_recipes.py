@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._ops import refuse_generator
 
 aten = torch.ops.aten
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
@@ -106,6 +107,8 @@ def _recipe(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, 
     nodes = list(nodes)
     inputs = tuple(node for node in nodes if node.op == "placeholder")
     calls = tuple(node for node in nodes if node.op == "call_function")
+    for node in calls:
+        refuse_generator(node.target, dict(node.kwargs))
     places = dict.fromkeys(node.meta["random_place"] for node in calls if "random_place" in node.meta)
     for index, place in enumerate(places):
         origin.setdefault(place, (number, index))
