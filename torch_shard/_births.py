@@ -1,5 +1,6 @@
 """Modules under construction: a constructor, or initialisers alone, run on the fakes of a capture."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,8 +59,23 @@ def construct(make: Callable[[], Any]) -> Birth:
         made.append((module, tensors, len(entries)))
         return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
 
-    graph = capture(run, [], keep=_keep, restore=False)
+    with _lazy_refused():
+        graph = capture(run, [], keep=_keep, restore=False)
     return Birth(*made[0], graph)
+
+
+@contextlib.contextmanager
+def _lazy_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "Creating a new Tensor subclass Uninitialized" not in str(error):
+            raise
+        raise NotImplementedError(
+            "materialize: the constructor makes lazy modules, which get their shapes in their first call. Make them "
+            "under torch.device('meta') and call the module once, then pass it: materialize(module, mesh, plan); or "
+            "name the shapes (nn.Linear for nn.LazyLinear)."
+        ) from error
 
 
 def _keep(op: Any, has_core_rule: bool) -> bool:

@@ -1,6 +1,7 @@
 """Initialisers of torch.nn.init in plain operators, where PyTorch's own way looks at values."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -51,7 +52,17 @@ def random_(
         return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
 
 
-WHOLE = {torch.Tensor.random_: random_}
+def deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+    """`copy.deepcopy` of a tensor, by an operator: PyTorch's own copies the fake, and not what it stands for."""
+    if not tensor.is_leaf:
+        raise RuntimeError("Only leaves of autograd support copy.deepcopy; use tensor.detach().clone().")
+    copied = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+WHOLE = {torch.Tensor.random_: random_, torch.Tensor.__deepcopy__: deep_copy}
 SUBSTITUTES = [
     (torch.nn.init, "_no_grad_trunc_normal_", trunc_normal_),
     (torch.nn.init, "sparse_", sparse_),
