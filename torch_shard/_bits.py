@@ -26,20 +26,20 @@ def _threefry(key: Any, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax
     return x, y
 
 
-def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def counters(shape: tuple[int, ...], limit: int = 1 << 32) -> tuple[jax.Array, jax.Array]:
     """Two words that number the elements; in the order of memory, as JAX does, while one word is enough."""
     high, low, stride = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        if stride * shape[dim] <= 1 << 32:
+        if stride * shape[dim] <= limit:
             low, stride = low + index * jnp.uint32(stride % (1 << 32)), stride * shape[dim]
-        else:  # this dim and those before it are numbered in the other word
+        else:  # numbered in the other word, in which the dims before it that went there come first
             high = high + index * jnp.uint32(math.prod(shape[dim + 1 :]) // stride)
     return high, low
 
 
 def _random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    x, y = _threefry(key, *_counters(tuple(shape)))
+    x, y = _threefry(key, *counters(tuple(shape)))
     if bit_width == 64:
         return (x.astype(jnp.uint64) << 32) | y.astype(jnp.uint64)
     return (x ^ y).astype(f"uint{bit_width}")
