@@ -1,7 +1,7 @@
 """What cannot be initialised as torch would have done it is refused by name."""
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch_shard._births import Birth, Init, blank, initialise, meta_attributes
 from torch_shard._lower import missing_lowerings_of
 from torch_shard._recipes import Recipe, is_constant
 
-_CONSTRUCTOR = "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
+_CONSTRUCTOR = (
+    "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
+)
 _OWN_INITIALISERS = ("_init_weights", "init_weights", "_initialize_weights", "initialize_weights", "weight_init")
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -80,7 +82,7 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
     """
     remedy = f"{_CONSTRUCTOR.format(type(model).__name__)}; or say how to initialise, init=function of a module."
     refuse(
-        {path: "a tensor on the meta device that is neither a parameter nor a buffer" for path in meta_attributes(model)},
+        dict.fromkeys(meta_attributes(model), "a tensor on the meta device that is neither a parameter nor a buffer"),
         "no initialiser gives these values.",
         remedy,
     )

@@ -48,7 +48,7 @@ def random_(
         raise NotImplementedError("random_() without a range cannot be captured. Say it: random_(0, 100).")
     low, to = (0, low) if to is None else (low, to)
     with torch.no_grad():
-        more = {} if generator is None else {"generator": generator}
+        more: Any = {} if generator is None else {"generator": generator}
         return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
 
 

@@ -27,8 +27,9 @@ def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
     """Those of these nodes that have no lowering, first of each operator."""
     found: dict[Any, Node] = {}
     for node in nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(node.target) is None:
-            found.setdefault(node.target, node)
+        target: Any = node.target
+        if node.op == "call_function" and target is not operator.getitem and find_lowering(target) is None:
+            found.setdefault(target, node)
     return list(found.values())
 
 

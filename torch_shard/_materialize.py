@@ -184,7 +184,11 @@ def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
 def _lowered(recipe: Recipe, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
     """The JAX function `(key, hashes of the names whose streams it draws from, inputs) -> tensor`."""
     fills = fills or {}
-    steps = {node: (sources_of(node), operation(node)) for node in recipe.nodes if node not in fills and not is_constant(node)}
+    steps = {
+        node: (sources_of(node), operation(node))
+        for node in recipe.nodes
+        if node not in fills and not is_constant(node)
+    }
 
     def born(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
         folded = jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(hashes)

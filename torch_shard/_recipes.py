@@ -82,7 +82,9 @@ def cut(graph: GraphModule) -> list[Recipe]:
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     outputs = outputs_of(graph.graph)
     origin: dict[Any, tuple[int, int]] = {}
-    return [_recipe(number, sorted(_behind(out), key=order.__getitem__), out, origin) for number, out in enumerate(outputs)]
+    return [
+        _recipe(number, sorted(_behind(out), key=order.__getitem__), out, origin) for number, out in enumerate(outputs)
+    ]
 
 
 def _take_shape_only(node: Node) -> None:
@@ -165,9 +167,7 @@ def _fill(dtype: torch.dtype, way: bool) -> Any:
     return (float("nan") if way else 1.0) if dtype.is_floating_point or dtype.is_complex else (77 if way else 0)
 
 
-def host_value(
-    recipe: Recipe, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Any] | None = None
-) -> torch.Tensor:
+def host_value(recipe: Recipe, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Any] | None = None) -> torch.Tensor:
     """The tensor by eager torch on the CPU, of a recipe without random numbers."""
     with torch.no_grad():
         return recipe.run(inputs, functools.partial(call_in_torch, fills or {}))
