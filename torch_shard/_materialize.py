@@ -21,7 +21,7 @@ from torch_shard._lower import compiler_options, matmul_precision, operation, so
 from torch_shard._mesh import check_mesh
 from torch_shard._module import holdings
 from torch_shard._ops import jax_dtype
-from torch_shard._placement import put
+from torch_shard._placement import put, refuse_wide
 from torch_shard._plan import ShardingPlan
 from torch_shard._recipes import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
 
@@ -53,7 +53,8 @@ def materialize(
         CPU.
 
     Raises:
-        TypeError: `model` is neither, or the callable returns something else than a module.
+        TypeError: `model` is neither, or the callable returns something else than a module; or an entry needs 64 bits
+            that JAX has switched off.
         ValueError: The plan does not fit; an entry is left unwritten (`torch.empty`); or a module on the meta device
             was initialised by other code than its initialisers. All such entries are listed.
         NotImplementedError: Construction depends on the values of tensors, or uses an operator without a lowering.
@@ -85,6 +86,7 @@ def materialize(
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
     birth = construct(model)
     shardings = plan.resolve(birth.module, mesh)
+    refuse_wide("materialize", {name: birth.tensors[name] for name in birth.entries})
     nursery = _Nursery(birth, mesh, seed, dict(shardings))
     nursery.check(birth.tensors)
     swap(birth.module, {id(birth.tensors[name]): nursery.make(name) for name in birth.tensors})
@@ -95,16 +97,19 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: 
     """Initialise what is on the meta device, place the rest."""
     shardings = plan.resolve(model, mesh)
     held = holdings(model).all
+    refuse_wide("materialize", held)
     names = [name for name, tensor in held.items() if tensor.device.type == "meta"]
     refuse_views({name: held[name] for name in names})
+    nursery = None
     if names:
         check_reborn(model, names, init)
-        birth = reborn(model, names, init)
-        nursery = _Nursery(birth, mesh, seed, dict(shardings))
+        nursery = _Nursery(reborn(model, names, init), mesh, seed, dict(shardings))
         nursery.check(names, is_module=True)
-    for name, tensor in held.items():
-        value = nursery.make(name) if name in names else wrap_array(put(tensor.detach(), shardings[name]))
-        swap(model, {id(tensor): value})
+    for name in [name for name in held if name not in names]:
+        tensor = held.pop(name)
+        swap(model, {id(tensor): wrap_array(put(tensor.detach(), shardings[name]))})
+    if nursery is not None:
+        swap(model, {id(held[name]): nursery.make(name) for name in names})
     return model
 
 
