@@ -264,3 +264,14 @@ def test_host_peak_above_the_shards(born: str, fits: bool) -> None:
     run = [sys.executable, "-c", textwrap.dedent(MEASURE), born]
     ratio = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
     assert (ratio <= 1.2) == fits
+
+
+def test_conversions_in_the_constructor() -> None:
+    mesh = make_mesh((4, 2))
+    for make in (Tied, lambda: nn.LSTM(8, 8)):
+        whole = values(ts.materialize(make, mesh, WHOLE))
+        model = ts.materialize(lambda make=make: make().to(torch.bfloat16), mesh, WHOLE)
+        half = values(model)
+        assert list(half) == list(whole)
+        assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+        assert all(p.requires_grad for p in model.parameters())

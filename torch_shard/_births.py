@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -59,9 +60,29 @@ def construct(make: Callable[[], Any]) -> Birth:
         made.append((module, tensors, len(entries)))
         return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
 
-    with _lazy_refused():
+    with _lazy_refused(), mock.patch.object(nn.Module, "_apply", _apply):
         graph = capture(run, [], keep=_keep, restore=False)
     return Birth(*made[0], graph)
+
+
+_APPLY = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`Module.to` and its kin on fakes, which cannot be swapped as PyTorch would: a tracer holds them."""
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if not all(map(is_fake, own)):
+        return _APPLY(module, fn, recurse)
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for param in filter(lambda p: p is not None, module._parameters.values()):
+        with torch.no_grad():
+            applied = fn(param)  # pyright: ignore[reportArgumentType]
+        if applied is not param:
+            param.data = applied  # pyright: ignore[reportOptionalMemberAccess]
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else fn(buffer)
+    return module
 
 
 @contextlib.contextmanager
