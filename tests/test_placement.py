@@ -100,5 +100,5 @@ def test_gather_of_a_training_state() -> None:
 
 def test_a_model_without_values_is_refused_by_name() -> None:
     model, plan = nn.Linear(8, 4, device="meta"), ts.ShardingPlan({}, default=P())
-    with pytest.raises(ValueError, match=r"place: weight, bias on the meta device.*to_empty"):
+    with pytest.raises(ValueError, match=r"place: weight, bias on the meta device.*materialize"):
         ts.place(model, make_mesh((4, 2)), plan)

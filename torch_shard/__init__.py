@@ -15,6 +15,7 @@ from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
+from torch_shard._materialize import materialize
 from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
@@ -65,6 +66,7 @@ __all__ = [
     "make_eval_step",
     "make_mesh",
     "make_train_step",
+    "materialize",
     "place",
     "torch_view",
     "tpmap",

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,16 @@ _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 
 def missing_lowerings(graph: GraphModule) -> list[Node]:
     """The nodes that have no lowering, first of each operator."""
+    return missing_lowerings_of(graph.graph.nodes)
+
+
+def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
+    """Those of these nodes that have no lowering, first of each operator."""
     found: dict[Any, Node] = {}
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(node.target) is None:
-            found.setdefault(node.target, node)
+    for node in nodes:
+        target: Any = node.target
+        if node.op == "call_function" and target is not operator.getitem and find_lowering(target) is None:
+            found.setdefault(target, node)
     return list(found.values())
 
 

@@ -59,7 +59,8 @@ def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
     if names:
         raise ValueError(
             f"{caller}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
-            "model.to_empty(device='cpu') and its initialisers, or load_state_dict(..., assign=True)."
+            "materialize(model, mesh, plan) initialises it straight on its shards, load_state_dict(..., assign=True) "
+            "takes them from a state_dict."
         )
 
 

@@ -1,7 +1,7 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -130,16 +130,30 @@ class StateLayout:
         structs = jax.eval_shape(self._optimizer.init, params)
         return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
 
-    def place(self, kind: str, values: Mapping[str, Any]) -> Stacks:
-        """Tensors or arrays by name onto their shards, rows straight to their place in the stored array."""
+    def place(
+        self, kind: str, values: Mapping[str, Any], *, let_go: Callable[[tuple[str, ...]], None] | None = None
+    ) -> Stacks:
+        """Tensors or arrays by name onto their shards, rows straight to their place in the stored array.
+
+        Args:
+            kind: `params`, `frozen` or `buffers`.
+            values: Each name has a value when its turn comes.
+            let_go: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
+                as they should become a part of the state.
+        """
         layout = getattr(self, kind)
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
         if faults or len(values) != len(layout.names):
             unknown = [f"  {name}: not among the {kind} of the model" for name in values if name not in layout.places]
             raise ValueError(f"{self._caller}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
-        rows = ([values[name] for name in group] for group in layout.groups)
-        shardings = (self._plan[group[0]] for group in layout.groups)
-        return Stacks(layout, (_placed(r, s) for r, s in zip(rows, shardings, strict=True)))
+
+        def stored() -> Iterator[jax.Array]:
+            for group in layout.groups:
+                yield _placed([values[name] for name in group], self._plan[group[0]], keep=let_go is None)
+                if let_go is not None:
+                    let_go(tuple(group))
+
+        return Stacks(layout, stored())
 
     def _fault(self, name: str, values: Mapping[str, Any]) -> str | None:
         if name not in values:
@@ -194,9 +208,9 @@ def _type(value: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _placed(rows: list[Any], sharding: NamedSharding) -> jax.Array:
-    """A stored array that the step may donate: a module on the jax device keeps its own."""
+def _placed(rows: list[Any], sharding: NamedSharding, *, keep: bool) -> jax.Array:
+    """A stored array that the step may donate; with `keep`, a module on the jax device keeps its own."""
     if len(rows) > 1:
         return put_rows(rows, sharding)
     array = put(rows[0], sharding)
-    return jnp.copy(array) if isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array
+    return jnp.copy(array) if keep and isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array

@@ -12,6 +12,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._batched import run_by_name
+from torch_shard._births import to_meta
 from torch_shard._guard import check_max_grad_norm, judge, keep
 from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
@@ -152,7 +153,7 @@ class TrainStep(Step):
             )
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
-        self.optimizer = optimizer
+        self.optimizer, self._donated = optimizer, False
         takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
         self._store(self.repeats.groups(model) if self.repeats.scan is not False else [])
@@ -168,22 +169,33 @@ class TrainStep(Step):
         refuse_wide(self.caller, self._held.all)
         return self._layout.structs
 
-    def init(self, *, seed: int = 0) -> TrainState:
+    def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
 
         Args:
             seed: For the random numbers of the run (dropout and its kin); not for initial values.
+            donate: Let the state take over the module's values, one stored array at a time, so that no second copy of
+                them exists. The module is left with entries on the meta device: it still serves the step and `export`,
+                which read shapes alone.
 
         Returns:
             A `TrainState`; it shares no memory with the module.
+
+        Raises:
+            ValueError: Entries of the module have no values, or went into an earlier state.
         """
+        if self._donated:
+            raise ValueError(
+                "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
+                "make a step of step.export(state), which has its values."
+            )
         refuse_meta("init", self._held.all)
-
-        def placed(kind: str, tensors: dict[str, torch.Tensor]) -> Stacks:
-            return self._layout.place(kind, {name: t.detach() for name, t in tensors.items()})
-
+        refuse_wide("init", self._held.all)
+        self._donated = donate
+        let_go = self._let_go if donate else None
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
-        return self.start({kind: placed(kind, tensors) for kind, tensors in held.items()}, seed=seed)
+        placed = {kind: self._layout.place(kind, tensors, let_go=let_go) for kind, tensors in held.items()}
+        return self.start(placed, seed=seed)
 
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
         """The state at step 0 with these arrays.
@@ -204,6 +216,13 @@ class TrainStep(Step):
             num_batches=put(np.zeros((), np.int32), self.replicated),
             unsaved=self.shardings.unsaved,
         )
+
+    def _let_go(self, names: tuple[str, ...]) -> None:
+        """Leave shapes in the places of these entries of the model."""
+        for held in (self._held.trainable, self._held.frozen, self._held.buffers):
+            for name in [name for name in names if name in held]:
+                held[name] = to_meta(self.model, held[name])
+        self._params = list(self._held.params.values())
 
     def __call__(
         self, state: TrainState, batch: Any, *, max_grad_norm: float | None = None

@@ -15,11 +15,12 @@ from torch_shard._attention import WHOLE as ATTENTION
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
 from torch_shard._ctc import WHOLE as CTC
+from torch_shard._initialisers import WHOLE as INITIALISERS
 from torch_shard._plain import WHOLE as PLAIN
 from torch_shard._recurrent import WHOLE as RECURRENT
 from torch_shard._source import current_user_line
 
-WHOLE = {**ATTENTION, **CTC, **PLAIN, **RECURRENT}
+WHOLE = {**ATTENTION, **CTC, **INITIALISERS, **PLAIN, **RECURRENT}
 """What a capture calls instead of functions of torch."""
 _T = torch.Tensor
 _DEVICE = _T.device.__get__  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,224 @@
+"""Modules under construction: a constructor, or initialisers alone, run on the fakes of a capture."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from torch_shard._capture import Graph, capture
+from torch_shard._fakes import is_fake
+from torch_shard._module import holdings, with_values
+from torch_shard._ops import keeps_whole
+
+Init = Callable[[nn.Module], Any]
+_CONTAINERS = (list, tuple, dict)
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Birth:
+    """A module whose tensors are fakes, and the graph that computes them.
+
+    Attributes:
+        module: As its constructor left it.
+        tensors: What the graph computes, by name: the entries of the module, then tensors that are plain attributes.
+        num_entries: How many of these are entries.
+        graph: Without inputs but those that the constructor reached by itself.
+    """
+
+    module: nn.Module
+    tensors: dict[str, torch.Tensor]
+    num_entries: int
+    graph: Graph
+
+    @property
+    def entries(self) -> list[str]:
+        """Names of parameters and buffers, a tie by its first."""
+        return list(self.tensors)[: self.num_entries]
+
+
+def construct(make: Callable[[], Any]) -> Birth:
+    """Run a constructor on fakes.
+
+    Raises:
+        TypeError: It gives something else than a module.
+    """
+    made: list[tuple[nn.Module, dict[str, torch.Tensor], int]] = []
+
+    def run() -> Any:
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"materialize: the callable must return a torch.nn.Module, got {type(module).__name__}.")
+        entries = holdings(module).all
+        others = {path: tensor for path, tensor in _attributes(module) if is_fake(tensor)}
+        tensors = {**entries, **others}
+        made.append((module, tensors, len(entries)))
+        return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
+
+    with _lazy_refused(), mock.patch.object(nn.Module, "_apply", _apply):
+        graph = capture(run, [], keep=_keep, restore=False)
+    return Birth(*made[0], graph)
+
+
+_APPLY = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`Module.to` and its kin on fakes, which cannot be swapped as PyTorch would: a tracer holds them."""
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if not all(map(is_fake, own)):
+        return _APPLY(module, fn, recurse)
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for param in filter(lambda p: p is not None, module._parameters.values()):
+        with torch.no_grad():
+            applied = fn(param)  # pyright: ignore[reportArgumentType]
+        if applied is not param:
+            param.data = applied  # pyright: ignore[reportOptionalMemberAccess]
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else fn(buffer)
+    return module
+
+
+@contextlib.contextmanager
+def _lazy_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "Creating a new Tensor subclass Uninitialized" not in str(error):
+            raise
+        raise NotImplementedError(
+            "materialize: the constructor makes lazy modules, which get their shapes in their first call. Make them "
+            "under torch.device('meta') and call the module once, then pass it: materialize(module, mesh, plan); or "
+            "name the shapes (nn.Linear for nn.LazyLinear)."
+        ) from error
+
+
+def _keep(op: Any, has_core_rule: bool) -> bool:
+    """PyTorch's rule for `linspace` is not to the bit what its kernel gives."""
+    return op is torch.ops.aten.linspace.default or keeps_whole(op, has_core_rule)
+
+
+def blank(model: nn.Module, device: str = "meta") -> nn.Module:
+    """A copy of a module with unwritten entries on a device."""
+    held = holdings(model).all
+    return with_values(model, {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in held.items()})
+
+
+def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
+
+    Args:
+        module: Changed in place.
+        values: The new tensor by the `id` of the old one; a parameter stays a parameter, with its `requires_grad` and
+            its attributes.
+
+    Returns:
+        What is in their places now, by the same `id`s.
+    """
+    new = dict(values)
+    for tensor in holdings(module).all.values():
+        if isinstance(tensor, nn.Parameter) and id(tensor) in new:
+            value = new[id(tensor)]
+            new[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
+    for m in module.modules():
+        for name, value in list(vars(m).items()):
+            if name not in _OF_TORCH:
+                vars(m)[name] = _swapped(value, new)
+        if isinstance(m, nn.RNNBase):
+            m._init_flat_weights()  # weak references to what it held
+    return new
+
+
+# What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
+_OF_TENSORS = re.compile(
+    r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
+    r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
+)
+
+
+def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """Leave the shape of an entry in its places; returns what is there now."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return swap(module, {id(tensor): empty})[id(tensor)]
+
+
+def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if type(value) is tuple:
+        return tuple(_swapped(item, new) for item in value)
+    if isinstance(value, list | dict):
+        pairs = list(enumerate(value) if isinstance(value, list) else value.items())
+        for key, item in pairs:
+            if (replaced := _swapped(item, new)) is not item:
+                value[key] = replaced
+    return value
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are plain attributes of modules, or in lists and dicts that are."""
+    entries = {id(t) for t in holdings(module).all.values()}
+    for path, m in module.named_modules():
+        for name, value in vars(m).items():
+            if name not in _OF_TORCH and name not in ("_parameters", "_buffers"):
+                found = _tensors_in(value, f"{path}.{name}" if path else name)
+                yield from ((where, tensor) for where, tensor in found if id(tensor) not in entries)
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, _CONTAINERS):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(item, f"{path}[{key!r}]")
+
+
+def meta_attributes(module: nn.Module) -> list[str]:
+    """Plain attributes that are tensors without values."""
+    return [path for path, tensor in _attributes(module) if tensor.device.type == "meta"]
+
+
+def initialise(module: nn.Module, names: Iterable[str], init: Init | None) -> dict[str, tuple[int, int]]:
+    """Run the initialisers of the modules that hold these entries, children first, and then `init` on all modules.
+
+    Returns:
+        For each entry, how often it was written to in place by its initialisers, and then in all.
+    """
+    held = holdings(module).all
+    wanted = {id(held[name]) for name in names}
+    for m in _children_first(module, set()):
+        reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+        if callable(reset) and any(id(t) in wanted for t in (*m.parameters(), *m.buffers())):
+            reset()
+    own = {name: held[name]._version for name in names}
+    if init is not None:
+        module.apply(init)
+    return {name: (own[name], held[name]._version) for name in names}
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def reborn(model: nn.Module, names: list[str], init: Init | None) -> Birth:
+    """What the initialisers of a module would write into it, on fakes; the module itself is left as it is."""
+    copy = blank(model)
+    metas = holdings(copy).all
+
+    def make() -> nn.Module:
+        swap(copy, {id(t): torch.empty(t.shape, dtype=t.dtype) for t in metas.values()})
+        initialise(copy, names, init)
+        return copy
+
+    return construct(make)

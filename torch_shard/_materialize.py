@@ -1,0 +1,214 @@
+"""Modules born sharded: each tensor is computed straight on its shards."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import nn
+from torch.fx import Node
+
+from torch_shard._birth_checks import check_reborn, refuse_mixed, refuse_unusable, refuse_unwritten, refuse_views
+from torch_shard._births import Birth, Init, construct, reborn, swap
+from torch_shard._bits import FUSED
+from torch_shard._bridge import wrap_array
+from torch_shard._convert import host_array, to_host
+from torch_shard._lower import compiler_options, matmul_precision, operation, sources_of
+from torch_shard._mesh import check_mesh
+from torch_shard._module import holdings
+from torch_shard._ops import jax_dtype
+from torch_shard._placement import put, refuse_wide
+from torch_shard._plan import ShardingPlan
+from torch_shard._recipes import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
+
+
+def materialize(
+    model: nn.Module | Callable[[], nn.Module],
+    mesh: Mesh,
+    plan: ShardingPlan,
+    *,
+    seed: int = 0,
+    init: Init | None = None,
+) -> nn.Module:
+    """Make a module whose tensors are born on their shards: none of them exists whole on a device or on the host.
+
+    Args:
+        model: What makes the module, a callable without arguments: it runs once, on tensors without memory, and all
+            that it computes counts, however it does. Or a module made under `torch.device("meta")`: its submodules'
+            own initialisers run (`reset_parameters`), children first, then `init`; entries that have values already
+            are placed as they are. A module whose constructor initialises in ways of its own is refused.
+        mesh: The devices, with Auto axes.
+        plan: Which entry is split how; checked as a whole before anything is computed.
+        seed: Of the random numbers. Those of an entry depend on the seed and on its name alone: they are the same on
+            every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
+        init: For a module on the meta device: called on each submodule, children first, as by `Module.apply`.
+
+    Returns:
+        The module, on the jax device: the one that the callable made, or the one given, changed in place. Ties,
+        `requires_grad` and non-persistent buffers are as torch has them. Tensors that are plain attributes are on the
+        CPU.
+
+    Raises:
+        TypeError: `model` is neither, or the callable returns something else than a module; or an entry needs 64 bits
+            that JAX has switched off.
+        ValueError: The plan does not fit; an entry is left unwritten (`torch.empty`); or a module on the meta device
+            was initialised by other code than its initialisers. All such entries are listed.
+        NotImplementedError: Construction depends on the values of tensors, or uses an operator without a lowering.
+
+    Notes:
+        An entry is one compiled program, shared by all entries that are made alike: compile time does not grow with
+        depth. What is computed without random numbers (position tables, masks), other than one number everywhere, is
+        computed by eager torch, one tensor at a time on the host, and so is what torch gives to the bit. Products and
+        decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
+
+        Of a module on the meta device, how often its entries were written to tells whether other code than the
+        initialisers did. Writes through `.data` do not count there: a constructor that may make some is refused as far
+        as its code names them. Prefer the callable, which misses nothing.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = ts.make_mesh(batch=1, model=1)
+        >>> plan = ts.ShardingPlan({"weight": P("model")}, default=P())
+        >>> ts.materialize(lambda: torch.nn.Linear(4, 2), mesh, plan).weight.device
+        device(type='jax', index=0)
+    """
+    check_mesh(mesh, caller="materialize")
+    if isinstance(model, nn.Module):
+        return _fill_in(model, mesh, plan, seed, init)
+    if not callable(model):
+        raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
+    if init is not None:
+        raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
+    birth = construct(model)
+    shardings = plan.resolve(birth.module, mesh)
+    refuse_wide("materialize", {name: birth.tensors[name] for name in birth.entries})
+    nursery = _Nursery(birth, mesh, seed, dict(shardings))
+    nursery.check(birth.tensors)
+    swap(birth.module, {id(birth.tensors[name]): nursery.make(name) for name in birth.tensors})
+    return birth.module
+
+
+def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: Init | None) -> nn.Module:
+    """Initialise what is on the meta device, place the rest."""
+    shardings = plan.resolve(model, mesh)
+    held = holdings(model).all
+    refuse_wide("materialize", held)
+    names = [name for name, tensor in held.items() if tensor.device.type == "meta"]
+    refuse_views({name: held[name] for name in names})
+    nursery = None
+    if names:
+        check_reborn(model, names, init)
+        nursery = _Nursery(reborn(model, names, init), mesh, seed, dict(shardings))
+        nursery.check(names, is_module=True)
+    for name in [name for name in held if name not in names]:
+        tensor = held.pop(name)
+        swap(model, {id(tensor): wrap_array(put(tensor.detach(), shardings[name]))})
+    if nursery is not None:
+        swap(model, {id(held[name]): nursery.make(name) for name in names})
+    return model
+
+
+class _Nursery:
+    """Makes the tensors of a birth, one by one."""
+
+    def __init__(self, birth: Birth, mesh: Mesh, seed: int, shardings: Mapping[str, NamedSharding]) -> None:
+        self._birth, self._shardings = birth, shardings
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._key = jax.random.key(seed, impl=FUSED)
+        graph = birth.graph.module
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._values = dict(zip(placeholders, birth.graph.closure, strict=True))
+        self._recipes = dict(zip(birth.tensors, cut(graph), strict=True))
+        self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
+        self._programs: dict[Any, Callable[..., jax.Array]] = {}
+        self._hashes = [_hash(name) for name in birth.tensors]
+
+    def check(self, names: Any, *, is_module: bool = False) -> None:
+        """Refuse what cannot be made, before anything is."""
+        wanted = {name: self._recipes[name] for name in names}
+        refuse_unusable(self._birth, wanted)
+        if is_module:
+            refuse_mixed(self._recipes, set(self._recipes) - set(names))
+        else:
+            refuse_views({name: self._birth.tensors[name] for name in self._birth.entries})
+        unwritten = [name for name, recipe in wanted.items() if recipe.unwritten and self._shows_unwritten(recipe)]
+        refuse_unwritten(unwritten, type(self._birth.module).__name__, is_module)
+
+    def make(self, name: str) -> torch.Tensor:
+        """A tensor on its shards; one that is a plain attribute on the CPU."""
+        recipe = self._recipes[name]
+        sharding = self._shardings.get(name, self._replicated)
+        if not recipe.nodes:
+            value = self._values[recipe.output].detach()
+        elif recipe.streams or recipe.is_fill:
+            value = self._compiled(recipe, sharding)(*self._arguments(recipe)).block_until_ready()
+        else:
+            value = host_value(recipe, self._inputs(recipe))
+        if name in self._shardings:
+            return wrap_array(put(value, sharding))
+        return to_host(value) if isinstance(value, jax.Array) else value.clone()
+
+    def _inputs(self, recipe: Recipe) -> list[torch.Tensor]:
+        return [self._values[node].detach().cpu() for node in recipe.inputs]
+
+    def _arguments(self, recipe: Recipe) -> Any:
+        hashes = np.array([self._hashes[stream] for stream in recipe.streams], np.uint32).reshape(-1, 2)
+        return self._key, hashes, [host_array(value) for value in self._inputs(recipe)]
+
+    def _compiled(self, recipe: Recipe, sharding: NamedSharding) -> Callable[..., jax.Array]:
+        if (recipe, sharding) not in self._programs:
+            jitted = jax.jit(_lowered(recipe), out_shardings=sharding, compiler_options=self._options)
+            self._programs[recipe, sharding] = jitted
+        return self._programs[recipe, sharding]
+
+    def _shows_unwritten(self, recipe: Recipe) -> bool:
+        """Whether what happens to lie in unwritten memory is to be seen in the tensor."""
+        if not recipe.streams:
+            one, other = (host_value(recipe, self._inputs(recipe), fills) for fills in fills_of(recipe))
+            return not torch.equal(one, other)
+        runs = [_lowered(recipe, fills) for fills in fills_of(recipe)]
+        if (recipe, None) not in self._programs:
+            self._programs[recipe, None] = jax.jit(lambda *arguments: _differ(*(run(*arguments) for run in runs)))
+        return bool(self._programs[recipe, None](*self._arguments(recipe)))
+
+
+def _hash(name: str) -> np.ndarray:
+    """Two words, so that no two of many names have the same."""
+    return np.frombuffer(hashlib.blake2s(name.encode(), digest_size=8).digest(), "<u4")
+
+
+def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.any(one != other)
+
+
+def _lowered(recipe: Recipe, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
+    """The JAX function `(key, hashes of the names whose streams it draws from, inputs) -> tensor`."""
+    fills = fills or {}
+    steps = {
+        node: (sources_of(node), operation(node))
+        for node in recipe.nodes
+        if node not in fills and not is_constant(node)
+    }
+
+    def born(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
+        folded = jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(hashes)
+
+        def call(node: Node, value_of: Callable[[Node], Any]) -> Any:
+            if node in fills:
+                fake = node.meta["val"]
+                return jnp.full(fake.shape, fills[node], jax_dtype(fake.dtype))
+            if node not in steps:
+                return jnp.asarray(host_array(call_in_torch({}, node, value_of)))
+            sources, operate = steps[node]
+            stream, place = recipe.draws.get(node, (None, None))
+            return operate(None if stream is None else folded[stream], place, list(map(value_of, sources)))
+
+        with matmul_precision():
+            return recipe.run(inputs, call)
+
+    return born
