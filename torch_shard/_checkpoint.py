@@ -5,24 +5,21 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import rename
 from pathlib import Path
 from shutil import rmtree as remove_tree
-from typing import Any
 
 import filelock
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from torch_shard._integrity import find_damage, seal, sync_directory
+from torch_shard._orbax import make_orbax, read_arrays, to_save
+from torch_shard._processes import agree
 from torch_shard._saved import (
     TENSORS,
     Entries,
     Head,
-    SavedArray,
     fill,
     fill_kind,
     flatten,
@@ -86,7 +83,7 @@ class Checkpointer:
                 raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
         self.directory = Path(directory).absolute()
         self.keep, self.every, self.asynchronous = keep, every, asynchronous
-        self._orbax = _make_orbax()
+        self._orbax = make_orbax()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         self._damaged: set[int] = set()
@@ -140,7 +137,7 @@ class Checkpointer:
         self.claim()
         state = dataclasses.replace(state, key=jax.random.key_data(state.key))
         partial = self.directory / _UNFINISHED / self.path(step).name
-        self._orbax.save(partial, args=_by_item(flatten(state), ocp.args.PyTreeSave), force=True)
+        self._orbax.save(partial, args=to_save(flatten(state)), force=True)
         self._pending = self._worker.submit(self._finish, step, partial, head_of(state, metrics or {}))
         if not self.asynchronous:
             self.wait()
@@ -180,7 +177,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         error = pending.exception()
         if agree(error is not None):
-            self._orbax = _make_orbax()
+            self._orbax = make_orbax()
             steps = self.steps()
             raise RuntimeError(
                 f"Checkpointer: a checkpoint could not be written to {self.directory}: "
@@ -231,15 +228,11 @@ class Checkpointer:
         wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
         if lines := unlike(Entries(dict.fromkeys(found)), wanted):
             raise ValueError(_does_not_fit(path, lines, params_only))
-        entries = self._read(path, targets(found, wanted))
+        entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)))
         if params_only:
             return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
         state = fill(train_step.structs, entries)
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
-
-    def _read(self, path: Path, structs: dict[SavedArray, jax.ShapeDtypeStruct]) -> Entries:
-        restored = self._orbax.restore(path, args=_by_item(structs, _restore_args))
-        return Entries({stored: restored[_item(stored)][stored.label] for stored in structs})
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""
@@ -260,42 +253,9 @@ class Checkpointer:
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.")
 
 
-ITEMS = (TENSORS, "rest")
-
-
-def _item(stored: SavedArray) -> str:
-    return TENSORS if stored.where == TENSORS else "rest"
-
-
-def _make_orbax() -> ocp.AsyncCheckpointer:
-    # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
-    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handlers: Any = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS}
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
-
-
-def _restore_args(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
-    return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args)
-
-
-def _by_item(values: Mapping[SavedArray, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
-    """For orbax: tensors, which can be read alone, and the rest."""
-    items: dict[str, dict[str, Any]] = {}
-    for stored, value in values.items():
-        items.setdefault(_item(stored), {})[stored.label] = value
-    return ocp.args.Composite(**{name: wrap(item) for name, item in items.items()})
-
-
 def _does_not_fit(path: Path, lines: list[str], params_only: bool) -> str:
     message = f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n" + "\n".join(lines)
     hint = "Restore it with the model and optimizer that wrote it"
     return (
         f"{message}\n\n{hint}." if params_only else f"{message}\n\n{hint}, or params_only=True for another optimizer."
     )
-
-
-def agree(flag: bool) -> bool:
-    """Whether any process says so."""
-    return bool(multihost_utils.process_allgather(np.array(flag)).any()) if jax.process_count() > 1 else flag

@@ -12,9 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from torch_shard._bad_step import ON_BAD_STEP, Guard
-from torch_shard._checkpoint import Checkpointer, agree
+from torch_shard._checkpoint import Checkpointer
 from torch_shard._data import Ahead, Batches
 from torch_shard._metrics_log import MetricsLog
+from torch_shard._processes import agree
 from torch_shard._reports import Bar, Reports, num_rows, scalars
 from torch_shard._state import TrainState
 from torch_shard._stop import StopRequest

@@ -1,0 +1,50 @@
+"""Stored arrays to and from orbax: the tensors as one item, which can be read alone, and the rest as another."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from torch_shard._saved import TENSORS, SavedArray
+
+ITEMS = (TENSORS, "rest")
+
+
+def _item(stored: SavedArray) -> str:
+    return TENSORS if stored.where == TENSORS else "rest"
+
+
+def make_orbax() -> ocp.AsyncCheckpointer:
+    # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers: Any = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS}
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+
+
+def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
+    return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args)
+
+
+def to_save(arrays: Mapping[SavedArray, Any]) -> ocp.args.Composite:
+    """What orbax is to save."""
+    return _by_item(arrays, ocp.args.PyTreeSave)
+
+
+def read_arrays(
+    orbax: ocp.AsyncCheckpointer, path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
+) -> dict[SavedArray, jax.Array]:
+    """Arrays of a checkpoint, each onto its shards; of an item that is read, all."""
+    restored = orbax.restore(path, args=_by_item(structs, _to_restore))
+    return {stored: restored[_item(stored)][stored.label] for stored in structs}
+
+
+def _by_item(values: Mapping[SavedArray, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
+    """For orbax: tensors, which can be read alone, and the rest."""
+    items: dict[str, dict[str, Any]] = {}
+    for stored, value in values.items():
+        items.setdefault(_item(stored), {})[stored.label] = value
+    return ocp.args.Composite(**{name: wrap(item) for name, item in items.items()})

@@ -1,0 +1,10 @@
+"""What several processes of one program must agree on."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def agree(flag: bool) -> bool:
+    """Whether any process says so."""
+    return bool(multihost_utils.process_allgather(np.array(flag)).any()) if jax.process_count() > 1 else flag
