@@ -4,45 +4,64 @@ import os
 import zipfile
 from pathlib import Path
 
+from torch_shard._checkpoint_files import CheckpointTensors, write_checkpoint
+from torch_shard._inventory import holds_checkpoint
 from torch_shard._tensor_files import TensorFile
 from torch_shard._tensor_writer import SHARD_BYTES, Export, write_torch
 from torch_shard._weight_paths import SAFETENSORS, TORCH, open_safetensors, open_torch
 
+FORMATS = ("safetensors", "torch", "checkpoint")
+
 
 def convert_weights(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, max_shard_bytes: int = SHARD_BYTES
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the tensors of a file anew: safetensors as what `torch.save` writes, and the other way round.
+    """Write the tensors of a file anew, in another format or the same.
 
-    Names, shapes, dtypes and bytes stay; each name of a tie is written.
+    Names, shapes, dtypes and bytes stay; each name of a tie is written that the source has. Of a checkpoint, parameters
+    and those buffers are taken that a `state_dict` has.
 
     Args:
-        source: A file, an index of many, or a directory with one of these.
-        target: A file, whose suffix says which format it gets (`.safetensors`, or `.pt`, `.pth`, `.bin`); or a
-            directory, for safetensors.
+        source: A file, an index of many, or a directory with one of these; a checkpoint, or a directory of them, of
+            which the newest is taken.
+        target: A file, or for safetensors and checkpoints a directory.
+        to: `safetensors`, `torch` or `checkpoint`; by default what the suffix of `target` says (`.safetensors`, or
+            `.pt`, `.pth`, `.bin`), and safetensors for a directory.
         max_shard_bytes: Of one file of safetensors, as for `export_safetensors`.
 
     Returns:
-        The path of the file, or of the index of several.
+        The path of the file, of the index of several, or of the checkpoint.
 
     Raises:
         FileNotFoundError: There is no source.
+        FileExistsError: There are checkpoints where one is to be written.
         ValueError: The source is damaged or holds more than tensors by name, or it is not clear what is meant.
     """
     source, target = Path(source), Path(target)
-    if target.suffix not in (*SAFETENSORS, *TORCH) and target.suffix and not target.is_dir():
-        raise ValueError(
-            f"convert: {target} must end in one of {', '.join((*SAFETENSORS, *TORCH))}, or be a directory."
-        )
+    to = to or _format_of(target)
     file = open_weights(source)
-    if target.suffix in TORCH:
+    if to == "torch":
         return write_torch(target, {name: file.tensor(name) for name in file.stored})
+    if to == "checkpoint":
+        return write_checkpoint(target, {name: file.tensor(name) for name in file.stored})
     export = Export(target, file.stored, max_shard_bytes, {"format": "pt"})
     return export.write(file.tensor(name) for name in export.names)
 
 
+def _format_of(target: Path) -> str:
+    if target.suffix not in (*SAFETENSORS, *TORCH) and target.suffix and not target.is_dir():
+        raise ValueError(
+            f"convert: {target} must end in one of {', '.join((*SAFETENSORS, *TORCH))}, or be a directory."
+        )
+    return "torch" if target.suffix in TORCH else "safetensors"
+
+
 def open_weights(path: Path) -> TensorFile:
-    """The tensors of a file, directory or index in either format.
+    """The tensors of a file, directory, index or checkpoint.
 
     Raises:
         FileNotFoundError: There is nothing.
@@ -50,6 +69,8 @@ def open_weights(path: Path) -> TensorFile:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")
+    if path.is_dir() and holds_checkpoint(path):
+        return CheckpointTensors(path)
     return open_safetensors(path) if _is_safetensors(path) else open_torch(path)
 
 

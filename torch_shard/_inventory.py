@@ -13,6 +13,11 @@ from torch_shard._saved import HEAD, TENSORS, Head, SavedArray, read_head
 _STEP = re.compile(r"step_\d+")
 
 
+def holds_checkpoint(path: Path) -> bool:
+    """Whether it is a checkpoint, or a directory of them."""
+    return (path / HEAD).exists() or any(_STEP.fullmatch(child.name) for child in path.glob("step_*"))
+
+
 def find_checkpoint(path: Path) -> Path:
     """A checkpoint, or the newest of a directory of them.
 

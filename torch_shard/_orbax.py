@@ -26,7 +26,7 @@ def make_orbax() -> ocp.AsyncCheckpointer:
 
 def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
     restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
-    return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args)
+    return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args, partial_restore=True)
 
 
 def to_save(arrays: Mapping[SavedArray, Any]) -> ocp.args.Composite:
@@ -37,7 +37,7 @@ def to_save(arrays: Mapping[SavedArray, Any]) -> ocp.args.Composite:
 def read_arrays(
     orbax: ocp.AsyncCheckpointer, path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
 ) -> dict[SavedArray, jax.Array]:
-    """Arrays of a checkpoint, each onto its shards; of an item that is read, all."""
+    """Arrays of a checkpoint, each onto its shards."""
     restored = orbax.restore(path, args=_by_item(structs, _to_restore))
     return {stored: restored[_item(stored)][stored.label] for stored in structs}
 

@@ -151,6 +151,29 @@ def inspect(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Safetensors, torch files, or a checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A file, or a directory.")],
+    to: Annotated[
+        str | None,
+        typer.Option(help="safetensors, torch or checkpoint; by default what the suffix of DST says, or safetensors."),
+    ] = None,
+) -> None:
+    """Write weights anew in another format: safetensors, what torch.save writes, or a checkpoint.
+
+    Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
+    """
+    from torch_shard._convert_files import FORMATS, convert_weights
+
+    if to not in (None, *FORMATS):
+        raise typer.BadParameter(f"must be one of {', '.join(FORMATS)}, got {to!r}.", param_hint="--to")
+    try:
+        typer.echo(f"written: {convert_weights(source, target, to=to)}")
+    except (OSError, ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="SRC DST") from error
+
+
+@app.command()
 def tutorials(
     name: Annotated[str | None, typer.Argument(help="Which one to run. Without a name they are listed.")] = None,
     notebook: Annotated[

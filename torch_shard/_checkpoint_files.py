@@ -1,0 +1,80 @@
+"""The tensors of a checkpoint as those of any file of weights, and the other way round, without a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_shard._checkpoint import Checkpointer
+from torch_shard._convert import host_array, to_host
+from torch_shard._integrity import find_damage
+from torch_shard._inventory import find_checkpoint
+from torch_shard._ops import torch_dtype
+from torch_shard._orbax import make_orbax, read_arrays
+from torch_shard._saved import TENSORS, SavedArray, read_head
+from torch_shard._state import TrainState
+from torch_shard._tensor_files import Stored
+
+
+class CheckpointTensors:
+    """Parameters and buffers of a checkpoint, those that a `state_dict` has, by name; a tie under one name.
+
+    Args:
+        path: A checkpoint, or a directory of them, of which the newest is taken.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = find_checkpoint(path)
+        self.shown = str(self._path)
+        if damage := find_damage(self._path):
+            raise ValueError(f"{self._path} is damaged: {'; '.join(damage)}.")
+        head = read_head(self._path)
+        self._orbax = make_orbax()
+        self._read: tuple[SavedArray | None, Any] = (None, None)
+        self._homes = {
+            name: stored
+            for stored in head.stored
+            for name in stored.names
+            if stored.where == TENSORS and name not in head.unsaved
+        }
+        self.stored = {name: Stored(*_torch_type(stored)) for name, stored in self._homes.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them; the stack of which it is a row is kept for the next."""
+        stored = self._homes[name]
+        if self._read[0] != stored:
+            device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+            struct = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=device)
+            self._read = stored, read_arrays(self._orbax, self._path, {stored: struct})[stored]
+        array = self._read[1]
+        return to_host(array if len(stored.names) == 1 else array[stored.names.index(name)])
+
+
+def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Write tensors as the checkpoint of a run at its beginning, from which `restore(params_only=True)` takes them.
+
+    Raises:
+        FileExistsError: The directory holds checkpoints.
+        TypeError: A tensor needs 64 bits, which JAX has switched off.
+    """
+    with Checkpointer(directory, asynchronous=False) as checkpointer:
+        if checkpointer.steps():
+            raise FileExistsError(f"{directory} holds checkpoints of steps {checkpointer.steps()}. Name another one.")
+        zero = jnp.zeros((), jnp.int32)
+        params = {name: jnp.asarray(host_array(tensor)) for name, tensor in tensors.items()}
+        state = TrainState(zero, params, {}, {}, (), jax.random.key(0), zero)
+        checkpointer.save(state)
+        return checkpointer.path(0)
+
+
+def _torch_type(stored: SavedArray) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, dtype = stored.entry_type
+    return shape, torch_dtype(np.dtype(dtype))
