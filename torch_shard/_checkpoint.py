@@ -20,6 +20,8 @@ from torch_shard._saved import (
     TENSORS,
     Entries,
     Head,
+    SavedArray,
+    by_name,
     fill,
     fill_kind,
     flatten,
@@ -29,6 +31,7 @@ from torch_shard._saved import (
     unlike,
     write_head,
 )
+from torch_shard._stacks import Stacks
 from torch_shard._state import KINDS, TrainState
 from torch_shard._train import TrainStep
 
@@ -211,7 +214,8 @@ class Checkpointer:
             train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device.
             step: Which one; by default the newest. One that is damaged is then passed over, with a warning.
             params_only: Take parameters and buffers alone, and start anew at step 0, with the optimiser of
-                `train_step`, whichever the checkpoint was written with.
+                `train_step`, whichever the checkpoint was written with. Buffers that are in no `state_dict` are the
+                model's, if the checkpoint lacks them (as one of `torch-shard convert` does).
             seed: Of the new start, as for `train_step.init`.
 
         Raises:
@@ -226,13 +230,19 @@ class Checkpointer:
             found = [stored for stored in found if stored.where == TENSORS]
         structs = flatten(train_step.structs)
         wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
-        if lines := unlike(Entries(dict.fromkeys(found)), wanted):
+        own = self._own(train_step, Entries(dict.fromkeys(found))) if params_only else {}
+        if lines := unlike(Entries(dict.fromkeys([*found, *own])), wanted):
             raise ValueError(_does_not_fit(path, lines, params_only))
-        entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)))
+        entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own)
         if params_only:
             return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
         state = fill(train_step.structs, entries)
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
+
+    def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
+        """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""
+        missing = [name for name in train_step.structs.unsaved if (TENSORS, name) not in set(found)]
+        return by_name(TENSORS, Stacks.merged(train_step.own(missing)))
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""

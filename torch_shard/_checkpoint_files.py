@@ -45,7 +45,8 @@ class CheckpointTensors:
             for name in stored.names
             if stored.where == TENSORS and name not in head.unsaved
         }
-        self.stored = {name: Stored(*_torch_type(stored)) for name, stored in self._homes.items()}
+        self._wide = head.wide
+        self.stored = {name: Stored(*self._torch_type(name)) for name in self._homes}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One of them; the stack of which it is a row is kept for the next."""
@@ -55,7 +56,12 @@ class CheckpointTensors:
             struct = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=device)
             self._read = stored, read_arrays(self._orbax, self._path, {stored: struct})[stored]
         array = self._read[1]
-        return to_host(array if len(stored.names) == 1 else array[stored.names.index(name)])
+        row = to_host(array if len(stored.names) == 1 else array[stored.names.index(name)])
+        return row.to(self.stored[name].dtype)
+
+    def _torch_type(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        shape, dtype = self._homes[name].entry_type
+        return shape, torch.int64 if name in self._wide else torch_dtype(np.dtype(dtype))
 
 
 def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -70,11 +76,7 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Pa
             raise FileExistsError(f"{directory} holds checkpoints of steps {checkpointer.steps()}. Name another one.")
         zero = jnp.zeros((), jnp.int32)
         params = {name: jnp.asarray(host_array(tensor)) for name, tensor in tensors.items()}
-        state = TrainState(zero, params, {}, {}, (), jax.random.key(0), zero)
+        wide = tuple(name for name, tensor in tensors.items() if tensor.dtype is torch.int64)
+        state = TrainState(zero, params, {}, {}, (), jax.random.key(0), zero, wide=wide)
         checkpointer.save(state)
         return checkpointer.path(0)
-
-
-def _torch_type(stored: SavedArray) -> tuple[tuple[int, ...], torch.dtype]:
-    shape, dtype = stored.entry_type
-    return shape, torch_dtype(np.dtype(dtype))

@@ -61,9 +61,9 @@ def export_safetensors(
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"export_safetensors: max_shard_bytes must be a positive int, got {max_shard_bytes!r}.")
     values, structs = _collect("export_safetensors", state)
-    stored = {name: Stored(tuple(struct.shape), _torch_dtype(struct.dtype)) for name, struct in structs.items()}
+    stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(Path(path), stored, max_shard_bytes, strings)
-    _write_once(export.write, (_to_cpu(values[name]) for name in export.names))
+    _write_once(export.write, (_to_cpu(values[name]).to(stored[name].dtype) for name in export.names))
     return export.result
 
 
@@ -82,7 +82,7 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
         ValueError: A tensor has no values (on the meta device).
     """
     values, structs = _collect("export_torch", state)
-    tensors = (_to_cpu(values[name]) for name in structs)
+    tensors = (_to_cpu(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(Path(path), dict(zip(structs, found, strict=True))), tensors)
     return Path(path)
 
@@ -113,8 +113,11 @@ def _struct(value: Any) -> Any:
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array | np.ndarray) else value
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    return dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
+def _dtype_of(state: Any, name: str, struct: Any) -> torch.dtype:
+    """An entry's dtype in torch, where JAX may hold it in fewer bits."""
+    if isinstance(state, TrainState) and name in state.wide:
+        return torch.int64
+    return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
 def _to_cpu(value: Any) -> torch.Tensor:

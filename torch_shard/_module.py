@@ -117,7 +117,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     """
     memo: dict[int, Any] = {}
     for name, tensor in holdings(module).all.items():
-        value = values[name]
+        value = values[name].to(tensor.dtype)  # JAX may have held an int64 in 32 bits
         is_param = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value
     for m in module.modules():  # the old weight_norm and pruning keep what they computed, which torch cannot copy

@@ -71,12 +71,12 @@ def flatten(state: TrainState) -> dict[SavedArray, Any]:
     """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
     found: dict[SavedArray, Any] = {}
     for kind in KINDS:
-        found |= _by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
+        found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
     for name in SCALARS:
         found[_describe(name, (), getattr(state, name))] = getattr(state, name)
     for path, leaf in _leaves(state.opt_state):
         where = "opt_state" + jax.tree_util.keystr(path)
-        found |= _by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): leaf}
+        found |= by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): leaf}
     return found
 
 
@@ -88,7 +88,8 @@ def _is_stacks(node: Any) -> bool:
     return isinstance(node, Stacks)
 
 
-def _by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
+def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
+    """The stored arrays of one place, each with what it is."""
     pairs = zip(stacks.layout.groups, stacks.arrays, strict=True)
     return {_describe(where, group, array, kind): array for group, array in pairs}
 
@@ -109,6 +110,7 @@ class Head:
         step: Number of steps taken.
         num_batches: Number of batches seen.
         unsaved: Names of the buffers that are not in the module's `state_dict`.
+        wide: Names of the entries that are int64 in torch, whatever they are here.
         metrics: Numbers that were kept with it.
         mesh: Sizes of the mesh axes that it was split over.
         stored: Its arrays.
@@ -117,6 +119,7 @@ class Head:
     step: int
     num_batches: int
     unsaved: tuple[str, ...]
+    wide: tuple[str, ...]
     metrics: dict[str, float]
     mesh: dict[str, int]
     stored: list[SavedArray]
@@ -129,6 +132,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
         step=int(state.step),
         num_batches=int(state.num_batches),
         unsaved=state.unsaved,
+        wide=state.wide,
         metrics={name: float(value) for name, value in metrics.items()},
         mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
         stored=list(flatten(state)),
@@ -152,7 +156,8 @@ def read_head(directory: Path) -> Head:
         if found.pop("format") != FORMAT:
             raise KeyError("format")
         stored = [SavedArray.from_json(one) for one in found.pop("stored")]
-        return Head(**{**found, "unsaved": tuple(found["unsaved"])}, stored=stored)
+        names = {key: tuple(found[key]) for key in ("unsaved", "wide")}
+        return Head(**{**found, **names}, stored=stored)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory} is no checkpoint of this version of torch_shard: {error!r}.") from error
 

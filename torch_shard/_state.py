@@ -38,6 +38,7 @@ class TrainState:
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
         unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
+        wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
     """
 
     step: Any
@@ -48,6 +49,7 @@ class TrainState:
     key: Any
     num_batches: Any
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def tensors(self) -> Stacks:
@@ -92,6 +94,7 @@ class StateLayout:
             key=replicated,
             num_batches=replicated,
             unsaved=unsaved_buffers(model),
+            wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
         self._structure = jax.tree.structure(self.shardings)
         self.structs = self._structs()
@@ -104,13 +107,13 @@ class StateLayout:
         def scalar(struct: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=self.shardings.step)
 
-        return TrainState(
+        return dataclasses.replace(
+            self.shardings,
             step=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
             **{kind: stored(getattr(self, kind)) for kind in KINDS},
             opt_state=self._opt_state,
             key=scalar(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))),
             num_batches=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
-            unsaved=self.shardings.unsaved,
         )
 
     def _tensor_shardings(self, layout: Layout) -> Stacks:

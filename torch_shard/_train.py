@@ -1,8 +1,9 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -208,13 +209,13 @@ class TrainStep(Step):
             opt_state = self._layout.init_opt_state(held["params"])
         words = np.asarray(jax.random.key_data(jax.random.key(seed)))
         # `put`, where device_put would not reach the devices of other processes
-        return TrainState(
+        return dataclasses.replace(
+            self.shardings,
             step=put(np.zeros((), np.int32), self.replicated),
             **held,
             opt_state=opt_state,
             key=jax.random.wrap_key_data(put(words, self.replicated)),
             num_batches=put(np.zeros((), np.int32), self.replicated),
-            unsaved=self.shardings.unsaved,
         )
 
     def _let_go(self, names: tuple[str, ...]) -> None:
@@ -278,15 +279,14 @@ class TrainStep(Step):
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
             given = grads, state.opt_state, held, out.loss
             params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
-            new = TrainState(
+            new = dataclasses.replace(
+                state,
                 step=state.step + 1,
                 params=params,
                 frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
                 buffers=Stacks.from_dict(out.buffers, layout.buffers),
                 opt_state=opt_state,
-                key=state.key,
                 num_batches=state.num_batches + 1,
-                unsaved=state.unsaved,
             )
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
             if guard is None:
@@ -301,6 +301,12 @@ class TrainStep(Step):
             donate_argnums=0,
             compiler_options=program.compiler_options(self.mesh),
         )
+
+    def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
+        """Present values of the model, by name, on their shards."""
+        tensors = {name: self._held.all[name] for name in names}
+        refuse_meta(self.caller, tensors)
+        return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
