@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -315,6 +317,26 @@ def test_one_directory_has_one_writer(tmp_path, step):
     assert int(second.restore(step).step) == 0
 
 
+def test_another_process_that_writes_is_refused(tmp_path, step):
+    """As a kill leaves no lock behind, the directory is free again when that process has ended."""
+    program = """
+import sys, torch_shard as ts
+ts.Checkpointer(sys.argv[1]).claim()
+sys.stdout.write("claimed\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, **pipes) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with ts.Checkpointer(tmp_path) as checkpointer:
+            with pytest.raises(BlockingIOError, match="Give each run a directory of its own"):
+                checkpointer.save(step.init(seed=0))
+            other.kill()
+            other.wait()
+            assert checkpointer.save(step.init(seed=0))
+
+
 def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
     state = ts.Checkpointer(copied).restore(step)
 
@@ -335,7 +357,9 @@ def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
 
 def test_metadata_names_every_entry(saved):
     head = json.loads((saved[0] / "step_00000004" / "state.json").read_text())
-    assert head["metrics"] == {"loss": 2.0}
+    assert head["metrics"] == ts.Checkpointer(saved[0]).metrics(4) == {"loss": 2.0}
+    with pytest.raises(ValueError, match="step_00000009 is no checkpoint"):
+        ts.Checkpointer(saved[0]).metrics(9)
     names = {name for stored in head["stored"] for name in stored["names"] if stored["where"] == "tensors"}
     assert {"blocks.0.up.weight", "blocks.3.up.weight", "norm.running_mean", "scale", "first.weight"} <= names
 

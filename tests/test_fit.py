@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_shard as ts
+from tests.processes import run_processes
 from torch_shard._data import Batches
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped
@@ -27,13 +28,17 @@ def squares(model, batch):
     return model(batch).square().mean(), {"largest": batch.abs().max()}
 
 
-@pytest.fixture(scope="module")
-def step():
+def make_step(*sizes):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    mesh = ts.make_mesh(batch=4, model=2)
+    mesh = ts.make_mesh(batch=sizes[0], model=sizes[1])
     plan = ts.ShardingPlan({"0.weight": P("model")}, default=P())
     return ts.make_train_step(model, squares, optax.adam(1e-2), mesh=mesh, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_step(4, 2)
 
 
 class Noisy(Dataset):
@@ -357,3 +362,37 @@ def test_one_program_for_the_whole_run():
     step = ts.make_train_step(model, lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
     ts.fit(step, None, loader(), steps=12, progress=False)
     assert step.num_compiles == 1
+
+
+def test_processes_stop_together(tmp_path):
+    """A signal to one of two processes lets both save the same step, and leave."""
+    run_processes(
+        f"""
+        import itertools, signal
+        from pathlib import Path
+        from tests import test_fit as t
+
+        directory = Path({str(tmp_path)!r})
+
+        def batches(position):
+            for number in itertools.count(position):
+                if number == 6 and rank == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                yield t.DATA[:8] * (number + 1)
+
+        step = t.make_step(2, 2)
+        try:
+            t.run(step, batches, directory, prefetch=1)
+        except SystemExit as left:
+            assert left.code == 143
+        else:
+            raise AssertionError("it should have left")
+        steps = ts.Checkpointer(directory / "checkpoints").steps()
+        (directory / f"steps{{rank}}").write_text(repr(steps))
+        """,
+        2,
+    )
+    first, second = ((tmp_path / f"steps{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    assert 3 < eval(first)[-1] < STEPS
+    assert len(losses(tmp_path / "log")) == eval(first)[-1]

@@ -97,6 +97,14 @@ class Checkpointer:
         found = (_STEP.fullmatch(path.name) for path in self.directory.glob("step_*"))
         return sorted(int(match[1]) for match in found if match)
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """The numbers that were saved with a step.
+
+        Raises:
+            ValueError: It has no checkpoint that can be read.
+        """
+        return read_head(self.path(step)).metrics
+
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
         return self.directory / f"step_{step:08}"

@@ -59,7 +59,8 @@ def fit(
         eval_step: By default the loss of `step` in eval mode.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
             when the loader or a step fails.
-        log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds.
+        log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds. Of several
+            processes, the first one writes it, and shows the bar.
         log_every: Batches from one record to the next.
         on_bad_step: What to do where the loss or a gradient is not finite, or the gradient's norm is larger than
             `max_grad_norm`. The state is kept as before that batch in each case: `"raise"` a `BadStepError`, `"stop"`
@@ -105,8 +106,11 @@ def fit(
     if start > steps:
         raise ValueError(f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run.")
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(Bar(progress, start, steps))
-        metrics_log = None if log is None else stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
+        tells = jax.process_index() == 0
+        bar = stack.enter_context(Bar(progress if tells else False, start, steps))
+        metrics_log = (
+            None if log is None or not tells else stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
+        )
         stop = stack.enter_context(StopRequest()) if checkpointer is not None else StopRequest()
         ahead = Ahead(batches.starting_at(start), step, prefetch)
         stack.callback(ahead.close)

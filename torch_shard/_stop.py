@@ -43,9 +43,8 @@ class StopRequest:
 
         Raises:
             KeyboardInterrupt: For `SIGINT`.
-            SystemExit: For `SIGTERM`, with the status that a shell gives it.
+            SystemExit: For `SIGTERM`, with the status that a shell gives it; also where another process got a signal.
         """
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
-        if self.received is not None:
-            raise SystemExit(128 + self.received)
+        raise SystemExit(128 + signal.SIGTERM)
