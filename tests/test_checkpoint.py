@@ -321,7 +321,8 @@ def test_another_process_that_writes_is_refused(tmp_path, step):
     """As a kill leaves no lock behind, the directory is free again when that process has ended."""
     program = """
 import sys, torch_shard as ts
-ts.Checkpointer(sys.argv[1]).claim()
+checkpointer = ts.Checkpointer(sys.argv[1])
+checkpointer.claim()
 sys.stdout.write("claimed\\n")
 sys.stdout.flush()
 sys.stdin.read()
