@@ -14,6 +14,7 @@ from torch_shard._explain import Explanation, explain_capture
 from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
+from torch_shard._make_steps import make_eval_step, make_train_step
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._materialize import materialize
 from torch_shard._mesh import make_mesh
@@ -21,8 +22,9 @@ from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
 from torch_shard._plan import ShardingPlan
 from torch_shard._replicas import assert_replica_integrity, gather_from_jax_processes, unshard
+from torch_shard._state import TrainState
 from torch_shard._tpmap import tpmap
-from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+from torch_shard._train import EvalStep, TrainStep
 from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._weights import load_safetensors, load_torch
 

@@ -19,10 +19,12 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._convert import host_array, to_host
 from torch_shard._joint import split_loss
+from torch_shard._make_steps import make_train_step
 from torch_shard._mesh import describe_mesh, make_mesh
 from torch_shard._module import LossFn
 from torch_shard._plan import ShardingPlan
-from torch_shard._train import TrainState, TrainStep, make_train_step
+from torch_shard._state import TrainState
+from torch_shard._train import TrainStep
 
 MAX_ROWS = 30
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

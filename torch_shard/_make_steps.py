@@ -1,0 +1,124 @@
+"""The makers of the steps that train and evaluate, with what their options mean."""
+
+import os
+
+import optax
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._module import LossFn
+from torch_shard._plan import ShardingPlan
+from torch_shard._repeats import Repeats
+from torch_shard._train import EvalStep, TrainStep
+
+
+def make_train_step(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
+    scan_layers: bool | str = "auto",
+    remat: str | int = "none",
+    accumulate_steps: int = 1,
+    compile_cache: str | os.PathLike[str] | None = None,
+) -> TrainStep:
+    """Make the function that trains `model` by one step, as one compiled program.
+
+    Args:
+        model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at
+            each call: after `model.eval()` the step runs in eval mode, as in torch.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        optimizer: An optax gradient transformation.
+        mesh: Devices with Auto axes, from `make_mesh`.
+        plan: Which parameter and buffer is split how, by name.
+        batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
+            leading dim over the mesh axis `batch`.
+        compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
+            products run in bfloat16, and norms, softmax and losses in float32, by the policy of
+            `torch.autocast("cuda")`.
+        accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
+            eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
+            the notes.
+        compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
+            (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
+            changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
+        scan_layers: Whether repeated layers (numbered siblings that are one program) run as one loop, forward and
+            backward, so that the time to compile does not grow with depth. They are then stored as rows of one array
+            each; names, plan, optimiser and export stay those of the model. `"auto"`: where it is proved to mean the
+            same, for three layers or more; True: for two or more, and an error if nothing becomes a loop; False: never.
+            `step.report()` tells.
+        remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
+            everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
+            device, to take the first of these that fits, by compiling them. It is an error where no two layers repeat
+            (of a number of bytes: where nothing fits); it does not need loops, `scan_layers=False` will do.
+
+    Notes:
+        With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
+        is a mean over rows, that is the loss of the whole batch. It is another one where `loss_fn` is a sum (it
+        comes out divided by `n`), a mean over a number that differs between microbatches (tokens without padding:
+        every microbatch then weighs the same, not every token), or where rows see each other (batch norm,
+        contrastive losses). For the mean over all tokens of the batch, count them first and pass the number in the
+        batch, as a scalar: `cross_entropy(..., reduction="sum") * n / batch["num_tokens"]`.
+
+        Each leaf of a batch of `B` rows is split by its leading dim, which must be the same for all; scalars are
+        shared. Of the rows on each shard of the batch, microbatch `k` has the `k`-th of `n` equal runs. Buffers go
+        from one microbatch to the next, random numbers differ, gradients add up in float32 at least, and `grad_norm`
+        is that of their mean. A metric that is a floating-point scalar is averaged; any other comes as `(n, ...)`,
+        one entry per microbatch.
+
+    Returns:
+        A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: Nothing is trainable, the plan does not fit the model and the mesh, or an option has no such value.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+        >>> sorted(metrics)
+        ['grad_norm', 'loss']
+    """
+    repeats = Repeats(scan_layers, remat)
+    options = (mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
+    return TrainStep(model, loss_fn, optimizer, *options)
+
+
+def make_eval_step(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
+    scan_layers: bool | str = "auto",
+    compile_cache: str | os.PathLike[str] | None = None,
+) -> EvalStep:
+    """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
+
+    Args:
+        model: As for `make_train_step`; its own training flags are left as they are.
+        loss_fn: As for `make_train_step`.
+        mesh: Likewise.
+        plan: Likewise.
+        batch_spec: Likewise.
+        compute_dtype: Likewise.
+        compile_cache: Likewise.
+        scan_layers: Likewise; it takes states that are stored either way. (Nothing is kept for a backward pass, so
+            there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
+
+    Returns:
+        An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
+    """
+    repeats = Repeats(scan_layers)
+    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, repeats, compile_cache=compile_cache)
