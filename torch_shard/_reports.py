@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from torch_shard._metrics_log import MetricsLog
 from torch_shard._step import Placed
@@ -42,11 +43,16 @@ class Bar:
     """
 
     def __init__(self, show: bool | Console, start: int, steps: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        whole = Column(no_wrap=True)
+        columns = (
+            TextColumn("{task.description}", table_column=whole),
+            BarColumn(None, table_column=Column(ratio=1, min_width=4, max_width=30)),
+            MofNCompleteColumn(table_column=whole),
+            TextColumn("{task.fields[numbers]}", table_column=whole),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=whole),
+        )
         console = show if isinstance(show, Console) else None
-        numbers = TextColumn("{task.fields[numbers]}")
-        self._progress = Progress(*columns, numbers, *times, console=console, disable=show is False)
+        self._progress = Progress(*columns, console=console, disable=show is False)
         self._task = self._progress.add_task("compiling", total=steps, completed=start, numbers="")
 
     def __enter__(self) -> "Bar":
@@ -58,12 +64,13 @@ class Bar:
 
     def update(self, position: int, numbers: Mapping[str, float]) -> None:
         """Show where the run stands."""
-        shown = (f"{name.removesuffix('_per_s')} {_brief(name, value)}" for name, value in numbers.items())
+        shown = (_brief(name, value) for name, value in numbers.items())
         self._progress.update(self._task, completed=position, description="training", numbers="  ".join(shown))
 
 
 def _brief(name: str, value: float) -> str:
-    return f"{value:,.0f}/s" if name.endswith("_per_s") else f"{value:.4g}"
+    unit = name.removesuffix("_per_s")
+    return f"{value:,.0f} {unit}/s" if unit != name else f"{name} {value:.4g}"
 
 
 class Reports:
