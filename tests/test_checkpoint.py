@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.processes import run_processes
+from torch_shard import _checkpoint
 from torch_shard.cli import app
 
 WIDTH = 8
@@ -356,6 +358,42 @@ def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
     assert ts.Checkpointer(copied).steps() == [3, 4, 5]
 
 
+def words(tree):
+    """The arrays of a pytree; of random keys, their words."""
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+
+
+def large(params):
+    return {name: "large" if value.ndim > 1 else "small" for name, value in params.items()}
+
+
+def large_only(params):
+    return {name: value.ndim > 1 for name, value in params.items()}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optax.multi_transform({"large": optax.adam(1e-2), "small": optax.sgd(0.1, momentum=0.9)}, large),
+        # lists by name, no value at all for some names, and a random key
+        lambda: optax.chain(optax.sm3(1e-2), optax.masked(optax.noisy_sgd(1e-2, key=0), large_only)),
+    ],
+    ids=["parts", "lists, keys"],
+)
+def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(optimizer, tmp_path):
+    """Not only arrays stand under the names: masked parts have none there, some optimisers several."""
+    first, second = make_step(optimizer=optimizer()), make_step(optimizer=optimizer(), scan_layers=False)
+    state, _ = train(first, first.init(seed=0), range(2))
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        unrolled = checkpointer.restore(second)
+        restored = checkpointer.restore(first)
+    jax.tree.map(np.testing.assert_array_equal, words(restored.opt_state), words(state.opt_state))
+    assert jax.tree.structure(unrolled) == jax.tree.structure(second.shardings)
+    assert train(first, restored, range(2, 4))[1] == train(first, state, range(2, 4))[1]
+
+
 def test_metadata_names_every_entry(saved):
     head = json.loads((saved[0] / "step_00000004" / "state.json").read_text())
     assert head["metrics"] == ts.Checkpointer(saved[0]).metrics(4) == {"loss": 2.0}
@@ -420,6 +458,84 @@ def test_guarded_step_keeps_the_state(step):
     after = by_name(state)
     assert after.pop("batches") == before.pop("batches") + 1
     assert_same(after, before)
+
+
+def test_guarded_step_keeps_the_state_where_squares_overflow():
+    """A gradient of 1e24 is finite; its square, which Adam keeps, is not, and would stop the parameter for good."""
+    step = make_step(model=nn.Linear(WIDTH, WIDTH), plan=ts.ShardingPlan({}, default=P()), optimizer=optax.adam(1e-2))
+    state, metrics = step(step.init(seed=0), batch(0) * 1e12, max_grad_norm=math.inf)
+    assert metrics["guard"].non_finite() == []
+    assert bool(metrics["guard"].skipped)
+    assert all(np.isfinite(value).all() for value in by_name(state).values())
+
+
+def test_guarded_step_keeps_buffers_finite():
+    """Batch norm divides an absurd batch away, so that the loss is fine; the running variance would not be."""
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.register_buffer("mask", torch.full((2,), -math.inf))  # is not finite, and may be so
+    step = make_step(model=model, plan=ts.ShardingPlan({}, default=P()))
+    state, metrics = step(step.init(seed=0), batch(0), max_grad_norm=math.inf)
+    assert not bool(metrics["guard"].skipped)
+    state, metrics = step(state, batch(1) * 1e25, max_grad_norm=math.inf)
+    assert math.isfinite(metrics["loss"])
+    assert metrics["guard"].lost_buffers() == ["0.running_var"]
+    assert bool(metrics["guard"].skipped)
+    assert np.isfinite(state.buffers["0.running_var"]).all()
+
+
+def test_norm_of_half_precision_loses_no_terms():
+    """Added up in bfloat16, the squares of 400 small gradients would stop at 256 times the size of one."""
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(400))
+
+        def forward(self, x):
+            return x @ torch.stack(list(self.parts)).T
+
+    model = Many().bfloat16()
+    step = make_step(model=model, plan=ts.ShardingPlan({}, default=P()), optimizer=optax.sgd(0.0))
+    _, metrics = step(step.init(seed=0), batch(0).bfloat16())
+    squares(model, batch(0).bfloat16()).backward()
+    wanted = torch.stack([part.grad.float().square().sum() for part in model.parts]).sum().sqrt()
+    # each gradient is rounded to 8 bits
+    np.testing.assert_allclose(float(metrics["grad_norm"]), float(wanted), rtol=2**-8)
+
+
+@pytest.mark.parametrize("moment", ["torch_shard._checkpoint.find_damage", "torch_shard._checkpoint.read_head"])
+def test_checkpoint_that_its_writer_removes_is_no_trouble_to_a_reader(moment, copied, step, monkeypatch, caplog):
+    """While it is read, another process saves a newer one and removes it."""
+    name = moment.rpartition(".")[2]
+    original, calls = getattr(_checkpoint, name), []
+
+    def meanwhile(path, **options):
+        calls.append(path.name)
+        if len(calls) == 1:
+            path.rename(copied / "step_00000005")
+        return original(path, **options)
+
+    monkeypatch.setattr(moment, meanwhile)
+    assert int(ts.Checkpointer(copied).restore(step).step) == 4  # what it holds
+    assert calls == ["step_00000004", "step_00000005"]
+    assert "damaged" not in caplog.text
+
+
+def test_donated_state_is_not_saved(step, tmp_path):
+    state = step.init(seed=0)
+    step(state, batch(0))
+    with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="was donated to a step"):
+        checkpointer.save(state)
+
+
+def test_one_checkpointer_serves_several_threads(step, tmp_path):
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        thread = threading.Thread(target=checkpointer.claim)
+        thread.start()
+        thread.join()
+        assert checkpointer.save(state)
+    ts.Checkpointer(tmp_path).claim()
 
 
 def test_processes_save_together_and_one_restores_it(tmp_path, step):

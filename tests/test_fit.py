@@ -6,19 +6,24 @@ import math
 import os
 import random
 import signal
+import struct
 
+import jax
 import numpy as np
 import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_shard as ts
 from tests.processes import run_processes
 from torch_shard._data import Batches
+from torch_shard._fit import Evaluation
+from torch_shard._saved import read_head
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped
 DATA = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -164,6 +169,70 @@ def test_state_alone_goes_on_where_it_was(step):
     state = ts.fit(step, state, loader(), steps=9, progress=False)
     for name, value in values(whole).items():
         np.testing.assert_array_equal(values(state)[name], value, err_msg=name)
+
+
+def test_no_batch_is_drawn_past_the_end(step):
+    drawn = []
+
+    def batches(position):
+        for number in itertools.count(position):
+            drawn.append(number)
+            yield DATA[:8]
+
+    ts.fit(step, None, batches, steps=3, prefetch=2, progress=False)
+    assert drawn == [0, 1, 2]
+
+
+def test_checkpoint_has_the_metrics_of_its_own_batch(step, tmp_path):
+    """Also where no record is due."""
+    run(step, loader(), tmp_path / "often", steps=4)
+    run(step, loader(), tmp_path / "seldom", steps=4, log_every=3)
+    checkpoints = tmp_path / "seldom" / "checkpoints"
+    assert read_head(ts.Checkpointer(checkpoints).path(4)).metrics["loss"] == losses(tmp_path / "often" / "log")[-1]
+    assert len(losses(tmp_path / "seldom" / "log")) == 2
+
+
+def test_runs_of_one_second_keep_their_events(step, tmp_path):
+    state = None
+    for steps in (2, 3, 4):
+        state = ts.fit(step, state, loader(), steps=steps, log=tmp_path, progress=False)
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 3
+
+
+def test_events_of_a_run_that_saved_nothing_are_taken_back(step, tmp_path):
+    for _ in range(2):
+        ts.fit(step, None, loader(), steps=2, log=tmp_path, progress=False)
+    content, events = max(tmp_path.glob("events.out.tfevents.*")).read_bytes(), []
+    while content:  # each event after its length and a checksum, with a checksum behind it
+        (length,) = struct.unpack_from("<Q", content)
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    assert [event.step for event in events if event.session_log.status == SessionLog.START] == [1]
+    assert [event.step for event in events if event.summary.value and event.summary.value[0].tag == "train/loss"] == [
+        1,
+        2,
+    ]
+
+
+def test_one_process_writes_the_log(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    ts.fit(step, None, loader(), steps=2, log=tmp_path / "log", progress=False)
+    assert not (tmp_path / "log").exists()
+
+
+def test_evaluation_in_bfloat16_adds_up_in_float():
+    model = nn.Linear(FEATURES, 2).bfloat16()
+    step = ts.make_train_step(
+        model,
+        lambda m, x: m(x).square().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(batch=8),
+        plan=ts.ShardingPlan({}, default=P()),
+    )
+    state, batches = step.init(seed=0), [part.bfloat16() for part in DATA[:40].split(8)]
+    evaluate = step.evaluation()
+    wanted = np.mean([float(evaluate(state, batch)["loss"]) for batch in batches])
+    assert Evaluation(evaluate, Batches(batches, seed=0, caller="fit"))(state) == {"loss": pytest.approx(wanted, 1e-12)}
 
 
 def test_metrics_and_evaluation(step, tmp_path):

@@ -55,6 +55,8 @@ class Guard:
 
     def _reason(self, metrics: dict[str, Any], names: list[str]) -> str:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        if lost := metrics["guard"].lost_buffers() if not names else []:
+            return f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"
         if not names:
             return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm:.4g})"
         total = len(metrics["guard"].finite)

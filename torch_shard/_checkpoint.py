@@ -90,12 +90,13 @@ class Checkpointer:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         self._damaged: set[int] = set()
-        self._lock = filelock.FileLock(self.directory / ".lock", timeout=0)
+        self._lock = filelock.FileLock(self.directory / ".lock", timeout=0, thread_local=False)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
-        found = (_STEP.fullmatch(path.name) for path in self.directory.glob("step_*"))
-        return sorted(int(match[1]) for match in found if match)
+        names = {path.name for path in self.directory.glob("step_*")}
+        found = sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+        return [step for step in found if self.path(step).name in names]
 
     def metrics(self, step: int) -> dict[str, float]:
         """The numbers that were saved with a step.
@@ -139,17 +140,22 @@ class Checkpointer:
 
         Raises:
             BlockingIOError: Another process saves to this directory.
+            ValueError: The state was donated.
             RuntimeError: This or an earlier checkpoint could not be written; those that are there are as they were.
         """
         self.wait()
+        if state.step.is_deleted():
+            raise ValueError(
+                "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
+            )
         step = int(state.step)
         if step in self.steps() and step not in self._damaged:
             return False
+        head = head_of(state, metrics or {})
         self.claim()
-        state = dataclasses.replace(state, key=jax.random.key_data(state.key))
         partial = self.directory / _UNFINISHED / self.path(step).name
         self._orbax.save(partial, args=to_save(flatten(state)), force=True)
-        self._pending = self._worker.submit(self._finish, step, partial, head_of(state, metrics or {}))
+        self._pending = self._worker.submit(self._finish, step, partial, head)
         if not self.asynchronous:
             self.wait()
         return True
@@ -232,7 +238,16 @@ class Checkpointer:
                 was asked for is damaged.
         """
         self.wait()
-        path = self._choose(step)
+        while True:
+            path = self._choose(step)
+            try:
+                return self._load(path, train_step, params_only, seed)
+            except Exception:
+                if step is not None or path.exists() or jax.process_count() > 1:
+                    raise
+                logger.info("Checkpointer: %s was removed while it was read; the newest is read instead.", path)
+
+    def _load(self, path: Path, train_step: TrainStep, params_only: bool, seed: int) -> TrainState:
         found = read_head(path).stored
         if params_only:
             found = [stored for stored in found if stored.where == TENSORS]
@@ -254,14 +269,19 @@ class Checkpointer:
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""
-        for candidate in reversed(self.steps()) if step is None else [step]:
-            path = self.path(candidate)
-            if not path.exists():
+        passed: set[int] = set()
+        # listed anew each time: another process may write newer ones and remove older ones
+        while candidates := [s for s in (self.steps() if step is None else [step]) if s not in passed]:
+            path = self.path(candidates[-1])
+            if step is not None and not path.exists():
                 break
             damage = find_damage(path, part=(jax.process_index(), jax.process_count()))
             if not agree(bool(damage)):
                 return path
-            self._damaged.add(candidate)
+            if not path.exists():
+                continue
+            passed.add(candidates[-1])
+            self._damaged.add(candidates[-1])
             message = f"Checkpointer: {path} is damaged: " + "; ".join(damage or ["another process found it so"])
             if step is not None:
                 raise ValueError(f"{message}. Restore another step: {self.steps()}.")

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import itertools
 import logging
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from torch_shard._step import Placed, Step
+from torch_shard._streams import Streams, find_generators
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ class Batches:
         loader: An iterable that starts anew with each `iter`, such as a list or a `DataLoader`; an iterator, which can
             only be read on; or a function from a position to an iterable of the batches from there on.
         seed: Each epoch draws its random numbers (the shuffling of a `DataLoader`, augmentations) from this and its
-            number; torch's, NumPy's and Python's global generators are left as they were.
+            number; torch's, NumPy's and Python's global generators are left as they were, and those that the loader
+            holds (see `find_generators`).
 
     Raises:
         TypeError: It is none of these.
@@ -38,6 +39,11 @@ class Batches:
         self._seed, self._caller = seed, caller
         self._loader: Any = loader
         self._is_iterator = isinstance(loader, Iterator)
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            logger.warning(
+                "%s: this DataLoader has in_order=False, so chance decides the order of its batches, and a resumed run "
+                "may see some twice and others not at all.", caller,
+            )  # fmt: skip
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             logger.warning(
                 "%s: the workers of this DataLoader persist, so random numbers that they draw depend on the epochs "
@@ -89,8 +95,12 @@ class Batches:
 
     def epoch(self, number: int, loader: Any = None) -> Iterator[Any]:
         """The batches of one epoch."""
-        streams = _Streams(self._loader, np.random.SeedSequence([self._seed, number]))
+        # Those that a function or an iterator holds are its own: it cannot be begun anew.
+        held = find_generators(self._loader) if loader is None else []
+        streams = Streams(held, np.random.SeedSequence([self._seed, number]))
         with streams:
+            if getattr(self._loader, "_iterator", None) is not None:  # workers that persist
+                _draw_seed_of_workers(self._loader)
             for owner in _parts(self._loader):
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(number)
@@ -117,45 +127,17 @@ def _reliable_len(loader: Any) -> int | None:
         return None
 
 
+def _draw_seed_of_workers(loader: Any) -> None:
+    """Draw what a `DataLoader` draws before the order of the batches, but not where its workers persist."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
 def _parts(loader: Any) -> list[Any]:
-    """What may hold an epoch's number or a generator."""
+    """What may hold an epoch's number."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     parts = [loader, *samplers, getattr(loader, "dataset", None)]
     return list({id(part): part for part in parts if part is not None}.values())
-
-
-class _Streams:
-    """Random numbers of one epoch: within a `with`, the global generators go on where the last one left off."""
-
-    def __init__(self, loader: Any, seed: np.random.SeedSequence) -> None:
-        own = [g for part in _parts(loader) if isinstance(g := getattr(part, "generator", None), torch.Generator)]
-        self._generators = [torch.default_generator, *{id(g): g for g in own}.values()]
-        words = seed.generate_state(4)
-        self._inside: list[Any] = [
-            random.Random(int(words[0])).getstate(),
-            np.random.RandomState(words[1:2]).get_state(),
-            *(torch.Generator().manual_seed(int(words[2]) + i).get_state() for i in range(len(self._generators))),
-        ]
-        self._outside: list[Any] = []
-
-    def _read(self) -> list[Any]:
-        return [random.getstate(), np.random.get_state(), *(g.get_state() for g in self._generators)]
-
-    def _write(self, states: list[Any]) -> None:
-        python, numpy, *torches = states
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in zip(self._generators, torches, strict=True):
-            generator.set_state(state)
-
-    def __enter__(self) -> None:
-        self._outside = self._read()
-        self._write(self._inside)
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = self._read()
-        self._write(self._outside)
 
 
 class Ahead:
@@ -165,16 +147,18 @@ class Ahead:
         batches: On the host.
         step: Which takes them.
         size: How many to keep ready.
+        limit: How many to draw in all: one more might never come, or start the workers of another epoch.
     """
 
-    def __init__(self, batches: Iterator[Any], step: Step, size: int) -> None:
-        self._batches, self._step, self._size = batches, step, size
+    def __init__(self, batches: Iterator[Any], step: Step, size: int, limit: int) -> None:
+        self._batches, self._step, self._size, self._left = batches, step, size, limit
         self._ready: collections.deque[Placed] = collections.deque()
         self._error: Exception | None = None
 
     def fill(self) -> None:
         """Draw what is missing. An error or the end shows when the batches before it have been taken."""
-        while len(self._ready) < self._size and self._error is None:
+        while len(self._ready) < self._size and self._left and self._error is None:
+            self._left -= 1
             try:
                 self._ready.append(self._step.put(next(self._batches)))
             except Exception as error:

@@ -62,9 +62,9 @@ def fit(
         log: A directory for `metrics.jsonl` and TensorBoard's event files, to which a resumed run adds. Of several
             processes, the first one writes it, and shows the bar.
         log_every: Batches from one record to the next.
-        on_bad_step: What to do where the loss or a gradient is not finite, or the gradient's norm is larger than
-            `max_grad_norm`. The state is kept as before that batch in each case: `"raise"` a `BadStepError`, `"stop"`
-            and return it, with a warning, or `"skip"` the batch and go on, with a warning.
+        on_bad_step: What to do where the loss, a gradient, the gradient's norm or what would be a buffer is not finite,
+            or that norm is larger than `max_grad_norm`. The state is kept as before that batch in each case: `"raise"`
+            a `BadStepError`, `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
         max_grad_norm: The largest global norm that is no accident.
         seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
@@ -108,11 +108,11 @@ def fit(
     with contextlib.ExitStack() as stack:
         tells = jax.process_index() == 0
         bar = stack.enter_context(Bar(progress if tells else False, start, steps))
-        metrics_log = (
-            None if log is None or not tells else stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
-        )
+        metrics_log = None
+        if log is not None and tells:
+            metrics_log = stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
         stop = stack.enter_context(StopRequest()) if checkpointer is not None else StopRequest()
-        ahead = Ahead(batches.starting_at(start), step, prefetch)
+        ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
         guard = Guard(on_bad_step, max_grad_norm)
@@ -156,7 +156,7 @@ class Evaluation:
             weights.append(num_rows(placed))
         if not found:
             raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
-        return {name: float(np.average([each[name] for each in found], weights=weights)) for name in found[0]}
+        return {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}
 
 
 @dataclasses.dataclass
@@ -201,12 +201,12 @@ class _Loop:
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
-            self.reports.flush()
+            self.reports.flush(every=True)
             self.checkpointer.save(state, metrics=self.reports.numbers)
             self.reports.pause()
 
     def _end(self, state: TrainState, position: int) -> None:
-        self.reports.flush()
+        self.reports.flush(every=True)
         if self.checkpointer is not None:
             self.checkpointer.save(state, metrics=self.reports.numbers)
             self.checkpointer.wait()

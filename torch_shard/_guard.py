@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from torch_shard._stacks import Stacks
 from torch_shard._state import TrainState
@@ -19,34 +20,56 @@ class Verdict:
         skipped: Whether the state was kept, bool scalar.
         finite: For each stored array of the trainable parameters whether its gradient is finite: bool (), or (n,) for
             the rows of a stack.
+        buffers: Likewise of the buffers whether they stay finite where they were.
     """
 
     skipped: Any
     finite: Stacks
+    buffers: Stacks
 
     def non_finite(self) -> list[str]:
         """Names of the parameters whose gradient is not finite, in the module's order."""
         return [name for name in self.finite if not bool(self.finite[name])]
 
+    def lost_buffers(self) -> list[str]:
+        """Names of the buffers that the batch would have made not finite, such as a running variance."""
+        return [name for name in self.buffers if not bool(self.buffers[name])]
 
-def judge(loss: jax.Array, grads: Stacks, norm: jax.Array, max_grad_norm: float) -> Verdict:
+
+def global_norm(grads: Any) -> jax.Array:
+    """The L2 norm over all gradients; of half precision in float32, which neither overflows nor loses small terms."""
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+
+
+def judge(
+    loss: jax.Array, grads: Stacks, norm: jax.Array, max_grad_norm: float, buffers: tuple[Stacks, ...]
+) -> Verdict:
     """Look at a step before it is taken.
 
     Args:
         loss: Scalar.
         grads: Of the trainable parameters.
-        norm: Their global L2 norm.
+        norm: Their global L2 norm. One that overflows will not do: the squares that optimisers keep would too.
         max_grad_norm: The largest that will do; with infinity only what is not finite is refused.
+        buffers: Before and after the batch.
     """
-    sizes = map(len, grads.layout.groups)
-    finite = Stacks(grads.layout, map(_is_finite, grads.arrays, sizes))
-    good = jnp.stack([jnp.isfinite(loss), norm <= max_grad_norm, *(rows.all() for rows in finite.arrays)]).all()
-    return Verdict(~good, finite)
+    before, after = buffers
+    finite, kept = _by_row(grads), _by_row(after, before)
+    rows = [rows.all() for rows in (*finite.arrays, *kept.arrays)]
+    good = jnp.stack([jnp.isfinite(loss), jnp.isfinite(norm), norm <= max_grad_norm, *rows]).all()
+    return Verdict(~good, finite, kept)
 
 
-def _is_finite(array: jax.Array, num_rows: int) -> jax.Array:
-    rows = range(1 if num_rows > 1 else 0, array.ndim)
-    return jnp.isfinite(array).all(tuple(rows))
+def _by_row(stacks: Stacks, before: Stacks | None = None) -> Stacks:
+    """Whether each entry is finite, but for what was not so before."""
+    olds = [None] * len(stacks.arrays) if before is None else before.arrays
+    groups = zip(stacks.layout.groups, stacks.arrays, olds, strict=True)
+    return Stacks(stacks.layout, [_is_finite(new, old, len(group)) for group, new, old in groups])
+
+
+def _is_finite(array: jax.Array, before: jax.Array | None, num_rows: int) -> jax.Array:
+    finite = jnp.isfinite(array) if before is None else jnp.isfinite(array) | ~jnp.isfinite(before)
+    return finite.all(tuple(range(1 if num_rows > 1 else 0, array.ndim)))
 
 
 def keep(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ class MetricsLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_back(start)
         self._lines = (self.directory / METRICS).open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(self.directory), purge_step=start + 1 if start else None)
+        # A name of its own: by default it is that of the second, and a file of the same second is written over.
+        suffix = f".{time.time_ns()}"
+        self._events = SummaryWriter(str(self.directory), purge_step=start + 1, filename_suffix=suffix)
 
     def _take_back(self, start: int) -> None:
         path = self.directory / METRICS

@@ -90,14 +90,22 @@ class Reports:
         """Note the metrics of a batch, which may still be computed."""
         self._pending = position, placed, metrics
 
-    def flush(self) -> None:
-        """Wait for the noted metrics, and tell of them."""
+    def flush(self, *, every: bool = False) -> None:
+        """Wait for the noted metrics, and tell of them.
+
+        Args:
+            every: Have them in `numbers`, though no record is due.
+        """
         if self._pending is None:
             return
         (position, placed, metrics), self._pending = self._pending, None
-        if position % self._log_every and position > 1:
+        is_due = position % self._log_every == 0 or position == 1
+        if not (is_due or every):
             return
         found = {name: float(value) for name, value in jax.device_get(scalars(metrics)).items()}
+        self.numbers |= found
+        if not is_due:
+            return
         unit, amount = _amount(placed)
         (last, then), now = self._since, time.perf_counter()
         self._since = position, now

@@ -1,6 +1,7 @@
 """What a saved state holds: each stored array with the names of the entries in it, as JSON says it."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -76,8 +77,18 @@ def flatten(state: TrainState) -> dict[SavedArray, Any]:
         found[_describe(name, (), getattr(state, name))] = getattr(state, name)
     for path, leaf in _leaves(state.opt_state):
         where = "opt_state" + jax.tree_util.keystr(path)
-        found |= by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): leaf}
+        found |= by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): _plain(leaf)}
     return found
+
+
+def _plain(leaf: Any) -> Any:
+    """What can be written: of a random key, its words."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.random.key_data(leaf)
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
@@ -90,11 +101,15 @@ def _is_stacks(node: Any) -> bool:
 
 def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
     """The stored arrays of one place, each with what it is."""
-    pairs = zip(stacks.layout.groups, stacks.arrays, strict=True)
-    return {_describe(where, group, array, kind): array for group, array in pairs}
+    found: dict[SavedArray, Any] = {}
+    for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
+        for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
+            found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
+    return found
 
 
 def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> SavedArray:
+    array = _plain(array)
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = row_sharding(sharding) if len(names) > 1 else sharding
@@ -237,7 +252,24 @@ def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
 
 def _filled(where: str, struct: Any, entries: Entries) -> Any:
     if not isinstance(struct, Stacks):
-        return jax.device_put(entries[where, ""], struct.sharding)
-    held = Stacks.from_dict(entries.stacks(where), struct.layout)
-    shardings = (stored.sharding for stored in struct.arrays)
-    return Stacks(struct.layout, map(jax.device_put, held.arrays, shardings))
+        return _put(entries[where, ""], struct)
+    held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
+
+    def filled(group: tuple[str, ...], path: Any, leaf: Any) -> Any:
+        if len(group) > 1:
+            return _put(held.stacked(group), leaf)
+        (name,) = group
+        return _put(entries[where + jax.tree_util.keystr(path), name], leaf)
+
+    each = jax.tree_util.tree_map_with_path
+    return Stacks(struct.layout, (each(functools.partial(filled, group), value) for group, value in groups))
+
+
+def _put(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array as it was read onto its shards; a random key from its words."""
+    array = jax.device_put(array, struct.sharding)
+    if not jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return array
+    impl = []
+    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), struct)  # which takes no structs
+    return jax.random.wrap_key_data(array, impl=impl[0])

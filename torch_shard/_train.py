@@ -12,7 +12,7 @@ import torch
 
 from torch_shard._batched import run_by_name
 from torch_shard._births import to_meta
-from torch_shard._guard import check_max_grad_norm, judge, keep
+from torch_shard._guard import check_max_grad_norm, global_norm, judge, keep
 from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
 from torch_shard._module import with_values
@@ -119,8 +119,9 @@ class TrainStep(Step):
             state: Donated: its arrays are reused for the new state and must not be used again.
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
             max_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
-                gradient is not finite (`math.inf` for that alone): parameters, buffers, moments and `step` stay as
-                they were, and only `num_batches` counts on. None takes every step.
+                gradient, the norm itself or what would be a buffer is not finite (`math.inf` for that alone):
+                parameters, buffers, moments and `step` stay as they were, and only `num_batches` counts on. None takes
+                every step.
 
         Returns:
             The new state, and the metrics: `loss` (before the update), `grad_norm` (global L2 norm) and those of
@@ -153,7 +154,7 @@ class TrainStep(Step):
             updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
             updated: Any = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
-            return {**updated, **kept}, opt_state, optax.tree.norm(grads)
+            return {**updated, **kept}, opt_state, global_norm(grads)
 
         def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
             layout.check_opt_state(state.opt_state)
@@ -164,19 +165,20 @@ class TrainStep(Step):
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
             given = grads, state.opt_state, held, out.loss
             params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
+            buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
             new = dataclasses.replace(
                 state,
                 step=state.step + 1,
                 params=params,
                 frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
-                buffers=Stacks.from_dict(out.buffers, layout.buffers),
+                buffers=buffers[1],
                 opt_state=opt_state,
                 num_batches=state.num_batches + 1,
             )
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
             if guard is None:
                 return new, metrics
-            verdict = judge(out.loss, grads, norm, guard)
+            verdict = judge(out.loss, grads, norm, guard, buffers)
             return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
 
         return jax.jit(
