@@ -256,9 +256,9 @@ def _filled(where: str, struct: Any, entries: Entries) -> Any:
     held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
 
     def filled(group: tuple[str, ...], path: Any, leaf: Any) -> Any:
-        if len(group) > 1:
+        name, *others = group
+        if others:
             return _put(held.stacked(group), leaf)
-        (name,) = group
         return _put(entries[where + jax.tree_util.keystr(path), name], leaf)
 
     each = jax.tree_util.tree_map_with_path
