@@ -74,8 +74,8 @@ def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
     names = [name for name, tensor in tensors.items() if tensor.dtype in wide]
     if names and not jax.config.values["jax_enable_x64"]:
         raise TypeError(
-            f"{caller}: {', '.join(names)} need 64 bits, and JAX has them switched off. Convert the model "
-            "(model.float()), or jax.config.update('jax_enable_x64', True) at the start."
+            f"{caller}: {', '.join(names)} are float64 or complex128 and need 64 bits, which JAX has switched off. "
+            "Convert the model (model.float()), or jax.config.update('jax_enable_x64', True) at the start."
         )
 
 
