@@ -184,6 +184,18 @@ def deciding() -> nn.Module:
     return model if model.weight.sum() > 0 else nn.Linear(8, 8)
 
 
+def hooked() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight.register_hook(lambda grad: grad * 2)
+    return model
+
+
+def large(make: Callable[[], torch.Tensor]) -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("ids", make())
+    return model
+
+
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Holder(lambda w: w, 8),
@@ -199,6 +211,9 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(2, 2).double(), TypeError, r"materialize: weight, bias need 64 bits"),
     (lambda: 3, TypeError, r"the callable must return a torch\.nn\.Module, got int"),
     (lambda: nn.LazyLinear(3), NotImplementedError, r"lazy modules.*nn\.Linear for nn\.LazyLinear"),
+    (hooked, NotImplementedError, r"materialize: weight have hooks.*Register the hooks afterwards"),
+    (lambda: large(lambda: torch.full((4,), 2**40)), OverflowError, r"materialize: ids: An int64 array"),
+    (lambda: large(lambda: torch.tensor([2**40])), OverflowError, r"materialize: ids: An int64 array of shape \(1,\)"),
     (viewing, NotImplementedError, r"weight and rows share memory"),
     (drawing, NotImplementedError, r"`random`"),
     (deciding, NotImplementedError, r"Here Python needs the value of a tensor"),
@@ -214,6 +229,9 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="model must be a module or a callable, got int"):
         ts.materialize(3, make_mesh((4, 2)), WHOLE)  # pyright: ignore[reportArgumentType]
+    for seed in (2**32, -(2**31) - 1, 1.5):  # JAX would take 2**32 for 0
+        with pytest.raises(ValueError, match=r"seed must be an int of 32 bits, from 0 to 4294967295, got"):
+            ts.materialize(mlp, make_mesh((4, 2)), WHOLE, seed=seed)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="init= is for modules on the meta device"):
         ts.materialize(mlp, make_mesh((4, 2)), WHOLE, init=print)
     with pytest.raises(ValueError, match=r"0\.weight.*not a multiple of"):
