@@ -26,11 +26,20 @@ def attention() -> nn.Module:
     return nn.MultiheadAttention(8, 2)
 
 
+class Named(nn.Module):
+    """Its own attributes are called like what its layers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(8, 8), True
+        self.weight = None
+
+
 def mixed() -> nn.Module:
     return nn.Sequential(Block(16, 2), nn.LSTM(16, 8, 2), nn.Embedding(9, 8, padding_idx=2), nn.Bilinear(4, 4, 4))
 
 
-@pytest.mark.parametrize("make", [mlp, resnet, attention, mixed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mlp, resnet, attention, mixed, Named], ids=lambda make: make.__name__)
 def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[], nn.Module]) -> None:
     model = on_meta(make)
     assert ts.materialize(model, make_mesh((4, 2)), WHOLE, seed=5) is model
@@ -103,6 +112,22 @@ class Unwritten(nn.Module):
         self.layer = nn.Linear(8, 8)
 
 
+class Rewritten(nn.Module):
+    """As many writes as `reset_parameters` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+        self.fc.weight = nn.Parameter(torch.empty(64, 64))
+        nn.init.normal_(self.fc.weight, std=0.02)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 64, _weight=torch.empty(64, 64).normal_(std=0.02))
+
+
 class Plain(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -122,6 +147,8 @@ REFUSED = {
     Replaced: r"0\.weight: 0 writes in place by the constructor, 1 by reset_parameters\n\n",
     Data: r"Data: Data\.shrink\(\) may write through \.data, which leaves no trace",
     DataByFunction: r"DataByFunction: shrink\(\) may write through \.data",
+    Rewritten: r"fc\.weight: Rewritten\.__init__\(\) puts another tensor in the place of some weight",
+    Given: r"words\.weight: Given\.__init__\(\) puts another tensor in the place of some weight",
     Unwritten: r"no initialiser writes these\.\n\n  scale: memory that was never written\n\n",
     Plain: r"shift: a tensor on the meta device that is neither a parameter nor a buffer",
     Tied: r"tokens\.weight: 1 writes in place by the constructor, 2 by reset_parameters",

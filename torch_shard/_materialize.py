@@ -68,8 +68,9 @@ def materialize(
         decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
 
         Of a module on the meta device, how often its entries were written to tells whether other code than the
-        initialisers did. Writes through `.data` do not count there: a constructor that may make some is refused as far
-        as its code names them. Prefer the callable, which misses nothing.
+        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one with
+        as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
+        function did that built the module is not seen. Prefer the callable, which misses nothing.
 
     Example:
         >>> import torch, torch_shard as ts
