@@ -159,7 +159,7 @@ def _loads_self(step: dis.Instruction, code: types.CodeType) -> bool:
 
 
 def _stored(code: types.CodeType) -> Iterator[str]:
-    """Names of attributes that code assigns to other objects than its first argument, and `weight` where it gives one to `nn.Embedding`."""
+    """Names of attributes that code assigns to others than its first argument; `weight` where it gives one."""
     for found in _codes(code):
         steps = itertools.pairwise(dis.get_instructions(found))
         yield from (step.argval for last, step in steps if step.opname == "STORE_ATTR" and not _loads_self(last, found))

@@ -43,8 +43,8 @@ def materialize(
             are placed as they are. A module whose constructor initialises in ways of its own is refused.
         mesh: The devices, with Auto axes.
         plan: Which entry is split how; checked as a whole before anything is computed.
-        seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are the same on
-            every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
+        seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are
+            the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
         init: For a module on the meta device: called on each submodule, children first, as by `Module.apply`.
 
     Returns:
@@ -68,8 +68,8 @@ def materialize(
         decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
 
         Of a module on the meta device, how often its entries were written to tells whether other code than the
-        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one with
-        as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
+        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one
+        with as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
         function did that built the module is not seen. Prefer the callable, which misses nothing.
 
     Example:
