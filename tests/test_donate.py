@@ -1,5 +1,6 @@
 """`step.init(donate=True)`: the state takes over the values of the model, and no second copy of them exists."""
 
+import copy
 import gc
 import math
 from typing import Any
@@ -89,3 +90,26 @@ def test_what_comes_after() -> None:
     model.encode.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"requires_grad of extra has changed"):
         step(state, case.batches(1)[0])
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_entries_that_lie_in_one_place_get_one_each(donate: bool) -> None:
+    """On the jax device `load_state_dict` shares arrays, which XLA must not be given twice."""
+    mesh, everywhere = make_mesh((4, 2)), ts.ShardingPlan({}, default=P())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    ts.place(model, mesh, everywhere)[1].load_state_dict(model[0].state_dict())
+    model.register_buffer("before", model[0].weight.detach())
+    plain = ts.gather(copy.deepcopy(model))
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=everywhere)
+    state, batch = step.init(seed=0, donate=donate), torch.randn(8, 8)
+    for _ in range(2):
+        state, _ = step(state, batch)
+        plain.zero_grad()
+        loss_fn(plain, batch).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+    found, wanted = step.export(state).state_dict(), plain.state_dict()
+    for name in wanted:  # sums of 64 products in float32, in another order
+        torch.testing.assert_close(found[name], wanted[name], atol=1e-6, rtol=1e-5)

@@ -234,6 +234,9 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: pathlib.Path) -> No
         ts.export_safetensors(nn.Linear(2, 2, device="meta"), tmp_path)
     with pytest.raises(TypeError, match=r"names must lead to tensors or arrays, but epoch is a int"):
         ts.export_safetensors({"epoch": 3}, tmp_path)
+    for name in ("__metadata__", "\ud800", 1):
+        with pytest.raises(TypeError, match=r"export_safetensors: .* cannot be names in a file"):
+            ts.export_safetensors({name: torch.ones(2), "x": torch.ones(2)}, tmp_path)
     with pytest.raises(TypeError, match=r"expected a TrainState, a module or a mapping, got list"):
         ts.export_safetensors([], tmp_path)
     with pytest.raises(TypeError, match=r"metadata must map strings to strings"):

@@ -72,20 +72,24 @@ RANDOM = {
     "random": lambda w: w.random_(3, 10),
     "parts": parts,
     "data": lambda w: w.data.normal_(0, 0.02).clamp_(-0.03, 0.03),
-    "copied": lambda w: w.copy_(torch.randn(32, 64).t() * 3),
+    "copied": lambda w: w.copy_(torch.randn(w.shape[::-1]).t() * 3),
 }
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_initialisers_are_those_of_torch_in_distribution(name: str) -> None:
     fill = RANDOM[name]
-    found = values(ts.materialize(lambda: Holder(fill, 64, 32), make_mesh((4, 2)), SPLIT))["w"]
+    found = values(ts.materialize(lambda: Holder(fill, 512, 256), make_mesh((4, 2)), SPLIT))["w"]
     torch.manual_seed(0)
-    wanted = torch.stack([Holder(fill, 64, 32).w.detach() for _ in range(8)])
-    # One of a thousand right initialisers would fail by chance, and the seed is fixed.
+    wanted = torch.stack([Holder(fill, 512, 256).w.detach() for _ in range(2)])
+    # One of a thousand right initialisers would fail by chance, and the seed is fixed. So many numbers tell a normal
+    # distribution from one whose standard deviation is 3% larger.
     assert scipy.stats.ks_2samp(found.flatten(), wanted.flatten()).pvalue > 1e-3
-    assert found.min() >= wanted.min() - 1 * wanted.std()
-    assert found.max() <= wanted.max() + 1 * wanted.std()
+    # The outermost of 131072 and of 262144 numbers: 4.4 +- 0.3 and 4.6 +- 0.3 standard deviations of a normal
+    # distribution, 12 +- 1.3 and 12.5 +- 1.3 of an exponential one.
+    room = 5 if name in ("exponential", "trunc_normal_tail") else 1  # tails that end slowly
+    assert abs(found.min() - wanted.min()) <= room * wanted.std()
+    assert abs(found.max() - wanted.max()) <= room * wanted.std()
 
 
 def test_structure_of_random_initialisers() -> None:

@@ -26,11 +26,20 @@ def attention() -> nn.Module:
     return nn.MultiheadAttention(8, 2)
 
 
+class Named(nn.Module):
+    """Its own attributes are called like what its layers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(8, 8), True
+        self.weight = None
+
+
 def mixed() -> nn.Module:
     return nn.Sequential(Block(16, 2), nn.LSTM(16, 8, 2), nn.Embedding(9, 8, padding_idx=2), nn.Bilinear(4, 4, 4))
 
 
-@pytest.mark.parametrize("make", [mlp, resnet, attention, mixed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mlp, resnet, attention, mixed, Named], ids=lambda make: make.__name__)
 def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[], nn.Module]) -> None:
     model = on_meta(make)
     assert ts.materialize(model, make_mesh((4, 2)), WHOLE, seed=5) is model
@@ -103,6 +112,22 @@ class Unwritten(nn.Module):
         self.layer = nn.Linear(8, 8)
 
 
+class Rewritten(nn.Module):
+    """As many writes as `reset_parameters` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+        self.fc.weight = nn.Parameter(torch.empty(64, 64))
+        nn.init.normal_(self.fc.weight, std=0.02)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 64, _weight=torch.empty(64, 64).normal_(std=0.02))
+
+
 class Plain(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -122,6 +147,8 @@ REFUSED = {
     Replaced: r"0\.weight: 0 writes in place by the constructor, 1 by reset_parameters\n\n",
     Data: r"Data: Data\.shrink\(\) may write through \.data, which leaves no trace",
     DataByFunction: r"DataByFunction: shrink\(\) may write through \.data",
+    Rewritten: r"fc\.weight: Rewritten\.__init__\(\) puts another tensor in the place of some weight",
+    Given: r"words\.weight: Given\.__init__\(\) puts another tensor in the place of some weight",
     Unwritten: r"no initialiser writes these\.\n\n  scale: memory that was never written\n\n",
     Plain: r"shift: a tensor on the meta device that is neither a parameter nor a buffer",
     Tied: r"tokens\.weight: 1 writes in place by the constructor, 2 by reset_parameters",
@@ -135,6 +162,7 @@ def test_other_initialisers_are_refused_on_meta_and_run_from_the_constructor(kin
     )
     with pytest.raises(ValueError, match=rf"(?s)materialize: .*{REFUSED[kind]}.*{remedy}"):
         ts.materialize(on_meta(kind), make_mesh((4, 2)), WHOLE)
+    torch.manual_seed(0)
     found, wanted = (values(m) for m in (ts.materialize(kind, make_mesh((4, 2)), WHOLE), kind()))
     for name, other in wanted.items():
         ratio = found[name].std() / other.std() if other.std() else torch.tensor(float(torch.equal(found[name], other)))
@@ -184,6 +212,18 @@ def deciding() -> nn.Module:
     return model if model.weight.sum() > 0 else nn.Linear(8, 8)
 
 
+def hooked() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight.register_hook(lambda grad: grad * 2)
+    return model
+
+
+def large(make: Callable[[], torch.Tensor]) -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("ids", make())
+    return model
+
+
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Holder(lambda w: w, 8),
@@ -199,6 +239,9 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(2, 2).double(), TypeError, r"materialize: weight, bias need 64 bits"),
     (lambda: 3, TypeError, r"the callable must return a torch\.nn\.Module, got int"),
     (lambda: nn.LazyLinear(3), NotImplementedError, r"lazy modules.*nn\.Linear for nn\.LazyLinear"),
+    (hooked, NotImplementedError, r"materialize: weight have hooks.*Register the hooks afterwards"),
+    (lambda: large(lambda: torch.full((4,), 2**40)), OverflowError, r"materialize: ids: An int64 array"),
+    (lambda: large(lambda: torch.tensor([2**40])), OverflowError, r"materialize: ids: An int64 array of shape \(1,\)"),
     (viewing, NotImplementedError, r"weight and rows share memory"),
     (drawing, NotImplementedError, r"`random`"),
     (deciding, NotImplementedError, r"Here Python needs the value of a tensor"),
@@ -214,6 +257,9 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
 def test_arguments_are_checked() -> None:
     with pytest.raises(TypeError, match="model must be a module or a callable, got int"):
         ts.materialize(3, make_mesh((4, 2)), WHOLE)  # pyright: ignore[reportArgumentType]
+    for seed in (2**32, -(2**31) - 1, 1.5):  # JAX would take 2**32 for 0
+        with pytest.raises(ValueError, match=r"seed must be an int of 32 bits, from 0 to 4294967295, got"):
+            ts.materialize(mlp, make_mesh((4, 2)), WHOLE, seed=seed)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="init= is for modules on the meta device"):
         ts.materialize(mlp, make_mesh((4, 2)), WHOLE, init=print)
     with pytest.raises(ValueError, match=r"0\.weight.*not a multiple of"):

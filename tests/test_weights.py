@@ -358,3 +358,13 @@ def test_arguments_of_the_wrong_kind(tmp_path: pathlib.Path) -> None:
         ts.load_safetensors(path, nn.Linear(4, 8), make_mesh((4, 2)), LINEAR, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"load_safetensors: mesh must be"):
         ts.load_safetensors(path, nn.Linear(4, 8), None, LINEAR)  # pyright: ignore[reportArgumentType]
+
+
+def test_hooks_are_not_lost(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(4, 8)
+    model.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(NotImplementedError, match=r"load_safetensors: weight have hooks"):
+        ts.load_safetensors(linear_file(tmp_path), model, make_mesh((4, 2)), LINEAR)
+    with pytest.raises(NotImplementedError, match=r"place: weight have hooks"):
+        ts.place(model, make_mesh((4, 2)), LINEAR)
+    assert model.weight.device.type == "cpu"

@@ -1,5 +1,7 @@
 """What cannot be initialised as torch would have done it is refused by name."""
 
+import dis
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -105,6 +107,12 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
         if (found[name] > total if total > own else found[name] != own)
     }
     refuse(faults, "the constructor initialised these in another way than reset_parameters does.", remedy)
+    own = {name for name, (own, total) in writes.items() if own and own == total}
+    refuse(
+        dict(_replaced(model, own)),
+        "it cannot be told whether the constructor initialised these in a way of its own.",
+        remedy,
+    )
 
 
 def _entry(model: nn.Module, name: str) -> torch.Tensor:
@@ -128,30 +136,66 @@ def _data_writers(kind: type, known: set[Any]) -> Iterator[str]:
 
     What it calls by other ways (of another object, out of a container) is not found.
     """
+    for function in _constructors(kind, known):
+        names = set(_names(function.__code__))
+        if "data" in names and any(name.endswith("_") and not name.endswith("__") for name in names):
+            yield f"{function.__qualname__}()"
+
+
+def _replaced(model: nn.Module, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Entries of submodules in whose places a constructor may have put others, with as many writes."""
+    paths = {name: name.rpartition(".") for name in sorted(names)}
+    for path, module in model.named_modules():
+        for function in _constructors(type(module), set()):
+            stored = set(_stored(function.__code__))
+            for name, (owner, _, leaf) in paths.items():
+                if owner != path and f"{owner}.".startswith(f"{path}." if path else "") and leaf in stored:
+                    yield name, f"{function.__qualname__}() puts another tensor in the place of some {leaf}"
+
+
+def _loads_self(step: dis.Instruction, code: types.CodeType) -> bool:
+    loaded = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+    return step.opname.startswith("LOAD_FAST") and loaded in code.co_varnames[:1]
+
+
+def _stored(code: types.CodeType) -> Iterator[str]:
+    """Names of attributes that code assigns to others than its first argument; `weight` where it gives one."""
+    for found in _codes(code):
+        steps = itertools.pairwise(dis.get_instructions(found))
+        yield from (step.argval for last, step in steps if step.opname == "STORE_ATTR" and not _loads_self(last, found))
+        keywords = [name for names in found.co_consts if isinstance(names, tuple) for name in names]
+        yield from ["weight"] * ("_weight" in keywords)
+
+
+def _constructors(kind: type, seen: set[Any]) -> Iterator[Any]:
+    """The functions that a constructor may call, as far as its code names them, itself included."""
     for owner in kind.__mro__:
         if "__init__" in vars(owner) and not _is_of_torch(owner.__module__):
-            yield from _reached(owner.__init__, kind, known)
+            yield from _reached(owner.__init__, kind, seen)
 
 
-def _reached(function: Any, kind: type, seen: set[Any]) -> Iterator[str]:
+def _reached(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
     code = getattr(function, "__code__", None)
     if code is None or code in seen or _is_of_torch(getattr(function, "__module__", "")):
         return
     seen.add(code)
-    names = set(_names(code))
-    if "data" in names and any(name.endswith("_") and not name.endswith("__") for name in names):
-        yield f"{function.__qualname__}()"
-    for name in names - set(_RESETS):
+    yield function
+    for name in set(_names(code)) - set(_RESETS):
         found = getattr(kind, name, None) or function.__globals__.get(name)
         if isinstance(found, types.FunctionType):
             yield from _reached(found, kind, seen)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    for found in _codes(code):
+        yield from found.co_names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
 def refuse_unwritten(names: Iterable[str], kind: str, is_module: bool) -> None:

@@ -97,6 +97,9 @@ def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]
         values, unsaved = state, ()
     else:
         raise TypeError(f"{caller}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
+    odd = [repr(name) for name in values if not isinstance(name, str) or name == "__metadata__" or not _is_text(name)]
+    if odd:
+        raise TypeError(f"{caller}: {', '.join(odd)} cannot be names in a file. Names must be other strings.")
     by_name = jax.tree.map(_struct, values) if isinstance(values, Stacks) else values
     structs = {name: _struct(value) for name, value in by_name.items()}
     odd = [f"{name} is a {type(v).__name__}" for name, v in structs.items() if not hasattr(v, "dtype")]
@@ -106,6 +109,10 @@ def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]
     written = {name: structs[name] for name in names if name not in unsaved}
     refuse_meta(caller, written)
     return values, written
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _struct(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 _FAR = 4.0  # standard deviations: from there on, float32 has too few probabilities below one to invert
+_NEXT_TO_ONE = 1 - 2.0**-24  # in float32; at one, the inverse is infinite, and the end of the interval what is drawn
 
 
 def trunc_normal_(
@@ -23,8 +24,10 @@ def trunc_normal_(
             "where a compiled program cannot draw exactly. Move the mean into the interval."
         )
     with torch.no_grad():
-        tensor.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
-        return tensor.erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b)
+        drawn = torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        drawn.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
+        drawn.clamp_(-_NEXT_TO_ONE, _NEXT_TO_ONE).erfinv_()
+        return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
 
 
 def sparse_(

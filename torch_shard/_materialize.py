@@ -19,8 +19,8 @@ from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array, to_host
 from torch_shard._lower import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._mesh import check_mesh
-from torch_shard._module import holdings
-from torch_shard._ops import jax_dtype
+from torch_shard._module import holdings, refuse_hooks
+from torch_shard._ops import has_x64, jax_dtype
 from torch_shard._placement import put, refuse_wide
 from torch_shard._plan import ShardingPlan
 from torch_shard._recipes import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
@@ -43,8 +43,8 @@ def materialize(
             are placed as they are. A module whose constructor initialises in ways of its own is refused.
         mesh: The devices, with Auto axes.
         plan: Which entry is split how; checked as a whole before anything is computed.
-        seed: Of the random numbers. Those of an entry depend on the seed and on its name alone: they are the same on
-            every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
+        seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are
+            the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
         init: For a module on the meta device: called on each submodule, children first, as by `Module.apply`.
 
     Returns:
@@ -57,7 +57,9 @@ def materialize(
             that JAX has switched off.
         ValueError: The plan does not fit; an entry is left unwritten (`torch.empty`); or a module on the meta device
             was initialised by other code than its initialisers. All such entries are listed.
-        NotImplementedError: Construction depends on the values of tensors, or uses an operator without a lowering.
+        OverflowError: An integer entry does not fit 32 bits.
+        NotImplementedError: Construction depends on the values of tensors, uses an operator without a lowering, or
+            registers hooks on parameters.
 
     Notes:
         An entry is one compiled program, shared by all entries that are made alike: compile time does not grow with
@@ -66,8 +68,9 @@ def materialize(
         decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
 
         Of a module on the meta device, how often its entries were written to tells whether other code than the
-        initialisers did. Writes through `.data` do not count there: a constructor that may make some is refused as far
-        as its code names them. Prefer the callable, which misses nothing.
+        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one
+        with as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
+        function did that built the module is not seen. Prefer the callable, which misses nothing.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -78,6 +81,7 @@ def materialize(
         device(type='jax', index=0)
     """
     check_mesh(mesh, caller="materialize")
+    _check_seed(seed)
     if isinstance(model, nn.Module):
         return _fill_in(model, mesh, plan, seed, init)
     if not callable(model):
@@ -85,6 +89,7 @@ def materialize(
     if init is not None:
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
     birth = construct(model)
+    refuse_hooks("materialize", birth.module)
     shardings = plan.resolve(birth.module, mesh)
     refuse_wide("materialize", {name: birth.tensors[name] for name in birth.entries})
     nursery = _Nursery(birth, mesh, seed, dict(shardings))
@@ -95,6 +100,7 @@ def materialize(
 
 def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: Init | None) -> nn.Module:
     """Initialise what is on the meta device, place the rest."""
+    refuse_hooks("materialize", model)
     shardings = plan.resolve(model, mesh)
     held = holdings(model).all
     refuse_wide("materialize", held)
@@ -111,6 +117,12 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: 
     if nursery is not None:
         swap(model, {id(held[name]): nursery.make(name) for name in names})
     return model
+
+
+def _check_seed(seed: int) -> None:
+    """JAX cuts a seed to 32 bits, so that other seeds would give the same numbers."""
+    if not isinstance(seed, int) or not -(2**31) <= seed < 2**32:
+        raise ValueError(f"materialize: seed must be an int of 32 bits, from 0 to {2**32 - 1}, got {seed!r}.")
 
 
 class _Nursery:
@@ -145,13 +157,20 @@ class _Nursery:
         sharding = self._shardings.get(name, self._replicated)
         if not recipe.nodes:
             value = self._values[recipe.output].detach()
-        elif recipe.streams or recipe.is_fill:
+        elif recipe.streams or (recipe.is_fill and self._is_narrow(recipe)):
             value = self._compiled(recipe, sharding)(*self._arguments(recipe)).block_until_ready()
         else:
             value = host_value(recipe, self._inputs(recipe))
         if name in self._shardings:
-            return wrap_array(put(value, sharding))
+            try:
+                return wrap_array(put(value, sharding))
+            except OverflowError as error:
+                raise OverflowError(f"materialize: {name}: {error}") from error
         return to_host(value) if isinstance(value, jax.Array) else value.clone()
+
+    def _is_narrow(self, recipe: Recipe) -> bool:
+        """Whether any number of its dtype is one of JAX's; others are put from the host, which refuses what is not."""
+        return recipe.output.meta["val"].dtype not in (torch.int64, torch.uint64) or has_x64()
 
     def _inputs(self, recipe: Recipe) -> list[torch.Tensor]:
         return [self._values[node].detach().cpu() for node in recipe.inputs]

@@ -126,6 +126,24 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     return copy.deepcopy(module, memo)
 
 
+def refuse_hooks(caller: str, module: nn.Module) -> None:
+    """Refuse hooks on parameters whose places others are to take, which would lose them.
+
+    Raises:
+        NotImplementedError: There are some; all parameters are listed.
+    """
+    hooked = [
+        name
+        for name, p in module.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise NotImplementedError(
+            f"{caller}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
+            "gradients would be others. Register the hooks afterwards."
+        )
+
+
 def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Put `value` wherever `module` holds `tensor`, under all names of a tie.
 

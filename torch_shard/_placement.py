@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch_shard._bridge import JaxTensor, wrap_array
 from torch_shard._convert import host_array, to_host
 from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
-from torch_shard._module import holdings, replace_tensors
+from torch_shard._module import holdings, refuse_hooks, replace_tensors
 from torch_shard._plan import ShardingPlan
 from torch_shard._stacks import Stacks, stack_sharding
 
@@ -95,6 +95,7 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
 
     Raises:
         ValueError: The plan does not fit the entries and the mesh; see `ShardingPlan.resolve`.
+        NotImplementedError: A parameter has hooks.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -109,6 +110,7 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     refuse_meta("place", holdings(model_or_tree).all if is_module else dict(model_or_tree))
     if not is_module:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
+    refuse_hooks("place", model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
         replace_tensors(model_or_tree, tensor, wrap_array(put(tensor.detach(), shardings[name])))

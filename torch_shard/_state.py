@@ -134,7 +134,12 @@ class StateLayout:
         return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
 
     def place(
-        self, kind: str, values: Mapping[str, Any], *, let_go: Callable[[tuple[str, ...]], None] | None = None
+        self,
+        kind: str,
+        values: Mapping[str, Any],
+        *,
+        let_go: Callable[[tuple[str, ...]], None] | None = None,
+        taken: set[int] | None = None,
     ) -> Stacks:
         """Tensors or arrays by name onto their shards, rows straight to their place in the stored array.
 
@@ -143,6 +148,8 @@ class StateLayout:
             values: Each name has a value when its turn comes.
             let_go: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
                 as they should become a part of the state.
+            taken: With `let_go`, where the memory lies that the state has already; more is noted there. Entries whose
+                equal values lie in one place (as after `load_state_dict` from another layer) get one each.
         """
         layout = getattr(self, kind)
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
@@ -152,7 +159,8 @@ class StateLayout:
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
-                yield _placed([values[name] for name in group], self._plan[group[0]], keep=let_go is None)
+                array = _placed([values[name] for name in group], self._plan[group[0]], keep=let_go is None)
+                yield array if taken is None else _own(array, taken)
                 if let_go is not None:
                     let_go(tuple(group))
 
@@ -217,3 +225,12 @@ def _placed(rows: list[Any], sharding: NamedSharding, *, keep: bool) -> jax.Arra
         return put_rows(rows, sharding)
     array = put(rows[0], sharding)
     return jnp.copy(array) if keep and isinstance(rows[0], torch.Tensor) and rows[0].device.type != "cpu" else array
+
+
+def _own(array: jax.Array, taken: set[int]) -> jax.Array:
+    """An array whose memory no other of the state has, as a step donates each once."""
+    place = array.addressable_shards[0].data.unsafe_buffer_pointer() if array.size else 0
+    if place in taken:
+        return jnp.copy(array)
+    taken.add(place)
+    return array

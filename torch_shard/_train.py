@@ -80,7 +80,8 @@ class TrainStep(Step):
         self._donated = donate
         let_go = self._let_go if donate else None
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
-        placed = {kind: self._layout.place(kind, tensors, let_go=let_go) for kind, tensors in held.items()}
+        taken = set[int]() if donate else None
+        placed = {k: self._layout.place(k, tensors, let_go=let_go, taken=taken) for k, tensors in held.items()}
         return self.start(placed, seed=seed)
 
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:

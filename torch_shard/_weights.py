@@ -15,7 +15,7 @@ from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array
 from torch_shard._match import Allowed, Entry, Match, Rename
 from torch_shard._mesh import check_mesh
-from torch_shard._module import holdings, replace_tensors
+from torch_shard._module import holdings, refuse_hooks, replace_tensors
 from torch_shard._ops import has_x64
 from torch_shard._placement import put
 from torch_shard._plan import ShardingPlan
@@ -132,6 +132,8 @@ class _Loader:
                 f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
             )
         check_mesh(mesh, caller=caller)
+        if isinstance(target, torch.nn.Module):
+            refuse_hooks(caller, target)
         self._caller, self._file, self._target, self._dtype = caller, file, target, dtype
         self._match = Match(file, target, mesh, dtype)
         try:

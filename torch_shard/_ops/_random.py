@@ -19,24 +19,39 @@ def _float_dtype(dtype: torch.dtype | None) -> np.dtype:
     return jax_dtype(dtype or torch.get_default_dtype())
 
 
+def _wide(dtype):
+    """JAX draws narrow floats from as few random bits as they have digits, 128 numbers in bfloat16; PyTorch rounds."""
+    return dtype if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)
+
+
+def _uniform(key, shape, dtype, low=0.0, high=1.0):
+    drawn = jax.random.uniform(key, tuple(shape), _wide(dtype), low, high).astype(dtype)
+    below = np.nextafter(np.asarray(high, dtype), np.asarray(low, dtype))  # rounding may reach the upper bound
+    return jnp.minimum(drawn, below)
+
+
+def _normal(key, shape, dtype, mean=0.0, std=1.0):
+    return (mean + std * jax.random.normal(key, tuple(shape), _wide(dtype))).astype(dtype)
+
+
 @lowers(aten.rand.default, random=True)
 def rand(key, size, *, dtype=None):
-    return jax.random.uniform(key, tuple(size), _float_dtype(dtype))
+    return _uniform(key, size, _float_dtype(dtype))
 
 
 @lowers(aten.randn.default, random=True)
 def randn(key, size, *, dtype=None):
-    return jax.random.normal(key, tuple(size), _float_dtype(dtype))
+    return _normal(key, size, _float_dtype(dtype))
 
 
 @lowers(aten.rand_like.default, random=True)
 def rand_like(key, x, *, dtype=None):
-    return jax.random.uniform(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
+    return _uniform(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
 
 
 @lowers(aten.randn_like.default, random=True)
 def randn_like(key, x, *, dtype=None):
-    return jax.random.normal(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
+    return _normal(key, x.shape, jax_dtype(dtype) if dtype else x.dtype)
 
 
 @lowers(aten.randint.low, random=True)
@@ -71,12 +86,13 @@ def bernoulli_p(key, x, p=0.5):
 
 @lowers(aten.bernoulli.default, random=True)
 def bernoulli(key, probabilities):
-    return jax.random.bernoulli(key, probabilities).astype(probabilities.dtype)
+    return bernoulli_tensor(key, probabilities, probabilities)
 
 
 @lowers(aten.bernoulli.Tensor, random=True)
 def bernoulli_tensor(key, x, probabilities):
-    return jax.random.bernoulli(key, probabilities, x.shape).astype(x.dtype)
+    wide = probabilities.astype(_wide(probabilities.dtype))
+    return jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
 
 
 @lowers(aten.native_dropout.default, random=True)
@@ -90,28 +106,30 @@ def native_dropout(key, x, p, train):
 
 @lowers(aten.uniform.default, random=True)
 def uniform(key, x, low=0.0, high=1.0):
-    return jax.random.uniform(key, x.shape, x.dtype, low, high)
+    return _uniform(key, x.shape, x.dtype, low, high)
 
 
 @lowers(aten.normal_functional.default, random=True)
 def normal_functional(key, x, mean=0.0, std=1.0):
-    return mean + std * jax.random.normal(key, x.shape, x.dtype)
+    return _normal(key, x.shape, x.dtype, mean, std)
 
 
 @lowers(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, random=True)
 def normal(key, mean=0.0, std=1.0):
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
-    return mean + std * jax.random.normal(key, shape, jnp.result_type(mean, std))
+    return _normal(key, shape, jnp.result_type(mean, std), mean, std)
 
 
 @lowers(aten.normal.float_float, random=True)
 def normal_of_size(key, mean, std, size, *, dtype=None):
-    return mean + std * jax.random.normal(key, tuple(size), _float_dtype(dtype))
+    return _normal(key, size, _float_dtype(dtype), mean, std)
 
 
 @lowers(aten.exponential.default, random=True)
 def exponential(key, x, rate=1.0):
-    return jax.random.exponential(key, x.shape, x.dtype) / rate
+    drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
+    # PyTorch's is never zero, and its logarithm (Gumbel noise) finite; the smallest of JAX's is 0, the next 2**-23.
+    return (jnp.maximum(drawn, 2.0**-24) / rate).astype(x.dtype)
 
 
 @lowers(aten.geometric.default, random=True)
@@ -121,12 +139,12 @@ def geometric(key, x, p):
 
 @lowers(aten.cauchy.default, random=True)
 def cauchy(key, x, median=0.0, sigma=1.0):
-    return median + sigma * jax.random.cauchy(key, x.shape, x.dtype)
+    return (median + sigma * jax.random.cauchy(key, x.shape, _wide(x.dtype))).astype(x.dtype)
 
 
 @lowers(aten.log_normal.default, random=True)
 def log_normal(key, x, mean=1.0, std=2.0):
-    return jnp.exp(mean + std * jax.random.normal(key, x.shape, x.dtype))
+    return jnp.exp(_normal(key, x.shape, _wide(x.dtype), mean, std)).astype(x.dtype)
 
 
 @lowers(aten.poisson.default, random=True)
@@ -136,6 +154,7 @@ def poisson(key, rate):
 
 @lowers(aten.multinomial.default, random=True)
 def multinomial(key, weights, num_samples, replacement=False):
+    weights = weights.astype(_wide(weights.dtype))
     logits = jnp.log(weights)
     if replacement:
         draws = jax.random.categorical(key, logits, axis=-1, shape=(num_samples, *weights.shape[:-1]))
@@ -150,21 +169,24 @@ def rrelu_with_noise_functional(key, x, noise, lower=0.125, upper=1 / 3, trainin
     """Returns `(out, noise)`: the slope of each element, drawn for the negative ones in training."""
     if not training:
         return jnp.where(x > 0, x, x * np.asarray((lower + upper) / 2, x.dtype)), noise
-    slopes = jax.random.uniform(key, x.shape, x.dtype, lower, upper)
+    slopes = _uniform(key, x.shape, x.dtype, lower, upper)
     slopes = jnp.where(x <= 0, slopes, 1)
     return x * slopes, slopes
 
 
 @lowers(aten._standard_gamma.default, random=True)
 def standard_gamma(key, alpha):
-    return jax.random.gamma(key, alpha, dtype=alpha.dtype)
+    wide = alpha.astype(_wide(alpha.dtype))
+    return jax.random.gamma(key, wide, dtype=wide.dtype).astype(alpha.dtype)
 
 
 @lowers(aten._sample_dirichlet.default, random=True)
 def sample_dirichlet(key, alpha):
-    return jax.random.dirichlet(key, alpha, dtype=alpha.dtype)
+    wide = alpha.astype(_wide(alpha.dtype))
+    return jax.random.dirichlet(key, wide, dtype=wide.dtype).astype(alpha.dtype)
 
 
 @lowers(aten.binomial.default, random=True)
 def binomial(key, count, probability):
-    return jax.random.binomial(key, count, probability, dtype=count.dtype)
+    wide = _wide(count.dtype)
+    return jax.random.binomial(key, count.astype(wide), probability.astype(wide), dtype=wide).astype(count.dtype)
