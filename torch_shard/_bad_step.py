@@ -27,10 +27,10 @@ class Guard:
 
     Args:
         on_bad_step: One of `ON_BAD_STEP`.
-        max_grad_norm: The largest global norm that will do.
+        max_grad_norm: The largest global norm that will do; None if steps are not looked at.
     """
 
-    def __init__(self, on_bad_step: str, max_grad_norm: float) -> None:
+    def __init__(self, on_bad_step: str, max_grad_norm: float | None) -> None:
         self._do, self.max_grad_norm = on_bad_step, max_grad_norm
 
     def stops(self, state: TrainState, metrics: dict[str, Any], position: int) -> bool:
@@ -44,7 +44,7 @@ class Guard:
         Raises:
             BadStepError: The step was not taken, and that is to be an error.
         """
-        if not bool(metrics["guard"].skipped):
+        if self.max_grad_norm is None or not bool(metrics["guard"].skipped):
             return False
         names = metrics["guard"].non_finite()
         message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
@@ -58,12 +58,11 @@ class Guard:
         if lost := metrics["guard"].lost_buffers() if not names else []:
             return f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"
         if not names:
-            return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm:.4g})"
+            return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm})"
         total = len(metrics["guard"].finite)
         return (
-            f"the loss is {loss}, and the gradient of {names[-1]} is not finite: of the {len(names)} of {total} "
-            f"parameters of which this is so ({_some(names)}) it is the last in the model's order, so the first that "
-            "the backward pass came to"
+            f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)}). The first that "
+            f"the backward pass came to is, by the model's order, that of {names[-1]}"
         )
 
 

@@ -37,7 +37,7 @@ def fit(
     log: str | os.PathLike[str] | None = None,
     log_every: int = 1,
     on_bad_step: str = "raise",
-    max_grad_norm: float = math.inf,
+    max_grad_norm: float | None = math.inf,
     seed: int = 0,
     prefetch: int = 2,
     progress: bool | Console = True,
@@ -65,7 +65,8 @@ def fit(
         on_bad_step: What to do where the loss, a gradient, the gradient's norm or what would be a buffer is not finite,
             or that norm is larger than `max_grad_norm`. The state is kept as before that batch in each case: `"raise"`
             a `BadStepError`, `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
-        max_grad_norm: The largest global norm that is no accident.
+        max_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
+            over the state.
         seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
         progress: Whether to show a bar, or the rich console to show it on.
