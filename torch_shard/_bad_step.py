@@ -61,8 +61,8 @@ class Guard:
             return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm})"
         total = len(metrics["guard"].finite)
         return (
-            f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)}). The first that "
-            f"the backward pass came to is, by the model's order, that of {names[-1]}"
+            f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)}). The first "
+            f"that the backward pass came to is, by the model's order, that of {names[-1]}"
         )
 
 

@@ -134,7 +134,8 @@ class _Loader:
         check_mesh(mesh, caller=caller)
         if isinstance(target, torch.nn.Module):
             refuse_hooks(caller, target)
-        self._caller, self._file, self._target, self._dtype = caller, file, target, dtype
+        self._caller, self._file, self._dtype = caller, file, dtype
+        self._target: Any = target
         self._match = Match(file, target, mesh, dtype)
         try:
             self._shardings, self._plan_fault = dict(plan.resolve(target, mesh)), ""
