@@ -415,6 +415,13 @@ def test_options_are_checked_before_anything_runs(options, message, step):
     assert not state.step.is_deleted()
 
 
+def test_donated_state_is_refused(step):
+    state = step.init(seed=0)
+    ts.fit(step, state, loader(), steps=1, progress=False)
+    with pytest.raises(ValueError, match="this state was donated to an earlier step or fit"):
+        ts.fit(step, state, loader(), steps=2, progress=False)
+
+
 def test_loader_of_the_wrong_kind(step):
     with pytest.raises(
         TypeError, match="a loader is an iterable of batches, or a function from a position to one, got int"

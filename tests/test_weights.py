@@ -368,3 +368,15 @@ def test_hooks_are_not_lost(tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotImplementedError, match=r"place: weight have hooks"):
         ts.place(model, make_mesh((4, 2)), LINEAR)
     assert model.weight.device.type == "cpu"
+
+
+def test_modules_that_change_what_they_load_are_refused(tmp_path: pathlib.Path) -> None:
+    """Torch's own hooks rename what older versions wrote, and are no harm."""
+    scaled = nn.Linear(2, 2, bias=False)
+    path = ts.export_safetensors(scaled, tmp_path)
+    scaled.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: state[prefix + "weight"].mul_(2))
+    plan = ts.ShardingPlan({}, default=P())
+    with pytest.raises(NotImplementedError, match="Linear have hooks that change a state_dict before it is loaded"):
+        ts.load_safetensors(path, scaled, ts.make_mesh(batch=1), plan)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    ts.load_safetensors(ts.export_safetensors(normed, tmp_path), normed, ts.make_mesh(batch=1), plan)

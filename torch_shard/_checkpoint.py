@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run on disk, whole or not at all, and back onto any mesh."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
@@ -89,6 +90,7 @@ class Checkpointer:
         self._orbax = make_orbax()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
+        self._claimed = False
         self._damaged: set[int] = set()
         self._lock = filelock.FileLock(self.directory / ".lock", timeout=0, thread_local=False)
 
@@ -116,17 +118,20 @@ class Checkpointer:
         Raises:
             BlockingIOError: Another process saves to it.
         """
-        if jax.process_index() > 0 or self._lock.is_locked:
+        if self._claimed:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except filelock.Timeout:
+        self._claimed = True
+        if jax.process_index() == 0:  # for all processes of the job
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(filelock.Timeout):
+                self._lock.acquire()
+                remove_tree(self.directory / _UNFINISHED, ignore_errors=True)  # of a process that was killed
+        if agree(jax.process_index() == 0 and not self._lock.is_locked):
+            self._claimed = False
             raise BlockingIOError(
                 f"Checkpointer: another process or Checkpointer is saving to {self.directory}. Give each run a "
                 "directory of its own, or end the other one."
-            ) from None
-        remove_tree(self.directory / _UNFINISHED, ignore_errors=True)  # of a process that was killed
+            )
 
     def save(self, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Save a state.
@@ -207,6 +212,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._claimed = False
             self._lock.release()
 
     def __enter__(self) -> "Checkpointer":

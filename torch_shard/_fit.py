@@ -132,6 +132,10 @@ def _check(steps: Any, eval_every: Any, log_every: Any, on_bad_step: Any, prefet
 
 def _begin(step: TrainStep, state: TrainState | None, checkpointer: Checkpointer | None) -> TrainState:
     """The given state, or the newest checkpoint if that is ahead of it."""
+    if state is not None and state.step.is_deleted():
+        raise ValueError(
+            "fit: this state was donated to an earlier step or fit. Go on with the state that it returned."
+        )
     if checkpointer is not None:
         checkpointer.claim()
         if checkpointer.steps() and (state is None or checkpointer.steps()[-1] > int(state.step)):

@@ -144,6 +144,26 @@ def refuse_hooks(caller: str, module: nn.Module) -> None:
         )
 
 
+def refuse_load_hooks(caller: str, module: nn.Module) -> None:
+    """Refuse modules that change a `state_dict` before they load it, where entries are read one by one.
+
+    Raises:
+        NotImplementedError: There are some; all are listed. Those of PyTorch's own, which rename what older versions
+            wrote, are no harm: old names are errors by themselves.
+    """
+    hooked = [
+        name or type(module).__name__
+        for name, m in module.named_modules()
+        for hook in m._load_state_dict_pre_hooks.values()
+        if not getattr(hook, "hook", hook).__module__.startswith("torch.")
+    ]
+    if hooked:
+        raise NotImplementedError(
+            f"{caller}: {', '.join(dict.fromkeys(hooked))} have hooks that change a state_dict before it is loaded, "
+            "which would not run. Load it by load_state_dict on the CPU, and place the model then."
+        )
+
+
 def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Put `value` wherever `module` holds `tensor`, under all names of a tie.
 

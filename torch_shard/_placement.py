@@ -135,6 +135,7 @@ def gather(model_or_tree: Any) -> Any:
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
+    refuse_hooks("gather", model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
         replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))

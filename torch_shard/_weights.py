@@ -15,7 +15,7 @@ from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array
 from torch_shard._match import Allowed, Entry, Match, Rename
 from torch_shard._mesh import check_mesh
-from torch_shard._module import holdings, refuse_hooks, replace_tensors
+from torch_shard._module import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
 from torch_shard._ops import has_x64
 from torch_shard._placement import put
 from torch_shard._plan import ShardingPlan
@@ -134,6 +134,7 @@ class _Loader:
         check_mesh(mesh, caller=caller)
         if isinstance(target, torch.nn.Module):
             refuse_hooks(caller, target)
+            refuse_load_hooks(caller, target)
         self._caller, self._file, self._dtype = caller, file, dtype
         self._target: Any = target
         self._match = Match(file, target, mesh, dtype)
