@@ -87,6 +87,7 @@ def test_a_second_process_takes_every_program_and_computes_the_same_bits(filled:
     assert entries(directory) == before
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_share_a_directory(tmp_path: Path, filled: tuple[Path, list[str]]) -> None:
     """One may meet an entry that the other is writing: JAX then warns and compiles."""
     filled_entries = entries(filled[0])

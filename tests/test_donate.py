@@ -30,7 +30,12 @@ def make_step(model: torch.nn.Module, case: Case, **more: Any) -> ts.TrainStep:
 
 @pytest.mark.parametrize("born", [True, False], ids=["born sharded", "on the cpu"])
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in ("gpt", "resnet_train", "lstm", "tied", "frozen")], ids=str
+    "case",
+    [
+        pytest.param(c, marks=[] if c.name in ("tied", "frozen") else pytest.mark.slow, id=c.name)
+        for c in CASES
+        if c.name in ("gpt", "resnet_train", "lstm", "tied", "frozen")
+    ],
 )
 def test_donating_changes_no_number(case: Case, born: bool) -> None:
     models = [ts.materialize(case.build, make_mesh((4, 2)), case.plan) if born else case.model() for _ in range(2)]

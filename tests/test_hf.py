@@ -12,7 +12,13 @@ from tests.cases import Case
 from tests.eager import assert_follows, eager_trajectory
 from tests.hf_models import HF_MODELS, Batch
 
-FIRST = [case for model in HF_MODELS for case in model.cases()[:1]]
+# Each of these has parts that none of the others has.
+CHOSEN = ("Llama", "GPT2", "Gemma2", "Mixtral", "T5", "Bert", "ViT", "Mamba", "Whisper")
+FIRST = [
+    pytest.param(case, marks=[] if case.name.startswith(CHOSEN) else pytest.mark.slow, id=str(case))
+    for model in HF_MODELS
+    for case in model.cases()[:1]
+]
 OTHERS = [pytest.param(case, marks=pytest.mark.slow) for model in HF_MODELS for case in model.cases()[1:]]
 
 

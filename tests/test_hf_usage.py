@@ -74,7 +74,12 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("case", USES, ids=str)
+VARIANTS = ("checkpointed_reentrant", "lora_with_magnitudes", "frozen")  # frozen is also in every LoRA
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c.name in VARIANTS else [], id=c.name) for c in USES]
+)
 def test_equals_eager_torch(case: Case) -> None:
     trajectory, model = eager_trajectory(case, num_steps=2), case.model()
     assert_follows(case, model, trajectory, (4, 2))

@@ -236,7 +236,11 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Holder(lambda w: w.random_(), 8), NotImplementedError, r"random_\(0, 100\)"),
     (lambda: Holder(lambda w: nn.init.trunc_normal_(w, a=5, b=6), 8), NotImplementedError, "Move the mean into"),
     (lambda: on_meta(mlp), ValueError, r"0\.weight: on the meta device(?s:.*)Leave torch\.device\('meta'\) out"),
-    (lambda: nn.Linear(2, 2).double(), TypeError, r"materialize: weight, bias need 64 bits"),
+    (
+        lambda: nn.Linear(2, 2).double(),
+        TypeError,
+        r"materialize: weight, bias are float64 or complex128 and need 64 bits",
+    ),
     (lambda: 3, TypeError, r"the callable must return a torch\.nn\.Module, got int"),
     (lambda: nn.LazyLinear(3), NotImplementedError, r"lazy modules.*nn\.Linear for nn\.LazyLinear"),
     (hooked, NotImplementedError, r"materialize: weight have hooks.*Register the hooks afterwards"),

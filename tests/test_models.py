@@ -21,8 +21,12 @@ from tests.models import MODELS
 SIZES = [(4, 2), pytest.param((1, 1), marks=pytest.mark.slow)]
 
 
+VARIANTS = ("unet",)  # convolutions and skips as in diffusion
+CHOSEN = [pytest.param(c, marks=pytest.mark.slow if c.name in VARIANTS else [], id=c.name) for c in MODELS]
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("case", MODELS, ids=str)
+@pytest.mark.parametrize("case", CHOSEN)
 def test_equals_eager_torch(case: Case, sizes: tuple[int, int]) -> None:
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=3), sizes)
 

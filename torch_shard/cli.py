@@ -98,20 +98,18 @@ def demo(
     except OSError as error:
         raise typer.BadParameter(f"cannot write to {out}: {error.strerror}.", param_hint="--out") from error
     simulate_devices()
-    try:
-        run = Run(settings, read_corpus())
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--mesh") from error
     # A table of seven columns, folded to the 80 that rich takes for a pipe's width, is hard to read.
     console = Console()
     console = console if console.is_terminal else Console(width=132)
     try:
-        if resume and not prepare(settings, resume=True):
+        if not prepare(settings, resume=resume) and resume:
             console.print(f"Nothing to resume in {out}: a new run begins.")
-        elif not resume:
-            prepare(settings, resume=False)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--resume" if resume else "--out") from error
+    try:
+        run = Run(settings, read_corpus())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mesh") from error
     try:
         holds = run_demo(run, console)
     except KeyboardInterrupt:
