@@ -66,6 +66,14 @@ def test_round_trip_through_all_formats(saved, tmp_path):
     assert_same(step.export(ts.Checkpointer(c).restore(step, params_only=True)).state_dict(), model)
 
 
+def test_relative_paths_of_checkpoints(saved, tmp_path, monkeypatch):
+    directory, _, model = saved
+    monkeypatch.chdir(directory.parent)
+    done = call(directory.name, tmp_path / "a.safetensors")
+    assert done.exit_code == 0, done.output
+    assert_same(load_file(tmp_path / "a.safetensors"), model)
+
+
 def test_what_cannot_be_converted(saved, tmp_path):
     for arguments, message in (
         ((tmp_path / "none", tmp_path / "a.pt"), "does not exist"),

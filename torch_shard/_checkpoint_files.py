@@ -32,7 +32,7 @@ class CheckpointTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = find_checkpoint(path)
+        self._path = find_checkpoint(path).absolute()  # as orbax asks
         self.shown = str(self._path)
         if damage := find_damage(self._path):
             raise ValueError(f"{self._path} is damaged: {'; '.join(damage)}.")
