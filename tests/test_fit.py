@@ -286,6 +286,14 @@ def test_progress_shows_loss_and_speed(step):
     assert "samples" in shown
 
 
+def test_progress_shows_the_last_evaluation(step):
+    console = Console(record=True, width=140, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    ts.fit(step, step.init(seed=0), loader(), steps=2, eval_loader=loader(), progress=console)
+    shown = console.export_text()
+    console.file.close()
+    assert "eval_loss" in shown
+
+
 def poisoned(position, at):
     batch = DATA[:8].clone()
     batch[0, 0] = math.nan if position == at else 0

@@ -115,14 +115,19 @@ class Reports:
             more = {n: v for n, v in metrics.items() if n not in found and n != "guard"}
             lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
             self._log.write("train", position, found | speed | lists)
-        evaluated = {name: value for name, value in self.numbers.items() if name == "eval_loss"}
-        self._bar.update(position, {"loss": found["loss"]} | evaluated | speed)
+        self._show(position)
+
+    def _show(self, position: int) -> None:
+        order = [name for name in ("loss", "eval_loss") if name in self.numbers]
+        order += [name for name in self.numbers if name.endswith("_per_s")]
+        self._bar.update(position, {name: self.numbers[name] for name in order})
 
     def add_evaluation(self, position: int, found: Mapping[str, float]) -> None:
         """Tell of an evaluation."""
         self.numbers |= {f"eval_{name}": value for name, value in found.items()}
         if self._log is not None:
             self._log.write("eval", position, found)
+        self._show(position)
         self.pause()
 
     def pause(self) -> None:
