@@ -238,3 +238,22 @@ def test_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     with pytest.raises(ZeroDivisionError), replacing(file) as partial:
         partial.write_text(f"new {1 / 0}")
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("kept.txt", "old")]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_stopped_demo_says_how_to_go_on(error, code, tmp_path, monkeypatch):
+    def stopped(*_):
+        raise error
+
+    monkeypatch.setattr("torch_shard._demo.report.run_demo", stopped)
+    found = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
+    assert found.exit_code == code
+    assert "The same command with --resume goes on" in found.output
+
+
+def test_settings_that_cannot_be_read_are_said_so(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "demo.json").write_text("x")
+    found = CliRunner().invoke(app, ["demo", "--quick", "--resume", "--out", str(tmp_path)], terminal_width=200)
+    assert found.exit_code == 2
+    assert "cannot be read" in " ".join(found.output.split())

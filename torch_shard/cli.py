@@ -1,6 +1,7 @@
 """The command line: `torch-shard demo`, `inspect`, `convert`, `tutorials`."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,10 @@ def demo(
     except KeyboardInterrupt:
         console.print("Stopped, and saved. The same command with --resume goes on.")
         raise typer.Exit(130) from None
+    except SystemExit as leaving:
+        if leaving.code == 128 + signal.SIGTERM:
+            console.print("Stopped, and saved. The same command with --resume goes on.")
+        raise
     if not holds:
         raise typer.Exit(1)
 

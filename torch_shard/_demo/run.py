@@ -97,7 +97,10 @@ def prepare(settings: Settings, *, resume: bool) -> bool:
     if not resume:
         shutil.rmtree(checkpoints, ignore_errors=True)
     elif checkpoints.exists():
-        began = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            began = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}). Begin anew without --resume.") from error
         if differing := [
             f"{name} {began.get(name)}, not {asked[name]}" for name in asked if asked[name] != began.get(name)
         ]:
