@@ -449,6 +449,16 @@ def test_options_are_checked():
         ts.Checkpointer(3)  # pyright: ignore
 
 
+def test_arguments_of_the_wrong_kind(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"directory must be a directory, but .* is a file"):
+        ts.Checkpointer(tmp_path / "file")
+    with pytest.raises(TypeError, match=r"Checkpointer.save: state must be a TrainState, got tuple"):
+        ts.Checkpointer(tmp_path).save((1, 2))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"Checkpointer.restore: train_step must be a TrainStep, got Linear"):
+        ts.Checkpointer(tmp_path).restore(nn.Linear(2, 2))  # pyright: ignore
+
+
 def test_guarded_step_keeps_the_state(step):
     state, _ = train(step, step.init(seed=0), [0])
     before = by_name(state)

@@ -244,3 +244,19 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: pathlib.Path) -> No
     with pytest.raises(ValueError, match=r"max_shard_bytes must be a positive int, got 0"):
         ts.export_safetensors(many(0.0), tmp_path, max_shard_bytes=0)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"path must be a directory, but .* is a file"):
+        ts.export_safetensors(many(0.0), tmp_path / "file")
+    with pytest.raises(TypeError, match="export_safetensors: path must be a path, got NoneType"):
+        ts.export_safetensors(many(0.0), None)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_donated_state_is_not_written(tmp_path: pathlib.Path) -> None:
+    plan = ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(
+        nn.Linear(2, 2), lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan
+    )
+    state = step.init(seed=0)
+    step(state, torch.ones(8, 2))
+    with pytest.raises(ValueError, match=r"this state was donated to a step. Export what the step returned"):
+        ts.export_safetensors(state, tmp_path)

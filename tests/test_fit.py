@@ -413,7 +413,9 @@ def test_iterator_cannot_be_resumed(step):
         ({"steps": 1}, r"the state has seen 2 batches, and steps=1"),
         ({"eval_every": 0}, "eval_every must be a positive integer"),
         ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'stop', 'skip', got 'ignore'"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be a positive number"),
+        ({"max_grad_norm": -1.0}, "fit: max_grad_norm must be a positive number"),
+        ({"seed": -1}, "seed must be an integer, 0 or more, got -1"),
+        ({"eval_every": 2}, "eval_every and eval_step are for an evaluation, which needs eval_loader"),
     ],
 )
 def test_options_are_checked_before_anything_runs(options, message, step):
@@ -435,6 +437,30 @@ def test_loader_of_the_wrong_kind(step):
         TypeError, match="a loader is an iterable of batches, or a function from a position to one, got int"
     ):
         ts.fit(step, None, 3, steps=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": nn.Linear(2, 2)}, "step must be a TrainStep, got Linear. make_train_step gives one"),
+        ({"state": nn.Linear(2, 2)}, "state must be a TrainState or None, got Linear"),
+        ({"loader": {"x": DATA}}, "a loader is an iterable of batches, .* got dict"),
+        ({"loader": lambda position: None}, "must return an iterable of batches, got NoneType at position 0"),
+        ({"eval_loader": lambda position: [DATA]}, "eval_loader must be an Iterable, got function"),
+        ({"eval_loader": [DATA[:8]], "eval_step": print}, "eval_step must be an EvalStep or None"),
+        ({"checkpointer": "run"}, "checkpointer must be a Checkpointer or None, got str"),
+        ({"log": True}, "log must be a path, got bool"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(options, message, step):
+    with pytest.raises(TypeError, match=message):
+        ts.fit(**{"step": step, "state": None, "loader": loader(), "steps": 1, "progress": False, **options})
+
+
+def test_log_that_is_a_file(step, tmp_path):
+    (tmp_path / "log").touch()
+    with pytest.raises(NotADirectoryError, match=r"fit: log must be a directory, but .* is a file"):
+        ts.fit(step, None, loader(), steps=1, log=tmp_path / "log", progress=False)
 
 
 def test_one_program_for_the_whole_run():

@@ -279,3 +279,19 @@ def test_hugging_face(name: str) -> None:
         elif not (one.unique().numel() > 1 and other.unique().numel() > 1):
             assert torch.equal(one, other.to(one.dtype)), key
     assert copy.deepcopy(found).config.to_dict() == found.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": {"weight": P()}}, r"materialize: plan must be a ShardingPlan, got dict"),
+        (
+            {"model": nn.Linear(2, 2, device="meta"), "init": 3},
+            r"materialize: init must be a Callable or None, got int",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_kind(options, message):
+    given = {"model": lambda: nn.Linear(2, 2), "mesh": ts.make_mesh(batch=1), "plan": ts.ShardingPlan({}, default=P())}
+    with pytest.raises(TypeError, match=message):
+        ts.materialize(**{**given, **options})

@@ -360,6 +360,35 @@ def test_arguments_of_the_wrong_kind(tmp_path: pathlib.Path) -> None:
         ts.load_safetensors(path, nn.Linear(4, 8), None, LINEAR)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": None}, "path must be a path, got NoneType"),
+        ({"path": {"weight": torch.ones(2)}}, "path must be a path, got dict. Tensors by name are for load_torch"),
+        ({"plan": {"weight": P()}}, "plan must be a ShardingPlan, got dict"),
+        ({"model_or_names": ["weight"]}, "model_or_names must be a Module or a Mapping, got list"),
+        ({"rename": ["weight"]}, "rename must be a Mapping or a Callable or None, got list"),
+        ({"rename": lambda name: 3}, "rename must give strings, or None to drop a name, but gives"),
+        ({"allow_missing": 3}, "allow_missing must be an Iterable or a bool, got int"),
+    ],
+)
+def test_arguments_are_named_where_they_are_of_the_wrong_kind(options: Any, message: str, tmp_path: Any) -> None:
+    given = {
+        "path": linear_file(tmp_path),
+        "model_or_names": nn.Linear(4, 8),
+        "mesh": make_mesh((4, 2)),
+        "plan": LINEAR,
+    }
+    with pytest.raises(TypeError, match=message):
+        ts.load_safetensors(**{**given, **options})
+
+
+def test_a_file_of_torch_is_no_damaged_one(tmp_path: pathlib.Path) -> None:
+    path = ts.export_torch(nn.Linear(4, 8), tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"is no safetensors file, but one of torch.save. Read it by load_torch"):
+        ts.load_safetensors(path, nn.Linear(4, 8), make_mesh((4, 2)), LINEAR)
+
+
 def test_hooks_are_not_lost(tmp_path: pathlib.Path) -> None:
     model = nn.Linear(4, 8)
     model.weight.register_hook(lambda grad: grad * 0)

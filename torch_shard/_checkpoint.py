@@ -15,6 +15,7 @@ import filelock
 import jax
 
 from torch_shard._integrity import find_damage, seal, sync_directory
+from torch_shard._kinds import check_directory, check_kind
 from torch_shard._orbax import make_orbax, read_arrays, to_save
 from torch_shard._processes import agree
 from torch_shard._saved import (
@@ -57,6 +58,7 @@ class Checkpointer:
 
     Raises:
         TypeError: `directory` is no path.
+        NotADirectoryError: It is a file.
         ValueError: `keep` or `every` is not a positive number.
 
     Example:
@@ -80,12 +82,11 @@ class Checkpointer:
         every: int = 1000,
         asynchronous: bool = True,
     ) -> None:
-        if not isinstance(directory, str | os.PathLike):
-            raise TypeError(f"Checkpointer: directory must be a path, got {type(directory).__name__}.")
+        path = check_directory("Checkpointer", "directory", directory)
         for option, value in (("keep", keep), ("every", every)):
             if not (option == "keep" and value is None) and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
-        self.directory = Path(directory).absolute()
+        self.directory = path.absolute()
         self.keep, self.every, self.asynchronous = keep, every, asynchronous
         self._orbax = make_orbax()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -148,6 +149,7 @@ class Checkpointer:
             ValueError: The state was donated.
             RuntimeError: This or an earlier checkpoint could not be written; those that are there are as they were.
         """
+        check_kind("Checkpointer.save", "state", state, TrainState, hint="A step returns one.")
         self.wait()
         if state.step.is_deleted():
             raise ValueError(
@@ -243,6 +245,7 @@ class Checkpointer:
             ValueError: It does not fit the model or the optimiser; all differences are listed by name. Or the one that
                 was asked for is damaged.
         """
+        check_kind("Checkpointer.restore", "train_step", train_step, TrainStep, hint="make_train_step gives one.")
         self.wait()
         while True:
             path = self._choose(step)

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Batches:
     """
 
     def __init__(self, loader: Any, *, seed: int, caller: str) -> None:
-        if not (isinstance(loader, Iterable) or callable(loader)):
+        if isinstance(loader, Mapping) or not (isinstance(loader, Iterable) or callable(loader)):
             raise TypeError(
                 f"{caller}: a loader is an iterable of batches, or a function from a position to one, got "
                 f"{type(loader).__name__}."
@@ -69,7 +69,13 @@ class Batches:
                 "position to an iterable: lambda position: batches_from(position)."
             )
         loader: Any = self._loader
-        return self._to_its_end(loader if self._is_iterator else loader(position))
+        found = loader if self._is_iterator else loader(position)
+        if not isinstance(found, Iterable):
+            raise TypeError(
+                f"{self._caller}: the loader, a function, must return an iterable of batches, got "
+                f"{type(found).__name__} at position {position}."
+            )
+        return self._to_its_end(found)
 
     def _to_its_end(self, batches: Iterable[Any]) -> Iterator[Any]:
         yield from self.epoch(0, batches)

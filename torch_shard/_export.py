@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from torch_shard._bridge import JaxTensor
 from torch_shard._convert import to_host
+from torch_shard._kinds import check_directory, check_path
 from torch_shard._module import holdings, unsaved_buffers
 from torch_shard._ops import torch_dtype
 from torch_shard._placement import refuse_meta
@@ -47,7 +48,9 @@ def export_safetensors(
 
     Raises:
         TypeError: It is none of these, or the metadata are no strings.
-        ValueError: A tensor has no values (on the meta device) or a dtype that safetensors lack.
+        ValueError: A tensor has no values (on the meta device) or a dtype that safetensors lack; or the state was
+            donated to a step.
+        NotADirectoryError: `path` is a file of another kind.
 
     Example:
         >>> import tempfile, torch, torch_shard as ts
@@ -60,9 +63,12 @@ def export_safetensors(
         raise TypeError(f"export_safetensors: metadata must map strings to strings, got {metadata}.")
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"export_safetensors: max_shard_bytes must be a positive int, got {max_shard_bytes!r}.")
+    path = check_path("export_safetensors", "path", path)
+    if path.suffix != ".safetensors":
+        check_directory("export_safetensors", "path", path)
     values, structs = _collect("export_safetensors", state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
-    export = Export(Path(path), stored, max_shard_bytes, strings)
+    export = Export(path, stored, max_shard_bytes, strings)
     _write_once(export.write, (_to_cpu(values[name]).to(stored[name].dtype) for name in export.names))
     return export.result
 
@@ -81,10 +87,11 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
         TypeError: As `export_safetensors`.
         ValueError: A tensor has no values (on the meta device).
     """
+    path = check_path("export_torch", "path", path)
     values, structs = _collect("export_torch", state)
     tensors = (_to_cpu(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
-    _write_once(lambda found: write_torch(Path(path), dict(zip(structs, found, strict=True))), tensors)
-    return Path(path)
+    _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
+    return path
 
 
 def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -92,6 +99,8 @@ def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]
     if isinstance(state, torch.nn.Module):
         values, unsaved = holdings(state).all, unsaved_buffers(state)
     elif isinstance(state, TrainState):
+        if state.step.is_deleted():
+            raise ValueError(f"{caller}: this state was donated to a step. Export what the step returned.")
         values, unsaved = state.tensors, state.unsaved
     elif isinstance(state, Mapping):
         values, unsaved = state, ()

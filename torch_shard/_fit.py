@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from rich.console import Console
 from torch_shard._bad_step import ON_BAD_STEP, Guard
 from torch_shard._checkpoint import Checkpointer
 from torch_shard._data import Ahead, Batches
+from torch_shard._guard import check_max_grad_norm
+from torch_shard._kinds import check_directory, check_kind
 from torch_shard._metrics_log import MetricsLog
 from torch_shard._processes import agree
 from torch_shard._reports import Bar, Reports, num_rows, scalars
@@ -78,7 +81,10 @@ def fit(
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
         SystemExit: `SIGTERM` came, likewise; with status 143.
-        ValueError: An option has no such value, `steps` is behind the state, or the loader ends too early.
+        TypeError: An argument is of the wrong kind.
+        NotADirectoryError: `log` is a file.
+        ValueError: An option has no such value, or needs another; `steps` is behind the state, or the loader ends too
+            early.
 
     Notes:
         A run that is cut off at any batch and resumed on the same mesh gives the same losses, bit for bit: parameters,
@@ -98,6 +104,10 @@ def fit(
         20
     """
     _check(steps, eval_every, log_every, on_bad_step, prefetch)
+    _check_seed(seed)
+    check_max_grad_norm("fit", max_grad_norm)
+    _check_kinds(step, state, checkpointer, log)
+    _check_evaluation(eval_loader, eval_every, eval_step)
     batches = Batches(loader, seed=seed, caller="fit")
     evaluation = None
     if eval_loader is not None:
@@ -128,6 +138,27 @@ def _check(steps: Any, eval_every: Any, log_every: Any, on_bad_step: Any, prefet
             raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
     if on_bad_step not in ON_BAD_STEP:
         raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
+
+
+def _check_seed(seed: Any) -> None:
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"fit: seed must be an integer, 0 or more, got {seed!r}.")
+
+
+def _check_kinds(step: Any, state: Any, checkpointer: Any, log: Any) -> None:
+    check_kind("fit", "step", step, TrainStep, hint="make_train_step gives one.")
+    check_kind("fit", "state", state, TrainState | None, hint="step.init(seed=0) gives one.")
+    check_kind("fit", "checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
+    if log is not None:
+        check_directory("fit", "log", log)
+
+
+def _check_evaluation(eval_loader: Any, eval_every: Any, eval_step: Any) -> None:
+    check_kind("fit", "eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
+    if eval_loader is not None:
+        check_kind("fit", "eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
+    elif eval_every is not None or eval_step is not None:
+        raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 
 
 def _begin(step: TrainStep, state: TrainState | None, checkpointer: Checkpointer | None) -> TrainState:

@@ -104,6 +104,8 @@ class Match:
             wanted = {name: rename.get(name, name) for name in self._file.stored}
         else:
             wanted = {name: rename(name) if rename else name for name in self._file.stored}
+        if odd := {name: new for name, new in wanted.items() if not isinstance(new, str | None)}:
+            raise TypeError(f"rename must give strings, or None to drop a name, but gives {odd}.")
         first: dict[str, str] = {}
         for name, new in wanted.items():
             if new is not None and first.setdefault(new, name) != name:

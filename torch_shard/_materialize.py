@@ -17,6 +17,7 @@ from torch_shard._births import Birth, Init, construct, reborn, swap
 from torch_shard._bits import FUSED
 from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array, to_host
+from torch_shard._kinds import check_kind
 from torch_shard._lower import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._mesh import check_mesh
 from torch_shard._module import holdings, refuse_hooks
@@ -81,8 +82,10 @@ def materialize(
         device(type='jax', index=0)
     """
     check_mesh(mesh, caller="materialize")
+    check_kind("materialize", "plan", plan, ShardingPlan)
     _check_seed(seed)
     if isinstance(model, nn.Module):
+        check_kind("materialize", "init", init, Callable | None, hint="It is called on each submodule.")
         return _fill_in(model, mesh, plan, seed, init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")

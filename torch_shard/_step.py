@@ -16,6 +16,7 @@ from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._compile_cache import CompileCache
 from torch_shard._compiled import Compiled
 from torch_shard._fused import find_fused
+from torch_shard._kinds import check_kind
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._mesh import ResolvedPlan, check_mesh
 from torch_shard._module import LossFn, holdings, shared_memory
@@ -55,10 +56,10 @@ class Step:
         compile_cache: str | os.PathLike[str] | None = None,
     ) -> None:
         check_mesh(mesh, caller=self.caller)
-        _check_type(self.caller, "model", model, torch.nn.Module)
-        _check_type(self.caller, "loss_fn", loss_fn, Callable)
-        _check_type(self.caller, "plan", plan, ShardingPlan)
-        _check_type(self.caller, "batch_spec", spec, PartitionSpec | None)
+        check_kind(self.caller, "model", model, torch.nn.Module)
+        check_kind(self.caller, "loss_fn", loss_fn, Callable)
+        check_kind(self.caller, "plan", plan, ShardingPlan)
+        check_kind(self.caller, "batch_spec", spec, PartitionSpec | None)
         _check_compute_dtype(self.caller, compute_dtype)
         _check_repeats(self.caller, repeats)
         self.model, self.loss_fn, self.mesh, self.compute_dtype = model, loss_fn, mesh, compute_dtype
@@ -224,12 +225,6 @@ class Step:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
         compiled, arrays = self._prepare(batch, state)
         return compiled.jitted.lower(self._normal(state), arrays, compiled.closure())  # pyright: ignore
-
-
-def _check_type(caller: str, argument: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind):
-        wanted = getattr(kind, "__name__", kind)
-        raise TypeError(f"{caller}: {argument} must be a {wanted}, got {type(value).__name__}.")
 
 
 def _check_compute_dtype(caller: str, dtype: Any) -> None:

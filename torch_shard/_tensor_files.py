@@ -101,6 +101,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         with safe_open(path, framework="pt"):
             pass
     except SafetensorError as error:
+        if zipfile.is_zipfile(path):
+            raise ValueError(f"{path} is no safetensors file, but one of torch.save. Read it by load_torch.") from error
         raise ValueError(f"{path} is damaged, or no safetensors file: {error}{_describe_sizes(path)}.") from error
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

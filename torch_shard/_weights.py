@@ -2,8 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh
 
 from torch_shard._bridge import wrap_array
 from torch_shard._convert import host_array
+from torch_shard._kinds import check_kind, check_path
 from torch_shard._match import Allowed, Entry, Match, Rename
 from torch_shard._mesh import check_mesh
 from torch_shard._module import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
@@ -60,7 +60,8 @@ def load_safetensors(
 
     Returns:
         The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
-        values in the file (also non-persistent buffers) stay on the meta device if they were there.
+        values in the file (also non-persistent buffers) stay on the meta device if they were there; a module that
+        `materialize` made with its constructor has them.
 
     Raises:
         FileNotFoundError: There is no such file, or an index names one that is missing.
@@ -78,7 +79,9 @@ def load_safetensors(
         >>> ts.load_safetensors(path, model, ts.make_mesh(batch=1, model=1), plan).weight.jax().sharding.spec
         P('model',)
     """
-    loader = _Loader("load_safetensors", open_safetensors(Path(path)), model_or_names, mesh, plan, dtype)
+    hint = "Tensors by name are for load_torch, which takes a mapping too." if isinstance(path, Mapping) else ""
+    file = open_safetensors(check_path("load_safetensors", "path", path, hint=hint))
+    loader = _Loader("load_safetensors", file, model_or_names, mesh, plan, dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
 
@@ -117,7 +120,7 @@ def load_torch(
         ValueError: As `load_safetensors`; or the file holds something else than tensors by name.
         TypeError: An argument is of the wrong kind.
     """
-    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(Path(path))
+    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("load_torch", "path", path))
     return _Loader("load_torch", file, model_or_names, mesh, plan, dtype).run(rename, allow_missing, allow_unused)
 
 
@@ -132,6 +135,8 @@ class _Loader:
                 f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
             )
         check_mesh(mesh, caller=caller)
+        check_kind(caller, "plan", plan, ShardingPlan)
+        check_kind(caller, "model_or_names", target, torch.nn.Module | Mapping)
         if isinstance(target, torch.nn.Module):
             refuse_hooks(caller, target)
             refuse_load_hooks(caller, target)
@@ -144,6 +149,9 @@ class _Loader:
             self._shardings, self._plan_fault = {}, str(error)
 
     def run(self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed) -> Any:
+        check_kind(self._caller, "rename", rename, Mapping | Callable | None)
+        for option, given in (("allow_missing", allow_missing), ("allow_unused", allow_unused)):
+            check_kind(self._caller, option, given, Iterable | bool, hint="Give names or globs, or True for all.")
         match = self._match
         match.run(rename, allow_missing, allow_unused)
         self._raise(match.faults)
