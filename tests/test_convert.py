@@ -74,6 +74,11 @@ def test_relative_paths_of_checkpoints(saved, tmp_path, monkeypatch):
     assert_same(load_file(tmp_path / "a.safetensors"), model)
 
 
+def test_folder_that_takes_no_files(saved):
+    refused = call(saved[0], "/proc/a.pt")
+    assert refused.exit_code == 2, refused.exception
+
+
 def test_what_cannot_be_converted(saved, tmp_path):
     for arguments, message in (
         ((tmp_path / "none", tmp_path / "a.pt"), "does not exist"),

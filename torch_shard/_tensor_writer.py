@@ -144,6 +144,6 @@ def _write(
 def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     """Write CPU tensors by `torch.save`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        torch.save(dict(tensors), partial)
+    with replacing(path) as partial, partial.open("wb") as file:  # torch's own writer has no OSError for what fails
+        torch.save(dict(tensors), file)
     return path
