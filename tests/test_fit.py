@@ -306,9 +306,11 @@ def test_bad_step_is_named(step, tmp_path):
         with pytest.raises(ts.BadStepError, match=r"batch 4 was not taken.*the loss is nan.*that of 3\.bias") as found:
             ts.fit(step, None, batches, steps=6, checkpointer=checkpointer, progress=False)
         assert found.value.non_finite == ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
-        assert (int(found.value.state.step), int(found.value.state.num_batches)) == (3, 4)
+        assert (int(found.value.state.step), int(found.value.state.num_batches)) == (3, 3)
         assert "the state is saved in" in "".join(found.value.__notes__)
         assert checkpointer.steps() == [3]
+        with pytest.raises(ts.BadStepError, match="batch 4 was not taken"):  # and not passed over in silence
+            ts.fit(step, None, batches, steps=6, checkpointer=checkpointer, progress=False)
         state = checkpointer.restore(step)
     good = ts.fit(step, step.init(seed=0), batches[:3], steps=3, progress=False)
     for name, value in values(good).items():
@@ -322,7 +324,7 @@ def test_bad_step_is_skipped_or_ends_the_run(step, caplog):
     assert all(np.isfinite(value).all() for value in values(state).values())
     assert "batch 4 was not taken" in caplog.text
     state = ts.fit(step, step.init(seed=0), batches, steps=6, on_bad_step="stop", progress=False)
-    assert (int(state.step), int(state.num_batches)) == (3, 4)
+    assert (int(state.step), int(state.num_batches)) == (3, 3)
 
 
 def test_large_gradient_is_no_step(step):

@@ -1,5 +1,6 @@
 """What a run does about a step whose loss or gradient is no good."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -13,7 +14,7 @@ class BadStepError(ArithmeticError):
     """A step whose loss or gradient is no good.
 
     Attributes:
-        state: As it was before the step, but for `num_batches`.
+        state: As it was before the step.
         non_finite: Names of the parameters with a gradient that is not finite, in the module's order.
     """
 
@@ -33,25 +34,30 @@ class Guard:
     def __init__(self, on_bad_step: str, max_grad_norm: float | None) -> None:
         self._do, self.max_grad_norm = on_bad_step, max_grad_norm
 
-    def stops(self, state: TrainState, metrics: dict[str, Any], position: int) -> bool:
-        """Whether the run is to stop after this step, which it waits for.
+    def stops(self, state: TrainState, metrics: dict[str, Any], position: int) -> TrainState | None:
+        """Wait for a step, and look at it.
 
         Args:
             state: After the step.
             metrics: Of the step.
             position: Number of batches seen, this one included.
 
+        Returns:
+            The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
+            the run goes on.
+
         Raises:
             BadStepError: The step was not taken, and that is to be an error.
         """
         if self.max_grad_norm is None or not bool(metrics["guard"].skipped):
-            return False
+            return None
         names = metrics["guard"].non_finite()
         message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
+        unseen = dataclasses.replace(state, num_batches=state.num_batches - 1)
         if self._do == "raise":
-            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', state, names)
+            raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
         logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
-        return self._do == "stop"
+        return unseen if self._do == "stop" else None
 
     def _reason(self, metrics: dict[str, Any], names: list[str]) -> str:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from torch_shard._bad_step import ON_BAD_STEP, Guard
+from torch_shard._bad_step import ON_BAD_STEP, BadStepError, Guard
 from torch_shard._checkpoint import Checkpointer
 from torch_shard._data import Ahead, Batches
 from torch_shard._guard import check_max_grad_norm
@@ -68,6 +68,7 @@ def fit(
         on_bad_step: What to do where the loss, a gradient, the gradient's norm or what would be a buffer is not finite,
             or that norm is larger than `max_grad_norm`. The state is kept as before that batch in each case: `"raise"`
             a `BadStepError`, `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
+            Only a skipped batch counts as seen: after the others a resumed run meets it again.
         max_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
             over the state.
         seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
@@ -211,9 +212,9 @@ class _Loop:
 
     def run(self, state: TrainState, position: int) -> TrainState:
         """Train to the end, or until something asks to stop."""
-        stopped = False
+        stopped = None
         try:
-            while position < self.steps and not stopped and not agree(self.stop.received is not None):
+            while position < self.steps and not agree(self.stop.received is not None):
                 placed = next(self.ahead)
                 state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
                 position += 1
@@ -221,13 +222,15 @@ class _Loop:
                 self.reports.expect(position, placed, metrics)
                 self.ahead.fill()
                 stopped = self.guard.stops(state, metrics, position)
-                if not stopped:
-                    self._between(state, position)
+                if stopped is not None:
+                    state = stopped
+                    break
+                self._between(state, position)
         except Exception as error:
-            self._rescue(state, position, error)
+            self._rescue(error.state if isinstance(error, BadStepError) else state, position, error)
             raise
         self._end(state, position)
-        if position < self.steps and not stopped:
+        if position < self.steps and stopped is None:
             self.stop.leave()
         return state
 
