@@ -24,13 +24,13 @@ from torch_shard._saved import (
     Head,
     SavedArray,
     by_name,
+    check_alike,
     fill,
     fill_kind,
     flatten,
     head_of,
     read_head,
     targets,
-    unlike,
     write_head,
 )
 from torch_shard._stacks import Stacks
@@ -263,8 +263,7 @@ class Checkpointer:
         structs = flatten(train_step.structs)
         wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
         own = self._own(train_step, Entries(dict.fromkeys(found))) if params_only else {}
-        if lines := unlike(Entries(dict.fromkeys([*found, *own])), wanted):
-            raise ValueError(_does_not_fit(path, lines, params_only))
+        check_alike(path, Entries(dict.fromkeys([*found, *own])), wanted, params_only=params_only)
         entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own)
         if params_only:
             return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
@@ -298,11 +297,3 @@ class Checkpointer:
         there = f"those of steps {self.steps()}" if self.steps() else "none"
         wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.")
-
-
-def _does_not_fit(path: Path, lines: list[str], params_only: bool) -> str:
-    message = f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n" + "\n".join(lines)
-    hint = "Restore it with the model and optimizer that wrote it"
-    return (
-        f"{message}\n\n{hint}." if params_only else f"{message}\n\n{hint}, or params_only=True for another optimizer."
-    )

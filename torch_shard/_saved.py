@@ -203,8 +203,22 @@ class Entries:
         return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
 
 
-def unlike(found: Entries, wanted: Entries) -> list[str]:
-    """What a saved state and the one to fill do not have in common, a line for each entry."""
+def check_alike(path: Path, found: Entries, wanted: Entries, *, params_only: bool) -> None:
+    """Refuse a saved state that is not like the one to fill.
+
+    Raises:
+        ValueError: All differences are listed, a line for each entry.
+    """
+    if lines := _unlike(found, wanted):
+        raise ValueError(
+            f"Checkpointer: {path} does not fit the model and the optimizer of this step.\n\n"
+            + "\n".join(lines)
+            + "\n\nRestore it with the model and optimizer that wrote it"
+            + ("." if params_only else ", or params_only=True for another optimizer.")
+        )
+
+
+def _unlike(found: Entries, wanted: Entries) -> list[str]:
     have, need = dict.fromkeys(found), dict.fromkeys(wanted)
     lines = [f"  {_show(e)}: missing in the checkpoint" for e in need if e not in have]
     lines += [f"  {_show(e)}: in the checkpoint, not in the state to fill" for e in have if e not in need]
