@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 from collections.abc import Mapping
 from os import rename
 from pathlib import Path
@@ -27,9 +26,11 @@ from torch_shard._saved import (
     check_alike,
     fill,
     fill_kind,
+    find_steps,
     flatten,
     head_of,
     read_head,
+    step_path,
     targets,
     write_head,
 )
@@ -38,7 +39,6 @@ from torch_shard._state import KINDS, TrainState
 from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
-_STEP = re.compile(r"step_(\d+)")
 _UNFINISHED = ".unfinished"
 
 
@@ -97,9 +97,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
-        names = {path.name for path in self.directory.glob("step_*")}
-        found = sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
-        return [step for step in found if self.path(step).name in names]
+        return find_steps(self.directory)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The numbers that were saved with a step.
@@ -111,7 +109,7 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
-        return self.directory / f"step_{step:08}"
+        return step_path(self.directory, step)
 
     def claim(self) -> None:
         """Make the directory and be the one that saves to it, until `close` or the end of the process.

@@ -1,6 +1,5 @@
 """What lies in a checkpoint, as a table: names, shapes, how they were split, bytes."""
 
-import re
 from pathlib import Path
 
 from rich.console import Group
@@ -8,14 +7,12 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._saved import HEAD, TENSORS, Head, SavedArray, read_head
-
-_STEP = re.compile(r"step_\d+")
+from torch_shard._saved import HEAD, TENSORS, Head, SavedArray, find_steps, read_head, step_path
 
 
 def holds_checkpoint(path: Path) -> bool:
     """Whether it is a checkpoint, or a directory of them."""
-    return (path / HEAD).exists() or any(_STEP.fullmatch(child.name) for child in path.glob("step_*"))
+    return (path / HEAD).exists() or bool(find_steps(path))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -26,10 +23,9 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / HEAD).exists():
         return path
-    steps = sorted(child for child in path.glob("step_*") if _STEP.fullmatch(child.name))
-    if not steps:
+    if not (steps := find_steps(path)):
         raise FileNotFoundError(f"{path} is no checkpoint and holds none (directories such as step_00000100).")
-    return steps[-1]
+    return step_path(path, steps[-1])
 
 
 def inventory(path: Path) -> Group:

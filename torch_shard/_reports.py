@@ -110,7 +110,7 @@ class Reports:
         (last, then), now = self._since, time.perf_counter()
         self._since = position, now
         speed = {} if math.isnan(then) else {f"{unit}_per_s": amount * (position - last) / (now - then)}
-        self.numbers |= found | speed
+        self.numbers |= speed
         if self._log is not None:
             more = {n: v for n, v in metrics.items() if n not in found and n != "guard"}
             lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ TENSORS = "tensors"
 HEAD = "state.json"
 FORMAT = 1
 SCALARS = ("step", "num_batches", "key")
+
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return directory / f"step_{step:08}"
+
+
+def find_steps(directory: Path) -> list[int]:
+    """The steps that have a checkpoint in a directory, in order."""
+    names = {path.name for path in directory.glob("step_*")}
+    found = sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+    return [step for step in found if step_path(directory, step).name in names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +194,7 @@ def read_head(directory: Path) -> Head:
 
 
 class Entries:
-    """SavedArray arrays as entries: by where they stand and their name."""
+    """Stored arrays as entries: by where they stand and their name."""
 
     def __init__(self, arrays: Mapping[SavedArray, Any]) -> None:
         self._arrays = dict(arrays)
