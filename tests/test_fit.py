@@ -15,6 +15,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -23,7 +24,7 @@ import torch_shard as ts
 from tests.processes import run_processes
 from torch_shard._data import Batches
 from torch_shard._fit import Evaluation
-from torch_shard._saved import read_head
+from torch_shard._head import read_head
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped
 DATA = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -256,8 +257,6 @@ def test_metrics_and_evaluation(step, tmp_path):
     evaluate = step.evaluation()
     wanted = [float(evaluate(state, rows)["loss"]) for rows in DATA[:16].split(8)]
     assert records[-1]["loss"] == pytest.approx(np.mean(wanted), rel=1e-6)  # a float32 printed
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(log))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [

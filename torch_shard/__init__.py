@@ -8,7 +8,8 @@ from torch_shard._argkinds import ArgKind
 from torch_shard._bad_step import BadStepError
 from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._checkpoint import Checkpointer
-from torch_shard._compare import Comparison, compare_with_torch
+from torch_shard._compare import compare_with_torch
+from torch_shard._comparison import Comparison
 from torch_shard._debug import debug_print
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._export import export_safetensors, export_torch

@@ -13,6 +13,7 @@ from shutil import rmtree as remove_tree
 import filelock
 import jax
 
+from torch_shard._head import Head, find_steps, head_of, read_head, step_path, write_head
 from torch_shard._integrity import find_damage, seal, sync_directory
 from torch_shard._kinds import check_directory, check_kind
 from torch_shard._orbax import make_orbax, read_arrays, to_save
@@ -20,19 +21,13 @@ from torch_shard._processes import agree
 from torch_shard._saved import (
     TENSORS,
     Entries,
-    Head,
     SavedArray,
     by_name,
     check_alike,
     fill,
     fill_kind,
-    find_steps,
     flatten,
-    head_of,
-    read_head,
-    step_path,
     targets,
-    write_head,
 )
 from torch_shard._stacks import Stacks
 from torch_shard._state import KINDS, TrainState

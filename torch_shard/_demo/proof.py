@@ -9,7 +9,8 @@ import optax
 import torch
 
 import torch_shard as ts
-from torch_shard._compare import Comparison, compare_batches
+from torch_shard._compare import compare_batches
+from torch_shard._comparison import Comparison
 from torch_shard._demo.model import GPT, loss_fn
 
 NUM_STEPS = 10
