@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import torch_shard as ts
 from tests.processes import run_processes
 from torch_shard import _checkpoint
+from torch_shard._inventory import find_checkpoint
 from torch_shard.cli import app
 
 WIDTH = 8
@@ -438,6 +439,13 @@ def test_inspect_of_no_checkpoint(tmp_path):
     refused = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert refused.exit_code == 2
     assert "is no checkpoint and holds none" in " ".join(refused.stderr.replace("│", " ").split())
+
+
+def test_a_checkpoint_is_not_a_directory_of_them_nor_the_run_above(copied):
+    with pytest.raises(ValueError, match=rf"step_00000004 is a checkpoint; .* {copied}, and `restore"):
+        ts.Checkpointer(copied / "step_00000004")
+    with pytest.raises(FileNotFoundError, match=f"Below it are some: {copied}"):
+        find_checkpoint(copied.parent)
 
 
 def test_options_are_checked():

@@ -13,7 +13,7 @@ from shutil import rmtree as remove_tree
 import filelock
 import jax
 
-from torch_shard._head import Head, find_steps, head_of, read_head, step_path, write_head
+from torch_shard._head import HEAD, Head, find_steps, head_of, read_head, step_path, write_head
 from torch_shard._integrity import find_damage, seal, sync_directory
 from torch_shard._kinds import check_directory, check_kind
 from torch_shard._orbax import make_orbax, read_arrays, to_save
@@ -54,7 +54,7 @@ class Checkpointer:
     Raises:
         TypeError: `directory` is no path.
         NotADirectoryError: It is a file.
-        ValueError: `keep` or `every` is not a positive number.
+        ValueError: `keep` or `every` is not a positive number, or `directory` is a checkpoint itself.
 
     Example:
         >>> import tempfile, optax, torch, torch_shard as ts
@@ -82,6 +82,11 @@ class Checkpointer:
             if not (option == "keep" and value is None) and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
         self.directory = path.absolute()
+        if (self.directory / HEAD).exists():
+            raise ValueError(
+                f"Checkpointer: {path} is a checkpoint; it takes the directory of checkpoints, {path.parent}, and "
+                f"`restore(..., step=)` says which one."
+            )
         self.keep, self.every, self.asynchronous = keep, every, asynchronous
         self._orbax = make_orbax()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -25,7 +25,9 @@ def find_checkpoint(path: Path) -> Path:
     if (path / HEAD).exists():
         return path
     if not (steps := find_steps(path)):
-        raise FileNotFoundError(f"{path} is no checkpoint and holds none (directories such as step_00000100).")
+        below = sorted({found.parent.parent for found in path.glob(f"*/step_*/{HEAD}")})
+        there = f" Below it are some: {', '.join(map(str, below))}." if below else ""
+        raise FileNotFoundError(f"{path} is no checkpoint and holds none (directories such as step_00000100).{there}")
     return step_path(path, steps[-1])
 
 
