@@ -1,9 +1,10 @@
 """One table of models for all tests that compare with eager torch: each with its batches, its loss and its plan."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
@@ -13,6 +14,14 @@ import torch_shard as ts
 
 BATCH = 8  # divides over every batch axis of MESHES
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+def chosen(values: Iterable[Any], keep: Container[Any]) -> list[Any]:
+    """Parameters for a test: those to keep, and the others, each much like one of these, with `-m slow`."""
+    return [pytest.param(value, id=str(value), marks=[] if value in keep else pytest.mark.slow) for value in values]
+
+
+ONE_MESH = chosen(MESHES, [(4, 2)])
 
 
 def make_mesh(sizes: tuple[int, int]) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.cases import CASES, MESHES, make_mesh, squared_error
+from tests.cases import CASES, ONE_MESH, make_mesh, squared_error
 from tests.eager import LEARNING_RATE, MOMENTUM, assert_close, optimizer
 
 CASE = {case.name: case for case in CASES}
@@ -55,7 +55,7 @@ def eager_step(model: nn.Module, loss_fn: Any, sgd: torch.optim.Optimizer, batch
     return float(np.mean(losses)), grads
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", ONE_MESH)
 @pytest.mark.parametrize(("name", "n"), [("gpt", 2), ("resnet_train", 4)])
 def test_a_step_is_that_of_eager_torch(name: str, sizes: tuple[int, int], n: int) -> None:
     """Loss, gradients, parameters and buffers, batch norm's running ones too, over three steps."""
@@ -84,16 +84,15 @@ def test_a_mean_over_rows_gives_the_large_batchs_step() -> None:
     case = CASE["gpt"]
     batch = enlarged(case.batches(4))
     found = {}
-    for n in (1, 2, 4):
+    for n in (1, 4):
         step = make(case.model(), case.loss_fn, n, plan=case.plan)
         state = step.init()
         for _ in range(2):
             state, metrics = step(state, batch)
         found[n] = (state, metrics)
-    for n in (2, 4):
-        np.testing.assert_allclose(found[n][1]["loss"], found[1][1]["loss"], rtol=case.rtol)
-        for name, value in found[1][0].params.items():
-            np.testing.assert_allclose(found[n][0].params[name], value, rtol=0, atol=1e-6, err_msg=name)  # of at most 1
+    np.testing.assert_allclose(found[4][1]["loss"], found[1][1]["loss"], rtol=case.rtol)
+    for name, value in found[1][0].params.items():
+        np.testing.assert_allclose(found[4][0].params[name], value, rtol=0, atol=1e-6, err_msg=name)  # of at most 1
 
 
 def test_the_rows_of_a_microbatch_are_the_documented_ones() -> None:
@@ -240,7 +239,10 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
     assert before - float(state.params["weight"][0, 0]) == pytest.approx(wanted, abs=2**-8)
 
 
-@pytest.mark.parametrize(("sizes", "name"), [((4, 2), "gpt"), ((8, 1), "gpt"), ((4, 2), "resnet_train")])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((4, 2), "gpt"), pytest.param((8, 1), "gpt", marks=pytest.mark.slow), ((4, 2), "resnet_train")],
+)
 def test_the_split_adds_no_communication(sizes: tuple[int, int], name: str) -> None:
     """The same collectives as in a step on one microbatch; XLA leaves the gradients' in the loop on the CPU."""
     case = CASE[name]

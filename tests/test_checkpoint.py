@@ -150,10 +150,10 @@ def test_save_leaves_the_state_to_be_donated(step, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": (2, 4)},
+        pytest.param({"mesh": (2, 4)}, marks=pytest.mark.slow),
         {"mesh": (1, 2)},
-        {"mesh": (8, 1)},
-        {"plan": OTHER_PLAN},
+        pytest.param({"mesh": (8, 1)}, marks=pytest.mark.slow),
+        pytest.param({"plan": OTHER_PLAN}, marks=pytest.mark.slow),
         {"scan_layers": False},
         {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 2)},
     ],
@@ -513,7 +513,7 @@ def test_norm_of_half_precision_loses_no_terms():
             return x @ torch.stack(list(self.parts)).T
 
     model = Many().bfloat16()
-    step = make_step(model=model, plan=ts.ShardingPlan({}, default=P()), optimizer=optax.sgd(0.0))
+    step = make_step(model=model, mesh=(1, 1), plan=ts.ShardingPlan({}, default=P()), optimizer=optax.sgd(0.0))
     _, metrics = step(step.init(seed=0), batch(0).bfloat16())
     squares(model, batch(0).bfloat16()).backward()
     wanted = torch.stack([part.grad.float().square().sum() for part in model.parts]).sum().sqrt()

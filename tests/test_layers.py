@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.cases import Case, make_mesh, regression, squared_error
+from tests.cases import Case, chosen, make_mesh, regression, squared_error
 from tests.eager import assert_follows, eager_trajectory
 from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Keeping, Layered, Stack
 from torch_shard._rolls import Loop
@@ -51,7 +51,7 @@ class Dropping(Block):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+@pytest.mark.parametrize("remat", chosen(["none", "dots", "block"], ["block"]))
 def test_loops_draw_the_random_numbers_of_the_unrolled_program(remat: str) -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     losses, state, step = _trained(case, optax.adam(1e-2), (4, 2), remat=remat)

@@ -15,7 +15,7 @@ from torch.nn import init
 from torch.nn.utils import parametrizations
 
 import torch_shard as ts
-from tests.cases import CASES, MESHES, Case, make_mesh
+from tests.cases import CASES, Case, make_mesh
 from tests.models import MODELS
 from torch_shard._bits import FUSED, counters
 
@@ -135,7 +135,7 @@ def test_numbers_are_the_same_on_every_mesh_and_by_seed() -> None:
         {"0.*": P("model"), "1.weight": P(None, "model"), "2.in_proj_weight": P("batch")}, default=P()
     )
     first = ts.materialize(small, ts.make_mesh(batch=1, model=1), plan, seed=3)
-    for sizes in MESHES:
+    for sizes in ((4, 2), (1, 8)):
         assert_equal(ts.materialize(small, make_mesh(sizes), plan, seed=3), first)
     other = values(ts.materialize(small, make_mesh((4, 2)), plan, seed=4))
     assert not torch.equal(other["1.weight"], values(first)["1.weight"])

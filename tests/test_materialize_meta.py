@@ -39,7 +39,7 @@ def mixed() -> nn.Module:
     return nn.Sequential(Block(16, 2), nn.LSTM(16, 8, 2), nn.Embedding(9, 8, padding_idx=2), nn.Bilinear(4, 4, 4))
 
 
-@pytest.mark.parametrize("make", [mlp, resnet, attention, mixed, Named], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [resnet, attention, mixed, Named], ids=lambda make: make.__name__)
 def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[], nn.Module]) -> None:
     model = on_meta(make)
     assert ts.materialize(model, make_mesh((4, 2)), WHOLE, seed=5) is model
@@ -308,7 +308,10 @@ MEASURE = """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
-@pytest.mark.parametrize(("born", "fits"), [("yes", True), ("no", False)])
+@pytest.mark.parametrize(
+    ("born", "fits"),
+    [("yes", True), pytest.param("no", False, marks=pytest.mark.slow)],  # that it can fail
+)
 def test_host_peak_above_the_shards(born: str, fits: bool) -> None:
     """At most the largest parameter, times 1.2; measured: 0.1. Compiled programs are in it, 5 to 10 of 77 MB."""
     run = [sys.executable, "-c", textwrap.dedent(MEASURE), born]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,14 +44,20 @@ def run(module: nn.Module, leaves: Tensors, fixed: Tensors, inputs: Sequence[str
 
 
 def made(row: Row) -> tuple[list[nn.Module], Tensors, Tensors, list[str]]:
-    """The module in eval mode and in train mode, what to differentiate by, what else it reads, names of its inputs."""
+    """The module in its modes, what to differentiate by, what else it reads, names of its inputs."""
     torch.manual_seed(0)
     module = row.build().eval()
     given = {f"input {i}": make() for i, make in enumerate(row.inputs)}
     leaves = {n: p.detach() for n, p in module.named_parameters()}
     leaves |= {n: x for n, x in given.items() if x.is_floating_point()}
     fixed = {n: x for n, x in given.items() if n not in leaves} | dict(module.named_buffers())
-    return [module] if row.draws else [module, copy.deepcopy(module).train()], leaves, fixed, list(given)
+    modules = [module, copy.deepcopy(module).train()] if not row.draws and has_modes(module) else [module]
+    return modules, leaves, fixed, list(given)
+
+
+def has_modes(module: nn.Module) -> bool:
+    """Whether train mode computes anything else, or in another way."""
+    return any("training" in inspect.getsource(type(each)) for each in module.modules())
 
 
 def eager(module: nn.Module, values: Tensors, fixed: Tensors, inputs: Sequence[str]) -> tuple[Any, Tensors]:

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.cases import chosen
 from tests.op_coverage import TABLE, all_ops, committed
 from tests.op_samples import outcomes_of
 
@@ -43,8 +44,25 @@ SUBSET = [
 ]
 
 
+# One or two of each way to compute.
+OFTEN = (
+    "gather",
+    "index_put",
+    "linalg.lu_solve",
+    "linalg.svd",
+    "masked_scatter",
+    "nn.functional.dropout",
+    "nn.functional.embedding_bag",
+    "nn.functional.rrelu",
+    "nonzero",
+    "put",
+    "scatter_reduce.prod",
+    "_segment_reduce.lengths",
+)
+
+
 @pytest.mark.filterwarnings("ignore")  # some samples use what PyTorch deprecates
-@pytest.mark.parametrize("name", SUBSET)
+@pytest.mark.parametrize("name", chosen(SUBSET, OFTEN))
 def test_operator_equals_eager_torch_or_refuses(name: str) -> None:
     found = list(outcomes_of(OPS[name], num_samples=2))
     assert not [(where, kind, o) for where, kind, o in found if o.status in ("wrong", "error")]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.cases import BATCH, CASES, make_mesh, squared_error
+from tests.cases import BATCH, CASES, chosen, make_mesh, squared_error
 from torch_shard._layers import find_siblings, stack_layout
 from torch_shard._module import holdings
 from torch_shard._stacks import Layout, Stacks, stack_dicts
@@ -238,10 +238,7 @@ OPTIMIZERS = {
 }
 
 
-VARIANTS = ("lion", "lamb", "clipped", "plateau")  # each much like one of the others
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in VARIANTS)) for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("adamw", "adafactor", "masked")))
 def test_steps_are_those_of_entries_stored_alone(name: str) -> None:
     model, found = deep(), []
     for scan_layers in (False, True):

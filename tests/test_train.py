@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import torch_shard as ts
-from tests.cases import BATCH, CASES, make_mesh, squared_error
+from tests.cases import BATCH, CASES, chosen, make_mesh, squared_error
 
 CASE = {case.name: case for case in CASES}
 WHOLE = ts.ShardingPlan({}, default=P())
@@ -567,7 +567,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("multi_transform", "multi_steps", "adafactor", "plateau")))
 def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
     case = CASE["mlp"]
     model, batches = case.model(), case.batches(3)

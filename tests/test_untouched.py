@@ -59,7 +59,13 @@ def run(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("then", ["import torch_shard", TRAIN], ids=["after the import", "after a training step"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param("import torch_shard", id="after the import", marks=pytest.mark.slow),  # the other imports too
+        pytest.param(TRAIN, id="after a training step"),
+    ],
+)
 def test_ordinary_code_gives_the_same_results_and_types(then: str) -> None:
     # torch_shard's own random keys follow torch.manual_seed, which every call of ordinary() makes.
     program = f"before = ordinary()\n{textwrap.dedent(then)}\nassert same(before, ordinary())"
