@@ -5,5 +5,6 @@ import os
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-# XLA compiles each program on all cores by default; here every core has a worker that compiles its own.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
+# What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; and each core has a
+# worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as users do.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")

@@ -13,7 +13,7 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
 def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
-    environment = {**os.environ, "MPLBACKEND": "Agg"}  # no windows
+    environment = {**os.environ, "MPLBACKEND": "Agg", "XLA_FLAGS": ""}  # no windows, compiled as users do
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=cwd, env=environment
     )
