@@ -151,6 +151,7 @@ def test_mesh_that_does_not_fit_is_refused(mesh, message, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--mesh", mesh, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert message in said(result)
+    assert "Traceback" not in result.stderr
 
 
 def test_folder_that_cannot_be_written_is_refused_before_training(tmp_path):

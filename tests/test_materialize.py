@@ -15,7 +15,7 @@ from torch.nn import init
 from torch.nn.utils import parametrizations
 
 import torch_shard as ts
-from tests.cases import CASES, Case, make_mesh
+from tests.cases import CASES, MESHES, chosen, make_mesh
 from tests.models import MODELS
 from torch_shard._bits import FUSED, counters
 
@@ -135,7 +135,7 @@ def test_numbers_are_the_same_on_every_mesh_and_by_seed() -> None:
         {"0.*": P("model"), "1.weight": P(None, "model"), "2.in_proj_weight": P("batch")}, default=P()
     )
     first = ts.materialize(small, ts.make_mesh(batch=1, model=1), plan, seed=3)
-    for sizes in ((4, 2), (1, 8)):
+    for sizes in MESHES:
         assert_equal(ts.materialize(small, make_mesh(sizes), plan, seed=3), first)
     other = values(ts.materialize(small, make_mesh((4, 2)), plan, seed=4))
     assert not torch.equal(other["1.weight"], values(first)["1.weight"])
@@ -149,15 +149,13 @@ def test_numbers_depend_on_the_name_alone() -> None:
     assert len({float(v.flatten()[0]) for v in values(one).values()}) == 4
 
 
-CHOSEN = ("gpt", "resnet_train", "lstm", "tied", "frozen", "buffers", "diffusion")
-VARIANTS = [
-    pytest.param(case, id=case.name, marks=[] if case.name in CHOSEN else pytest.mark.slow)
-    for case in (*CASES, *MODELS)
-]
+MODELS_BY_NAME = {case.name: case for case in (*CASES, *MODELS)}
+OFTEN = ("gpt", "resnet_train", "lstm", "tied", "frozen", "buffers", "diffusion")
 
 
-@pytest.mark.parametrize("case", VARIANTS)
-def test_models_are_as_their_constructors_leave_them(case: Case) -> None:
+@pytest.mark.parametrize("name", chosen(MODELS_BY_NAME, OFTEN))
+def test_models_are_as_their_constructors_leave_them(name: str) -> None:
+    case = MODELS_BY_NAME[name]
     found, wanted = ts.materialize(case.build, make_mesh((4, 2)), case.plan), case.model().train()
     shardings = case.plan.resolve(wanted, make_mesh((4, 2)))
     assert list(found.state_dict()) == list(wanted.state_dict())

@@ -39,7 +39,9 @@ def mixed() -> nn.Module:
     return nn.Sequential(Block(16, 2), nn.LSTM(16, 8, 2), nn.Embedding(9, 8, padding_idx=2), nn.Bilinear(4, 4, 4))
 
 
-@pytest.mark.parametrize("make", [resnet, attention, mixed, Named], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [pytest.param(mlp, marks=pytest.mark.slow), resnet, attention, mixed, Named], ids=lambda make: make.__name__
+)
 def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[], nn.Module]) -> None:
     model = on_meta(make)
     assert ts.materialize(model, make_mesh((4, 2)), WHOLE, seed=5) is model

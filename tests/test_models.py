@@ -13,20 +13,17 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.cases import BATCH, Case, make_mesh
+from tests.cases import BATCH, Case, chosen, make_mesh
 from tests.eager import assert_close, assert_follows, eager_trajectory
 from tests.models import MODELS
 
 # One device is another variant of the mesh, of which the capture is the same.
-SIZES = [(4, 2), pytest.param((1, 1), marks=pytest.mark.slow)]
+SIZES = chosen([(4, 2), (1, 1)], [(4, 2)])
+OFTEN = [case for case in MODELS if case.name != "unet"]  # which has convolutions and skips as in diffusion
 
 
-VARIANTS = ("unet",)  # convolutions and skips as in diffusion
-CHOSEN = [pytest.param(c, marks=pytest.mark.slow if c.name in VARIANTS else [], id=c.name) for c in MODELS]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", chosen(MODELS, OFTEN))
 def test_equals_eager_torch(case: Case, sizes: tuple[int, int]) -> None:
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=3), sizes)
 
