@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_shard._kernels import is_plain
+from torch_shard._overrides import instead_of
 
 SHORTEST = 512
 """Queries from which on the time that it saves is worth the memory (benchmarks/ops.py)."""
@@ -80,6 +81,7 @@ class _Attention(torch.autograd.Function):
         return *(next(found) if need else None for need in needed), None
 
 
+@instead_of(F.scaled_dot_product_attention)
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -110,6 +112,3 @@ def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> b
         and q.shape[3] == k.shape[3]
         and is_plain([q, k, v])
     )
-
-
-WHOLE = {F.scaled_dot_product_attention: attention}

@@ -25,7 +25,7 @@ from torch_shard._autocast import autocast_only
 from torch_shard._fakes import empty_like, fakes, node_of, standins_given, tracer
 from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
-from torch_shard._kernels import REPLACED
+from torch_shard._overrides import OPERATORS
 from torch_shard._places import explain_backward, explained
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame
@@ -34,7 +34,6 @@ from torch_shard._surroundings import reference_kernels, surroundings
 from torch_shard._values import Values
 from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
-aten = torch.ops.aten
 aten = torch.ops.aten
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 Keep = Callable[[Any, bool], bool]
@@ -129,7 +128,7 @@ def _capture(
         return list(outputs)
 
     with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
-        with_views = make_fx(traced, decomposition_table=REPLACED, _allow_non_fake_inputs=True)(*fakes)
+        with_views = make_fx(traced, decomposition_table=OPERATORS, _allow_non_fake_inputs=True)(*fakes)
     if explain:
         explain_backward(with_views)
     constants = constants_to_inputs(with_views)

@@ -1,8 +1,4 @@
-"""What functions of PyTorch mean in a capture.
-
-`torch.cond` is one conditional of the compiled program, of which only one branch runs; the state of the random
-generator is a place in the program's own stream.
-"""
+"""`torch.cond` in a capture: one conditional of the compiled program, of which only one branch runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +9,10 @@ import torch
 from torch_shard._axes import vary_like
 from torch_shard._calls import call_pure
 from torch_shard._function import TorchFunction
-from torch_shard._surroundings import SUBSTITUTES
-from torch_shard._values import get_rng_state, refuse_seed, set_rng_state
+from torch_shard._overrides import instead_of_attribute
 
 
+@instead_of_attribute(torch, "cond")
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
     """`torch.cond` as `jax.lax.cond`; its derivative is that of the branch that ran.
 
@@ -37,14 +33,3 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
         return jax.lax.cond(pred.reshape(()).astype(bool), on_true, on_false, operands)
 
     return call_pure(choose, (pred, tuple(operands)), {}, random=True)
-
-
-SUBSTITUTES.extend(
-    [
-        (torch, "cond", cond),
-        (torch, "get_rng_state", get_rng_state),
-        (torch, "set_rng_state", set_rng_state),
-        (torch, "manual_seed", refuse_seed),
-        (torch, "seed", refuse_seed),
-    ]
-)

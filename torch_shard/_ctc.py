@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torch_shard._overrides import instead_of
+
 
 @torch.library.custom_op("torch_shard::ctc", mutates_args=())
 def _ctc(
@@ -55,6 +57,7 @@ class _Ctc(torch.autograd.Function):
         return torch.ops.torch_shard.ctc_backward(grad, *ctx.saved_tensors, ctx.blank), None, None, None, None
 
 
+@instead_of(torch.nn.functional.ctc_loss, torch.ctc_loss)
 def ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
@@ -77,6 +80,3 @@ def ctc_loss(
     if reduction in ("sum", 2):
         return losses.sum()
     return losses if log_probs.ndim == 3 else losses.squeeze(0)
-
-
-WHOLE = {torch.nn.functional.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}

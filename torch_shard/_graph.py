@@ -54,3 +54,21 @@ def check_outputs(before: Graph, after: Graph) -> None:
                 f"PyTorch cannot write this without writes in place: {new} would have shape {shapes[1]}, not "
                 f"{shapes[0]}. Use the results of operators instead of their out= or in-place forms."
             )
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of the tensor that a node stands for."""
+    return tuple(node.meta["val"].shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of the tensor that a node stands for."""
+    return node.meta["val"].dtype
+
+
+def call_before(at: Node, target: torch._ops.OpOverload, args: tuple, shape: tuple[int, ...]) -> Node:
+    """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(target, args)
+    node.meta = {**at.meta, "val": at.meta["val"].new_empty(shape)}
+    return node

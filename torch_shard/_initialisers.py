@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 
+from torch_shard._overrides import instead_of, instead_of_attribute
+
 _FAR = 4.0  # standard deviations: from there on, float32 has too few probabilities below one to invert
 _NEXT_TO_ONE = 1 - 2.0**-24  # in float32; at one, the inverse is infinite, and the end of the interval what is drawn
 
 
+@instead_of_attribute(torch.nn.init, "_no_grad_trunc_normal_")
 def trunc_normal_(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
@@ -30,6 +33,7 @@ def trunc_normal_(
         return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
 
 
+@instead_of_attribute(torch.nn.init, "sparse_")
 def sparse_(
     tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
 ) -> torch.Tensor:
@@ -43,6 +47,7 @@ def sparse_(
         return tensor.masked_fill_(ranks < num_zeros, 0)
 
 
+@instead_of(torch.Tensor.random_)
 def random_(
     tensor: torch.Tensor, low: int | None = None, to: int | None = None, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
@@ -55,6 +60,7 @@ def random_(
         return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
 
 
+@instead_of(torch.Tensor.__deepcopy__)
 def deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
     """`copy.deepcopy` of a tensor, by an operator: PyTorch's own copies the fake, and not what it stands for."""
     if not tensor.is_leaf:
@@ -63,10 +69,3 @@ def deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied.requires_grad_(tensor.requires_grad)
-
-
-WHOLE = {torch.Tensor.random_: random_, torch.Tensor.__deepcopy__: deep_copy}
-SUBSTITUTES = [
-    (torch.nn.init, "_no_grad_trunc_normal_", trunc_normal_),
-    (torch.nn.init, "sparse_", sparse_),
-]

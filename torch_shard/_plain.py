@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import _reduction
 
+from torch_shard._overrides import instead_of, instead_of_attribute
 
+
+@instead_of(F.multilabel_margin_loss)
 def multilabel_margin_loss(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -32,6 +35,7 @@ def multilabel_margin_loss(
     return {"mean": torch.mean, "sum": torch.sum, "none": torch.clone}[reduction](losses)
 
 
+@instead_of_attribute(nn.AdaptiveLogSoftmaxWithLoss, "forward")
 def adaptive_log_softmax(module: Any, input_: torch.Tensor, target_: torch.Tensor) -> Any:
     """The forward of `nn.AdaptiveLogSoftmaxWithLoss` for all rows through all clusters; its own selects rows by value.
 
@@ -56,6 +60,7 @@ def adaptive_log_softmax(module: Any, input_: torch.Tensor, target_: torch.Tenso
     return result(output.reshape(target_.shape), loss)
 
 
+@instead_of(torch._C._nn.multilabel_margin_loss)  # pyright: ignore[reportAttributeAccessIssue]
 def _numbered(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     return multilabel_margin_loss(input, target, reduction=("none", "mean", "sum")[reduction])
 
@@ -72,10 +77,5 @@ def _with_dense_gradient(function: Callable[..., torch.Tensor]) -> Callable[...,
     return embedding
 
 
-_BUILTIN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-WHOLE = {
-    F.multilabel_margin_loss: multilabel_margin_loss,
-    _BUILTIN.multilabel_margin_loss: _numbered,
-    F.embedding: _with_dense_gradient(F.embedding),
-    F.embedding_bag: _with_dense_gradient(F.embedding_bag),
-}
+for _function in (F.embedding, F.embedding_bag):
+    instead_of(_function)(_with_dense_gradient(_function))

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_shard._attributes import NUMBERS, Same
 from torch_shard._guards import read_by
-from torch_shard._kernels import REPLACED
+from torch_shard._overrides import OPERATORS
 from torch_shard._values import DEVICE_OF
 from torch_shard._watch import current_watch
 
@@ -56,7 +56,7 @@ class Record(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         given = self._encode((args, kwargs))
-        result = func(*args, **kwargs) if func not in REPLACED else REPLACED[func](*args, **kwargs)
+        result = func(*args, **kwargs) if func not in OPERATORS else OPERATORS[func](*args, **kwargs)
         self._events.append((func, torch.is_grad_enabled(), given, self._encode(result, new=True)))
         return result
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_shard._kernels import is_plain
+from torch_shard._overrides import instead_of
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 Tensors = list[torch.Tensor]
@@ -161,8 +162,6 @@ def _replacing(kind: str, composite: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-WHOLE = {
-    composite: _replacing(kind, composite)
-    for kind in NUM_GATES
-    for composite in {getattr(torch._VF, kind), getattr(torch, kind)}
-}
+for _kind in NUM_GATES:
+    for _composite in {getattr(torch._VF, _kind), getattr(torch, _kind)}:
+        instead_of(_composite)(_replacing(_kind, _composite))

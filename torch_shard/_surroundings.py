@@ -13,14 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_shard._autocast import autocast_on_fakes
 from torch_shard._cumulative import cumulative_batch_norms
-from torch_shard._initialisers import SUBSTITUTES as INITIALISERS
-from torch_shard._plain import adaptive_log_softmax
-
-SUBSTITUTES: list[tuple[Any, str, Callable[..., Any]]] = [
-    (torch.nn.AdaptiveLogSoftmaxWithLoss, "forward", adaptive_log_softmax),
-    *INITIALISERS,
-]
-"""Functions of PyTorch that mean something else in a capture: owner, name, and what is called instead."""
+from torch_shard._overrides import ATTRIBUTES
 
 
 @contextlib.contextmanager
@@ -57,7 +50,7 @@ def _substituted() -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name, substitute in SUBSTITUTES:
+        for owner, name, substitute in ATTRIBUTES:
             stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
         yield
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_shard._checks import passing_truth
 from torch_shard._graph import args_of, is_random
+from torch_shard._overrides import instead_of_attribute
 from torch_shard._source import current_user_line
 
 aten = torch.ops.aten
@@ -132,11 +133,13 @@ class RandomState:
     position: int
 
 
+@instead_of_attribute(torch, "get_rng_state")
 def get_rng_state() -> RandomState:
     """The position of the capture under way."""
     return RandomState(_CURRENT.stack[-1].position)
 
 
+@instead_of_attribute(torch, "set_rng_state")
 def set_rng_state(state: Any) -> None:
     """Go back to a position, so that what is computed again draws the same numbers."""
     if not isinstance(state, RandomState):
@@ -147,6 +150,8 @@ def set_rng_state(state: Any) -> None:
     _CURRENT.stack[-1].position = state.position
 
 
+@instead_of_attribute(torch, "manual_seed")
+@instead_of_attribute(torch, "seed")
 def refuse_seed(*args: Any, **kwargs: Any) -> Any:
     """`torch.manual_seed` and `torch.seed` in a capture."""
     raise NotImplementedError(

@@ -11,17 +11,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._attention import WHOLE as ATTENTION
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
-from torch_shard._ctc import WHOLE as CTC
-from torch_shard._initialisers import WHOLE as INITIALISERS
-from torch_shard._plain import WHOLE as PLAIN
-from torch_shard._recurrent import WHOLE as RECURRENT
+from torch_shard._overrides import FUNCTIONS
 from torch_shard._source import current_user_line
 
-WHOLE = {**ATTENTION, **CTC, **INITIALISERS, **PLAIN, **RECURRENT}
-"""What a capture calls instead of functions of torch."""
 _T = torch.Tensor
 _DEVICE = _T.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _ABOUT = frozenset(attribute.__get__ for attribute in (_T.shape, _T.dtype, _T.ndim, _T.requires_grad))  # pyright: ignore
@@ -74,7 +68,7 @@ class Watch(TorchFunctionMode):
         if func == _DEVICE and not self._is_of_capture(args[0]):
             return torch.device("cpu")
         args, kwargs = self._on_cpu(args), self._on_cpu(kwargs or {})
-        func = WHOLE.get(func, func)
+        func = FUNCTIONS.get(func, func)
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)

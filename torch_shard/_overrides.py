@@ -1,0 +1,43 @@
+"""What a capture calls instead of PyTorch's own: by function, by attribute of a class or module, by ATen operator.
+
+The tables are empty here. Whoever has something better to offer fills them with the decorators, so that an operator of
+ours is one file, and the capture, which reads them, knows none of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import Node
+
+F = TypeVar("F", bound=Callable[..., Any])
+Rewrite = Callable[[Node], Node | None]
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Instead of a function of torch, where a torch function mode sees the call."""
+ATTRIBUTES: list[tuple[Any, str, Callable[..., Any]]] = []
+"""Instead of what is no such function: owner, name, and what is called instead."""
+OPERATORS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+"""Instead of an ATen operator, while the callable is traced."""
+REWRITES: dict[torch._ops.OpOverload, Rewrite] = {}
+"""What a node of the functional graph becomes: another node, or None to leave it."""
+
+
+def instead_of(*functions: Any) -> Callable[[F], F]:
+    """Let a capture call the decorated function instead of these functions of torch."""
+    return lambda fn: FUNCTIONS.update(dict.fromkeys(functions, fn)) or fn
+
+
+def instead_of_attribute(owner: Any, name: str) -> Callable[[F], F]:
+    """Let a capture find the decorated function under this name of a class or module."""
+    return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
+
+
+def instead_of_operator(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
+    """Let a capture trace the decorated function instead of these ATen operators."""
+    return lambda fn: OPERATORS.update(dict.fromkeys(operators, fn)) or fn
+
+
+def rewrites(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
+    """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
+    return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
