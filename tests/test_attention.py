@@ -12,7 +12,7 @@ import torch_shard as ts
 from tests.cases import make_mesh
 from torch_shard._attention import SHORTEST
 from torch_shard._capture import Spec, capture
-from torch_shard._ops import keeps_whole
+from torch_shard._ops._registry import keeps_whole
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
 OURS, LONG = torch.ops.torch_shard.causal_attention.default, SHORTEST + 44  # blocks of unequal length

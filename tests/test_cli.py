@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from torch_shard._common.files import replacing
 from torch_shard._demo import proof as proving
 from torch_shard._demo import run as running
 from torch_shard._demo.files import load_weights
 from torch_shard._demo.model import GPT, loss_fn
 from torch_shard._demo.run import PLAN, Settings, draw_validation
 from torch_shard._demo.text import VOCABULARY, Corpus, decode, draw_batch, encode, read_corpus
-from torch_shard._files import replacing
 from torch_shard.cli import app
 
 SMALL = {"vocab_size": len(VOCABULARY), "context": 16, "width": 32, "num_layers": 1, "num_heads": 4}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
-from torch_shard._plan import ShardingPlan
+from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._sharding.plan import ShardingPlan
 
 PARTS = [None, "batch", "model", "modle", ("batch", "model"), ("model", "batch")]
 specs = st.lists(st.sampled_from(PARTS), max_size=4).map(lambda parts: P(*parts))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._mesh import make_mesh
-from torch_shard._plan import ShardingPlan
+from torch_shard._sharding.mesh import make_mesh
+from torch_shard._sharding.plan import ShardingPlan
 
 BATCH, MODEL = P("batch"), P("model")
 

@@ -19,8 +19,8 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import BATCH, CASES, chosen, make_mesh, squared_error
 from torch_shard._layers import find_siblings, stack_layout
-from torch_shard._module import holdings
-from torch_shard._stacks import Layout, Stacks, stack_dicts
+from torch_shard._sharding.entries import holdings
+from torch_shard._sharding.stacked import Layout, Stacks, stack_dicts
 
 WHOLE = ts.ShardingPlan({}, default=P())
 GPT = next(case for case in CASES if case.name == "gpt")

@@ -20,11 +20,11 @@ from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._make_steps import make_eval_step, make_train_step
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._materialize import materialize
-from torch_shard._mesh import make_mesh
 from torch_shard._modes import disable_globally, enable_globally, jax_device
 from torch_shard._placement import gather, place
-from torch_shard._plan import ShardingPlan
 from torch_shard._replicas import assert_replica_integrity, gather_from_jax_processes, unshard
+from torch_shard._sharding.mesh import make_mesh
+from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._state import TrainState
 from torch_shard._tpmap import tpmap
 from torch_shard._train import EvalStep, TrainStep

@@ -9,7 +9,7 @@ import torch
 
 from torch_shard._calls import call_pure
 from torch_shard._closure import CLOSURE, MoreInputs, Reader
-from torch_shard._convert import adopt_torch_nodes
+from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._program import ambient
 from torch_shard._watch import flags_hold
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_shard._kernels import is_plain
-from torch_shard._overrides import instead_of
+from torch_shard._common.overrides import instead_of, is_plain
 
 SHORTEST = 512
 """Queries from which on the time that it saves is worth the memory (benchmarks/ops.py)."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._autocast import FLOAT32, LOWER, PRODUCTS
+from torch_shard._common.autocast_policy import FLOAT32, LOWER, PRODUCTS
 
 _KEY = "AutocastPrivateUse1"
 _PRODUCT, _WIDE = object(), object()

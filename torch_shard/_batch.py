@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import Spec
-from torch_shard._convert import adopt_torch_nodes
-from torch_shard._ops import captured_dtype, torch_dtype
+from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.dtypes import captured_dtype, torch_dtype
 
 
 @dataclasses.dataclass(frozen=True)

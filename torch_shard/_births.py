@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,12 +11,12 @@ from torch import nn
 
 from torch_shard._capture import Graph, capture
 from torch_shard._fakes import is_fake
-from torch_shard._module import holdings, with_values
-from torch_shard._ops import keeps_whole
+from torch_shard._ops._registry import keeps_whole
+from torch_shard._sharding.entries import _OF_TORCH, holdings, swap, with_values
 
 Init = Callable[[nn.Module], Any]
+
 _CONTAINERS = (list, tuple, dict)
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,58 +107,6 @@ def blank(model: nn.Module, device: str = "meta") -> nn.Module:
     """A copy of a module with unwritten entries on a device."""
     held = holdings(model).all
     return with_values(model, {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in held.items()})
-
-
-def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
-
-    Args:
-        module: Changed in place.
-        values: The new tensor by the `id` of the old one; a parameter stays a parameter, with its `requires_grad` and
-            its attributes.
-
-    Returns:
-        What is in their places now, by the same `id`s.
-    """
-    new = dict(values)
-    for tensor in holdings(module).all.values():
-        if isinstance(tensor, nn.Parameter) and id(tensor) in new:
-            value = new[id(tensor)]
-            new[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
-            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
-    for m in module.modules():
-        for name, value in list(vars(m).items()):
-            if name not in _OF_TORCH:
-                vars(m)[name] = _swapped(value, new)
-        if isinstance(m, nn.RNNBase):
-            m._init_flat_weights()  # weak references to what it held
-    return new
-
-
-# What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
-_OF_TENSORS = re.compile(
-    r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
-    r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
-)
-
-
-def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    """Leave the shape of an entry in its places; returns what is there now."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return swap(module, {id(tensor): empty})[id(tensor)]
-
-
-def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
-    if type(value) is tuple:
-        return tuple(_swapped(item, new) for item in value)
-    if isinstance(value, list | dict):
-        pairs = list(enumerate(value) if isinstance(value, list) else value.items())
-        for key, item in pairs:
-            if (replaced := _swapped(item, new)) is not item:
-                value[key] = replaced
-    return value
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

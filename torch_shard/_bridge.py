@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._convert import host_array, to_host
-from torch_shard._ops import torch_dtype
+from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.dtypes import torch_dtype
 from torch_shard._storage import Storage
 
 DEVICE = torch.device("privateuseone", 0)  # `jax:0`, once `_device` has named it

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._attributes import Change, settle
 from torch_shard._autocast import autocast_only
+from torch_shard._common.fx import check_outputs, outputs_of
+from torch_shard._common.overrides import OPERATORS
 from torch_shard._fakes import empty_like, fakes, node_of, standins_given, tracer
-from torch_shard._graph import check_outputs, outputs_of
 from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
-from torch_shard._overrides import OPERATORS
 from torch_shard._places import explain_backward, explained
 from torch_shard._simplify import simplify
 from torch_shard._source import user_frame

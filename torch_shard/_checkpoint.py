@@ -13,11 +13,11 @@ from shutil import rmtree as remove_tree
 import filelock
 import jax
 
+from torch_shard._common.processes import agree
+from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._head import HEAD, Head, find_steps, head_of, read_head, step_path, write_head
 from torch_shard._integrity import find_damage, seal, sync_directory
-from torch_shard._kinds import check_directory, check_kind
 from torch_shard._orbax import make_orbax, read_arrays, to_save
-from torch_shard._processes import agree
 from torch_shard._saved import (
     TENSORS,
     Entries,
@@ -29,7 +29,7 @@ from torch_shard._saved import (
     flatten,
     targets,
 )
-from torch_shard._stacks import Stacks
+from torch_shard._sharding.stacked import Stacks
 from torch_shard._state import KINDS, TrainState
 from torch_shard._train import TrainStep
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from torch_shard._checkpoint import Checkpointer
-from torch_shard._convert import host_array, to_host
+from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.dtypes import torch_dtype
 from torch_shard._head import read_head
 from torch_shard._integrity import find_damage
 from torch_shard._inventory import find_checkpoint
-from torch_shard._ops import torch_dtype
 from torch_shard._orbax import make_orbax, read_arrays
 from torch_shard._saved import TENSORS, SavedArray
 from torch_shard._state import TrainState

@@ -13,13 +13,13 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._common.convert import host_array, to_host
 from torch_shard._comparison import Comparison, Difference
-from torch_shard._convert import host_array, to_host
 from torch_shard._joint import split_loss
 from torch_shard._make_steps import make_train_step
-from torch_shard._mesh import describe_mesh, make_mesh
-from torch_shard._module import LossFn
-from torch_shard._plan import ShardingPlan
+from torch_shard._sharding.entries import LossFn
+from torch_shard._sharding.mesh import describe_mesh, make_mesh
+from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._state import TrainState
 from torch_shard._train import TrainStep
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._axes import vary_like
 from torch_shard._calls import call_pure
+from torch_shard._common.axes import vary_like
+from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._function import TorchFunction
-from torch_shard._overrides import instead_of_attribute
 
 
 @instead_of_attribute(torch, "cond")

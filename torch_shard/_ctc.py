@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._overrides import instead_of
+from torch_shard._common.overrides import instead_of
 
 
 @torch.library.custom_op("torch_shard::ctc", mutates_args=())

@@ -18,18 +18,11 @@ from torch.utils import backend_registration
 
 from torch_shard._autocast_eager import register_autocast
 from torch_shard._bridge import JaxTensor, to_array, wrap_array
-from torch_shard._convert import to_host
+from torch_shard._common.convert import to_host
+from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.random import next_key
 from torch_shard._device_module import DeviceModule
-from torch_shard._keys import next_key
-from torch_shard._ops import (
-    RANDOM,
-    STORAGE_KWARGS,
-    find_lowering,
-    import_torchax,
-    jax_dtype,
-    refuse_generator,
-    torch_dtype,
-)
+from torch_shard._ops._registry import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
 from torch_shard._storage import Storage, ViewStorage
 
 aten = torch.ops.aten

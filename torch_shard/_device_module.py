@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._keys import GENERATOR
+from torch_shard._common.random import GENERATOR
 
 
 class DeviceModule:

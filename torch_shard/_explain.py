@@ -14,8 +14,8 @@ from torch_shard._batch import flatten_batch
 from torch_shard._capture import Graph, capture
 from torch_shard._joint import JointLoss
 from torch_shard._lower import draws_random, place_of
-from torch_shard._module import LossFn
-from torch_shard._ops import LOWERINGS, find_lowering, keeps_whole
+from torch_shard._ops._registry import LOWERINGS, find_lowering, keeps_whole
+from torch_shard._sharding.entries import LossFn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from jax.experimental import multihost_utils
 
 from torch_shard._bridge import JaxTensor
-from torch_shard._convert import to_host
-from torch_shard._kinds import check_directory, check_path
-from torch_shard._module import holdings, unsaved_buffers
-from torch_shard._ops import torch_dtype
+from torch_shard._common.convert import to_host
+from torch_shard._common.dtypes import torch_dtype
+from torch_shard._common.validate import check_directory, check_path
 from torch_shard._placement import refuse_meta
-from torch_shard._plan import group_ties
-from torch_shard._stacks import Stacks
+from torch_shard._sharding.entries import holdings, unsaved_buffers
+from torch_shard._sharding.plan import group_ties
+from torch_shard._sharding.stacked import Stacks
 from torch_shard._state import TrainState
 from torch_shard._tensor_files import Stored
 from torch_shard._tensor_writer import SHARD_BYTES, Export, write_torch

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._overrides import instead_of, instead_of_attribute
+from torch_shard._common.overrides import instead_of, instead_of_attribute
 
 _FAR = 4.0  # standard deviations: from there on, float32 has too few probabilities below one to invert
 _NEXT_TO_ONE = 1 - 2.0**-24  # in float32; at one, the inverse is infinite, and the end of the interval what is drawn

@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_shard._graph import is_random, outputs_of
+from torch_shard._common.fx import is_random, outputs_of
 
 aten = torch.ops.aten
 FAR = 1 << 20

@@ -2,18 +2,20 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import torch
+from torch import nn
 
 from torch_shard._batch import BatchSignature
 from torch_shard._bundles import Bundle, Unit, units_of
 from torch_shard._capture import Spec
-from torch_shard._module import LossFn, call_with, eval_mode, holdings
 from torch_shard._program import FlatFn
 from torch_shard._regions import Regions
+from torch_shard._sharding.entries import LossFn, holdings
+from torch_shard._watch import note_modules
 
 RESERVED = ("loss", "grad_norm", "guard")
 
@@ -197,3 +199,40 @@ def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
     if taken := [name for name in RESERVED if name in metrics]:
         raise ValueError(f"{caller}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss, metrics
+
+
+@contextlib.contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode; each submodule gets its own flag back."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+class _Around(nn.Module):
+    """A module and what is to run with it, so that `torch.func.functional_call` can swap the module's tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
+        """What `run` returns."""
+        return run(self.model)
+
+
+def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Call `run(module)` with other tensors in the places of the module's own.
+
+    Args:
+        module: Left as it was.
+        run: Forward and backward: a backward pass may run parts of the module again.
+        tensors: By the names of `holdings`; every name of a tie gets the one tensor.
+    """
+    note_modules(module)
+    swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)

@@ -1,13 +1,10 @@
 """Operators that a capture puts in the place of ATen's own where ATen's shape rules refuse what its kernels take."""
 
-from collections.abc import Sequence
-
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
-from torch_shard._graph import args_of, call_before, dtype_of, shape_of
-from torch_shard._overrides import instead_of_operator, rewrites
+from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
+from torch_shard._common.overrides import instead_of_operator, rewrites
 
 aten = torch.ops.aten
 
@@ -41,16 +38,6 @@ def grouped_mm(
             f"{tuple(y.shape)} {'without' if offs is None else 'with'} offs."
         )
     return torch.ops.torch_shard.grouped_mm(x, y, offs, out_dtype or x.dtype)
-
-
-def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors have one floating-point dtype and are used as they are: no autocast, no transform of torch's."""
-    return (
-        all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
-        and not torch.is_autocast_enabled("cpu")
-        and not any(map(is_functorch_wrapped_tensor, tensors))
-        and torch.autograd.forward_ad._current_level < 0
-    )
 
 
 @torch.library.custom_op("torch_shard::cross_entropy_backward", mutates_args=())

@@ -12,7 +12,7 @@ import torch
 
 from torch_shard._bundles import Bundle
 from torch_shard._capture import Graph
-from torch_shard._graph import depending_on, outputs_of
+from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._guards import read_by
 from torch_shard._layers import Kind, Siblings
 from torch_shard._watch import ModuleFlags

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._stacks import Layout
+from torch_shard._sharding.stacked import Layout
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""

@@ -17,11 +17,11 @@ from torch_shard._guards import Guard
 from torch_shard._joint import JointLoss
 from torch_shard._layers import Siblings
 from torch_shard._lower import compiler_options
-from torch_shard._module import LossFn, holdings
 from torch_shard._program import Program, ambient
 from torch_shard._repeats import Repeats, Rolled, capture_layers, report
 from torch_shard._rolled import Row, Rows, array_of
-from torch_shard._stacks import Stacks
+from torch_shard._sharding.entries import LossFn, holdings
+from torch_shard._sharding.stacked import Stacks
 from torch_shard._watch import ModuleFlags, flags_hold
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._graph import args_of, fill_in, outputs_of
-from torch_shard._keys import fold_axes
-from torch_shard._ops import RANDOM, STORAGE_KWARGS, find_lowering, jax_dtype, refuse_generator, torch_dtype
+from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.fx import args_of, fill_in, outputs_of
+from torch_shard._common.random import fold_axes
+from torch_shard._ops._registry import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 
 Lowered = Callable[..., list[Any]]
 _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")

@@ -6,9 +6,9 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._module import LossFn
-from torch_shard._plan import ShardingPlan
 from torch_shard._repeats import Repeats
+from torch_shard._sharding.entries import LossFn
+from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._train import EvalStep, TrainStep
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from torch_shard._axes import manual_axes
-from torch_shard._mesh import check_mesh
+from torch_shard._common.axes import manual_axes
+from torch_shard._sharding.mesh import check_mesh
 
 
 @dataclasses.dataclass(frozen=True)

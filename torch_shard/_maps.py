@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._adapters import Compiled, Pure, adapt, shift
-from torch_shard._axes import manual_axes, size_of
 from torch_shard._calls import pure_of
 from torch_shard._closure import CLOSURE, Reader
-from torch_shard._keys import fold_axes
+from torch_shard._common.axes import manual_axes, size_of
+from torch_shard._common.random import fold_axes
 from torch_shard._mapped import (
     as_devices,
     as_names,
@@ -27,7 +27,7 @@ from torch_shard._mapped import (
     check_places,
     check_rows,
 )
-from torch_shard._mesh import check_mesh
+from torch_shard._sharding.mesh import check_mesh
 from torch_shard._specs import check_inputs, check_names, check_nesting, check_outputs, spread_specs
 from torch_shard._vmap import vmap_of_arrays
 

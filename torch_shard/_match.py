@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._module import unsaved_buffers
-from torch_shard._ops import jax_dtype
-from torch_shard._plan import ShardingPlan, make_matcher
+from torch_shard._common.dtypes import jax_dtype
+from torch_shard._sharding.entries import unsaved_buffers
+from torch_shard._sharding.plan import ShardingPlan, make_matcher
 from torch_shard._tensor_files import Stored, TensorFile
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]

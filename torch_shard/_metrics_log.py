@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_shard._files import replacing
+from torch_shard._common.files import replacing
 
 METRICS = "metrics.jsonl"
 

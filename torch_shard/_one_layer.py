@@ -21,7 +21,7 @@ from torch_shard._inputs import FAR
 from torch_shard._layer_ops import Call, LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
 from torch_shard._lower import missing_lowerings
-from torch_shard._ops import keeps_whole
+from torch_shard._ops._registry import keeps_whole
 from torch_shard._records import CannotShare, Record
 from torch_shard._values import num_draws, skip_draws
 from torch_shard._watch import as_captured, binding, current_watch

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._axes import manual_axes, size_of
-from torch_shard._convert import adopt_torch_nodes
+from torch_shard._common.axes import manual_axes, size_of
+from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._watch import current_watch
 
 

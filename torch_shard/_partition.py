@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_shard._graph import depending_on, has_effect, outputs_of
+from torch_shard._common.fx import depending_on, has_effect, outputs_of
 
 aten = torch.ops.aten
 # Nothing is computed by these: what they are of is saved instead.

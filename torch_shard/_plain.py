@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import _reduction
 
-from torch_shard._overrides import instead_of, instead_of_attribute
+from torch_shard._common.overrides import instead_of, instead_of_attribute
 
 
 @instead_of(F.multilabel_margin_loss)

@@ -19,8 +19,8 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._attributes import NUMBERS, Same
+from torch_shard._common.overrides import OPERATORS
 from torch_shard._guards import read_by
-from torch_shard._overrides import OPERATORS
 from torch_shard._values import DEVICE_OF
 from torch_shard._watch import current_watch
 

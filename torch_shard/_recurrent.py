@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_shard._kernels import is_plain
-from torch_shard._overrides import instead_of
+from torch_shard._common.overrides import instead_of, is_plain
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 Tensors = list[torch.Tensor]

@@ -14,11 +14,11 @@ from torch_shard._guards import reached_by
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random
-from torch_shard._module import LossFn
 from torch_shard._program import FlatFn, Program
 from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll
+from torch_shard._sharding.entries import LossFn
 from torch_shard._steps import Members, Step, steps_of
 
 SHOWN = 6

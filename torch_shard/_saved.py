@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from torch_shard._mesh import describe_spec
-from torch_shard._stacks import Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
+from torch_shard._sharding.mesh import describe_spec
+from torch_shard._sharding.stacked import Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
 from torch_shard._state import KINDS, TrainState
 
 TENSORS = "tensors"

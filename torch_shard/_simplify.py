@@ -10,8 +10,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._graph import args_of, call_before, dtype_of, shape_of
-from torch_shard._overrides import REWRITES, rewrites
+from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
+from torch_shard._common.overrides import REWRITES, rewrites
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

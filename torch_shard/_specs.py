@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._axes import manual_axes, varying
-from torch_shard._mesh import describe_mesh, describe_spec, find_spec_faults
+from torch_shard._common.axes import manual_axes, varying
+from torch_shard._sharding.mesh import describe_mesh, describe_spec, find_spec_faults
 
 
 def is_spec(value: Any) -> bool:

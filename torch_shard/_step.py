@@ -13,17 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._accumulate import Microbatches
 from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
+from torch_shard._common.validate import check_kind
 from torch_shard._compile_cache import CompileCache
 from torch_shard._compiled import Compiled
 from torch_shard._fused import find_fused
-from torch_shard._kinds import check_kind
 from torch_shard._loss import LossProgram, loss_program
-from torch_shard._mesh import ResolvedPlan, check_mesh
-from torch_shard._module import LossFn, holdings, shared_memory
 from torch_shard._placement import BatchLayout
-from torch_shard._plan import ShardingPlan
 from torch_shard._program import ambient
 from torch_shard._repeats import REMAT, Repeats
+from torch_shard._sharding.entries import LossFn, holdings, shared_memory
+from torch_shard._sharding.mesh import check_mesh
+from torch_shard._sharding.plan import ResolvedPlan, ShardingPlan
 
 logger = logging.getLogger(__name__)
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")

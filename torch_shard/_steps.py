@@ -9,7 +9,7 @@ import jax
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._graph import args_of, fill_in, outputs_of
+from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Call, Region, Unbundled
 from torch_shard._lower import lower, operation, sources_of
 from torch_shard._partition import partition

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._graph import args_of
+from torch_shard._common.fx import args_of
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_shard._autocast import autocast_on_fakes
+from torch_shard._common.overrides import ATTRIBUTES
 from torch_shard._cumulative import cumulative_batch_norms
-from torch_shard._overrides import ATTRIBUTES
 
 
 @contextlib.contextmanager

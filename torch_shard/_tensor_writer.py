@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import torch
 
-from torch_shard._files import replacing
+from torch_shard._common.files import replacing
 from torch_shard._tensor_files import DTYPES, Stored
 
 SHARD_BYTES = 5 * 10**9

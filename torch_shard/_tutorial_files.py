@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 
-from torch_shard._files import replacing
+from torch_shard._common.files import replacing
 
 PACKAGE = Path(__file__).parent
 FOLDERS = (PACKAGE / "_tutorials", PACKAGE.parent / "tutorials")  # within a wheel; beside the package in a checkout

@@ -16,8 +16,8 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._checks import passing_truth
-from torch_shard._graph import args_of, is_random
-from torch_shard._overrides import instead_of_attribute
+from torch_shard._common.fx import args_of, is_random
+from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._source import current_user_line
 
 aten = torch.ops.aten

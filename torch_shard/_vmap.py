@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from torch_shard._axes import vjp_of_chosen
+from torch_shard._common.axes import vjp_of_chosen
 
 
 def vmap_of_arrays(

@@ -13,7 +13,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._attributes import Journal
 from torch_shard._autocast import widened
-from torch_shard._overrides import FUNCTIONS
+from torch_shard._common.overrides import FUNCTIONS
 from torch_shard._source import current_user_line
 
 _T = torch.Tensor

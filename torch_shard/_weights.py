@@ -11,14 +11,14 @@ import torch
 from jax.sharding import Mesh
 
 from torch_shard._bridge import wrap_array
-from torch_shard._convert import host_array
-from torch_shard._kinds import check_kind, check_path
+from torch_shard._common.convert import host_array
+from torch_shard._common.dtypes import has_x64
+from torch_shard._common.validate import check_kind, check_path
 from torch_shard._match import Allowed, Entry, Match, Rename
-from torch_shard._mesh import check_mesh
-from torch_shard._module import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
-from torch_shard._ops import has_x64
 from torch_shard._placement import put
-from torch_shard._plan import ShardingPlan
+from torch_shard._sharding.entries import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
+from torch_shard._sharding.mesh import check_mesh
+from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._tensor_files import HeldTensors, Index, TensorFile, read_part, read_runs
 from torch_shard._weight_paths import open_safetensors, open_torch
 

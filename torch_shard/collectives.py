@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._axes import tracked_axes, vary
 from torch_shard._calls import call_jax
-from torch_shard._keys import fold_axes, wrap_seed
+from torch_shard._common.axes import tracked_axes, vary
+from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._operands import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
 from torch_shard._values import drawing_along
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 
+from torch_shard._common.files import replacing
 from torch_shard._demo.model import GPT
 from torch_shard._demo.run import History
-from torch_shard._files import replacing
 
 
 def prepare_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ family; PyTorch decomposes what it can of the rest; torchax's table fills what r
 covers is refused by name.
 """
 
+from torch_shard._common.dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _attention,
     _bags,
@@ -28,7 +29,6 @@ from torch_shard._ops import (  # noqa: F401  (they fill the table)
     _segments,
     _special,
 )
-from torch_shard._ops._dtypes import captured_dtype, has_x64, jax_dtype, torch_dtype
 from torch_shard._ops._registry import (
     LOWERINGS,
     RANDOM,

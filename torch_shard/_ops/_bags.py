@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten

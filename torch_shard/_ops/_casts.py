@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import torch
 
-from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._ops._registry import foreign_lowering, lowers
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard import _ctc  # noqa: F401  (defines the operators)
-from torch_shard._axes import local_vjp, vary_like
+from torch_shard._common.axes import local_vjp, vary_like
 from torch_shard._ops._registry import lowers
 
 NEVER = -1e30  # the logarithm of no probability, finite so that its gradient is zero and not NaN

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard import _kernels  # noqa: F401  (defines the operator)
-from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 # The ragged dim is the summed one: (M, K), (K, N) -> (G, M, N), as in the gradient of the groups' matrices.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import torch
 from jax.lax import linalg
 
-from torch_shard._ops._dtypes import jax_dtype
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._axes import local_vjp
+from torch_shard._common.axes import local_vjp
 from torch_shard._ops._registry import lowers
 
 with contextlib.suppress(ImportError):  # it registers the operators, and PyTorch imports it at the first call

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._axes import local_vjp
+from torch_shard._common.axes import local_vjp
+from torch_shard._common.dtypes import jax_dtype
 from torch_shard._ops._conv import flatten_space, scatter_back
-from torch_shard._ops._dtypes import jax_dtype
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten

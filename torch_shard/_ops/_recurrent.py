@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._axes import vary_like
+from torch_shard._common.axes import vary_like
 from torch_shard._ops._registry import lowers
 from torch_shard._recurrent import split_weights
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import torch
 
-from torch_shard._axes import local_vjp
+from torch_shard._common.axes import local_vjp
 from torch_shard._ops._registry import lowers
 
 aten = torch.ops.aten

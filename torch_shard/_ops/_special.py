@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jax.scipy import special
 
-from torch_shard._axes import vary_like
+from torch_shard._common.axes import vary_like
 from torch_shard._ops._registry import lowers
 
 aten, prims = torch.ops.aten, torch.ops.prims

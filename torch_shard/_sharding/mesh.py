@@ -2,16 +2,11 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 
 def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
@@ -106,104 +101,6 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
     return faults or [_indivisible(spec, shape, dim, mesh) for dim in _find_uneven(spec, shape, mesh)]
 
 
-@dataclass(frozen=True)
-class ResolvedEntry:
-    """What a plan decided for one name.
-
-    Attributes:
-        shape: Global shape.
-        dtype: As found, torch's or numpy's; None where only a shape was given.
-        rule: The rule that decided, quoted, or `default`.
-        sharding: The sharding.
-        tied_to: The first name of the same tensor, where this is another one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    rule: str
-    sharding: NamedSharding
-    tied_to: str | None = None
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's shard."""
-        return self.sharding.shard_shape(self.shape)
-
-    def count_bytes(self, shape: tuple[int, ...]) -> int | None:
-        """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""
-        return None if self.dtype is None else math.prod(shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ResolvedPlan(Mapping[str, NamedSharding]):
-    """Shardings by name, as `ShardingPlan.resolve` gives them; printed, a table with bytes per device.
-
-    JAX takes plain dicts for trees: give it `dict(resolved)`. Sums of bytes take a tie once, and are
-    None if a dtype is unknown.
-
-    Attributes:
-        mesh: The mesh of every sharding.
-        entries: Shape, dtype, rule and sharding by name.
-    """
-
-    mesh: Mesh
-    entries: Mapping[str, ResolvedEntry]
-
-    def __getitem__(self, name: str) -> NamedSharding:
-        return self.entries[name].sharding
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def num_bytes(self) -> int | None:
-        """Bytes of the whole."""
-        return self._sum(lambda entry: entry.shape)
-
-    @property
-    def num_bytes_per_device(self) -> int | None:
-        """Bytes that each device holds."""
-        return self._sum(lambda entry: entry.local_shape)
-
-    @property
-    def fraction_replicated(self) -> float | None:
-        """Share of the bytes that every device holds whole."""
-        whole = self._sum(lambda entry: entry.shape if entry.sharding.is_fully_replicated else (0,))
-        return None if whole is None else whole / max(self.num_bytes or 0, 1)
-
-    def _sum(self, get_shape: Callable[[ResolvedEntry], tuple[int, ...]]) -> int | None:
-        counts = [entry.count_bytes(get_shape(entry)) for entry in self.entries.values() if not entry.tied_to]
-        return None if None in counts else sum(filter(None, counts))
-
-    def __repr__(self):
-        return f"ResolvedPlan(num_names={len(self)}, mesh={describe_mesh(self.mesh)})"
-
-    def __str__(self):
-        # So wide that no name is folded.
-        console = Console(width=10_000, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip("\n")
-
-    def __rich__(self) -> Table:
-        share = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
-        total, held = _describe_bytes(self.num_bytes), _describe_bytes(self.num_bytes_per_device)
-        caption = f"total {total}, per device {held}, replicated {share}"
-        table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
-        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device"):
-            table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
-        for name, entry in self.entries.items():
-            dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-            spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
-            held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
-            cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held)
-            table.add_row(*(Text(str(cell)) for cell in cells))
-        return table
-
-
 def describe_mesh(mesh: Mesh) -> str:
     """Write a mesh's axes and sizes for tables and errors, as in `(batch=4, model=2)`."""
     return f"({_join(mesh.shape)})"
@@ -287,7 +184,3 @@ def _shorten(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> Partiti
     """Keep what splits a dim, as a bias keeps its weight's `model`, if that fits; else replicate."""
     short = PartitionSpec(*[part for part in spec if part is not None][: len(shape)])
     return PartitionSpec() if find_spec_faults(short, shape, mesh) else short
-
-
-def _describe_bytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else decimal(num_bytes)

@@ -24,7 +24,9 @@ _TORCH_TO_JAX = {
     torch.float8_e4m3fn: jnp.float8_e4m3fn,
     torch.float8_e5m2: jnp.float8_e5m2,
 }
+
 _TORCH_TO_JAX = {t: np.dtype(j) for t, j in _TORCH_TO_JAX.items()}
+
 _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
 

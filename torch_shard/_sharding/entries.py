@@ -1,16 +1,14 @@
 """What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
 
-import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-
-from torch_shard._watch import note_modules
 
 LossFn = Callable[..., Any]
 
@@ -69,43 +67,6 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     spans.sort()
     pairs = itertools.pairwise(spans)
     return next(((first[2], second[2]) for first, second in pairs if second[0] < first[1]), None)
-
-
-@contextlib.contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """The module in eval mode; each submodule gets its own flag back."""
-    flags = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
-
-
-class _Around(nn.Module):
-    """A module and what is to run with it, so that `torch.func.functional_call` can swap the module's tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
-        """What `run` returns."""
-        return run(self.model)
-
-
-def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Call `run(module)` with other tensors in the places of the module's own.
-
-    Args:
-        module: Left as it was.
-        run: Forward and backward: a backward pass may run parts of the module again.
-        tensors: By the names of `holdings`; every name of a tie gets the one tensor.
-    """
-    note_modules(module)
-    swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)
 
 
 def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -178,3 +139,58 @@ def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor
         for held in (m._parameters, m._buffers):
             for key in [key for key, found in held.items() if found is tensor]:
                 held[key] = value  # pyright: ignore[reportArgumentType]
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
+
+
+def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
+
+    Args:
+        module: Changed in place.
+        values: The new tensor by the `id` of the old one; a parameter stays a parameter, with its `requires_grad` and
+            its attributes.
+
+    Returns:
+        What is in their places now, by the same `id`s.
+    """
+    new = dict(values)
+    for tensor in holdings(module).all.values():
+        if isinstance(tensor, nn.Parameter) and id(tensor) in new:
+            value = new[id(tensor)]
+            new[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
+    for m in module.modules():
+        for name, value in list(vars(m).items()):
+            if name not in _OF_TORCH:
+                vars(m)[name] = _swapped(value, new)
+        if isinstance(m, nn.RNNBase):
+            m._init_flat_weights()  # weak references to what it held
+    return new
+
+
+# What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
+_OF_TENSORS = re.compile(
+    r"_storage|_moved_from|_jax_counterpart|_is_param|_?fake_device|fake_mode|constant|real_tensor|pytype"
+    r"|dispatch_keys|_\w+_memo(_vc|_epoch)?"
+)
+
+
+def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """Leave the shape of an entry in its places; returns what is there now."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return swap(module, {id(tensor): empty})[id(tensor)]
+
+
+def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if type(value) is tuple:
+        return tuple(_swapped(item, new) for item in value)
+    if isinstance(value, list | dict):
+        pairs = list(enumerate(value) if isinstance(value, list) else value.items())
+        for key, item in pairs:
+            if (replaced := _swapped(item, new)) is not item:
+                value[key] = replaced
+    return value

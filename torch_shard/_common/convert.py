@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._ops import jax_dtype, torch_dtype
+from torch_shard._common.dtypes import jax_dtype, torch_dtype
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
+
 _OF_NUMPY = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
     | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
+
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 

@@ -4,21 +4,26 @@ The tables are empty here. Whoever has something better to offer fills them with
 ours is one file, and the capture, which reads them, knows none of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
 F = TypeVar("F", bound=Callable[..., Any])
+
 Rewrite = Callable[[Node], Node | None]
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Instead of a function of torch, where a torch function mode sees the call."""
+
 ATTRIBUTES: list[tuple[Any, str, Callable[..., Any]]] = []
 """Instead of what is no such function: owner, name, and what is called instead."""
+
 OPERATORS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """Instead of an ATen operator, while the callable is traced."""
+
 REWRITES: dict[torch._ops.OpOverload, Rewrite] = {}
 """What a node of the functional graph becomes: another node, or None to leave it."""
 
@@ -41,3 +46,13 @@ def instead_of_operator(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
 def rewrites(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
     """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
     return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
+
+
+def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors have one floating-point dtype and are used as they are: no autocast, no transform of torch's."""
+    return (
+        all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(map(is_functorch_wrapped_tensor, tensors))
+        and torch.autograd.forward_ad._current_level < 0
+    )
