@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import torch_shard as ts
 from tests.cases import make_mesh
 from torch_shard._attention import SHORTEST
-from torch_shard._capture import Spec, capture
+from torch_shard._capture.trace import Spec, capture
 from torch_shard._ops._registry import keeps_whole
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order

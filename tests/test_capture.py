@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.odd import odd
-from torch_shard._capture import Spec, capture
+from torch_shard._capture.trace import Spec, capture
 from torch_shard._lower import missing_lowerings
 from torch_shard._ops._registry import keeps_whole
 

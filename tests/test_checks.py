@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torch_shard._checks import passing_truth
+from torch_shard._capture.data_dependence import passing_truth
 
 
 class Asked:

@@ -15,7 +15,7 @@ from torch.nn import init
 import torch_shard as ts
 from tests.cases import GPT, chosen, make_mesh
 from tests.test_materialize import WHOLE, Buffer, values
-from torch_shard import _initialisers
+from torch_shard._capture import replacements as _initialisers
 from torch_shard._ops._registry import _random
 
 NUM = 1 << 20

@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.cases import chosen
-from torch_shard._capture import Spec, capture
+from torch_shard._capture.trace import Spec, capture
 from torch_shard._ops._registry import keeps_whole
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 through some steps, sums in another order

@@ -2,8 +2,6 @@
 
 from torch_shard import (
     _control,  # noqa: F401  (torch.cond in captures)
-    _initialisers,  # noqa: F401
-    _plain,  # noqa: F401
     collectives,
 )
 from torch_shard._argkinds import ArgKind

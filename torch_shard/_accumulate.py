@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._batch import BatchSignature
-from torch_shard._capture import Spec
+from torch_shard._capture.trace import Spec
 from torch_shard._loss import LossOutputs, LossProgram
 from torch_shard._placement import BatchLayout
 from torch_shard._sharding.mesh import describe_mesh, describe_spec

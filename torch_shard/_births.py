@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from torch_shard._capture import Graph, capture
-from torch_shard._fakes import is_fake
+from torch_shard._capture.fakes import is_fake
+from torch_shard._capture.trace import Graph, capture
 from torch_shard._ops._registry import keeps_whole
 from torch_shard._sharding.entries import _OF_TORCH, holdings, swap, with_values
 

@@ -8,7 +8,7 @@ import jax
 import torch
 
 from torch_shard._calls import call_jax
-from torch_shard._watch import is_repeating
+from torch_shard._capture.function_mode import is_repeating
 
 
 def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from torch_shard._bundles import Bundle
-from torch_shard._capture import Graph
+from torch_shard._capture.guards import ModuleFlags, read_by
+from torch_shard._capture.trace import Graph
 from torch_shard._common.fx import depending_on, outputs_of
-from torch_shard._guards import read_by
 from torch_shard._layers import Kind, Siblings
-from torch_shard._watch import ModuleFlags
 
 
 @dataclasses.dataclass

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._attributes import PlainAttributes
 from torch_shard._batch import BatchSignature
 from torch_shard._bundles import Bundle, Unit, names_of
-from torch_shard._guards import Guard
+from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold
 from torch_shard._joint import JointLoss
 from torch_shard._layers import Siblings
 from torch_shard._lower import compiler_options
@@ -22,7 +21,6 @@ from torch_shard._repeats import Repeats, Rolled, capture_layers, report
 from torch_shard._rolled import Row, Rows, array_of
 from torch_shard._sharding.entries import LossFn, holdings
 from torch_shard._sharding.stacked import Stacks
-from torch_shard._watch import ModuleFlags, flags_hold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torch_shard._attributes import NUMBERS, Same
+from torch_shard._capture.data_dependence import DEVICE_OF
+from torch_shard._capture.function_mode import current_watch
+from torch_shard._capture.guards import read_by
+from torch_shard._capture.side_effects import NUMBERS, Same
 from torch_shard._common.overrides import OPERATORS
-from torch_shard._guards import read_by
-from torch_shard._values import DEVICE_OF
-from torch_shard._watch import current_watch
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._autocast import casting
 from torch_shard._bundles import Bundle
-from torch_shard._fakes import in_transform, leave
+from torch_shard._capture.autocast import casting
+from torch_shard._capture.fakes import in_transform, leave
+from torch_shard._capture.function_mode import add_modules, current_watch
 from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
 from torch_shard._layers import Siblings
 from torch_shard._one_layer import Member, OneLayer, saving_plainly
 from torch_shard._records import CannotShare, hooks_refused
-from torch_shard._watch import add_modules, current_watch
 
 _CAPTURES = itertools.count()
 

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._attributes import Contents
 from torch_shard._bundles import Unit, names_of
-from torch_shard._capture import Spec
-from torch_shard._guards import reached_by
+from torch_shard._capture.guards import reached_by
+from torch_shard._capture.side_effects import Contents
+from torch_shard._capture.trace import Spec
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lower import draws_random

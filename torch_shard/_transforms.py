@@ -13,9 +13,9 @@ import torch
 
 from torch_shard._adapters import NUM_GIVEN, Compiled, Pure, adapt, shift
 from torch_shard._calls import call_jax, is_adapted, pure_of
+from torch_shard._capture.function_mode import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
 from torch_shard._sharding.mesh import check_mesh
-from torch_shard._watch import bound_tensors
 
 
 def jax_value_and_grad(

@@ -22,10 +22,10 @@ import torch
 from jax import lax
 
 from torch_shard._calls import call_jax
+from torch_shard._capture.data_dependence import drawing_along
 from torch_shard._common.axes import tracked_axes, vary
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._operands import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
-from torch_shard._values import drawing_along
 
 __all__ = [
     "all_gather",

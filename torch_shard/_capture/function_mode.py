@@ -11,22 +11,21 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._attributes import Journal
-from torch_shard._autocast import widened
+from torch_shard._capture.autocast import widened
+from torch_shard._capture.guards import ModuleFlags
+from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.side_effects import Journal
 from torch_shard._common.overrides import FUNCTIONS
-from torch_shard._source import current_user_line
 
 _T = torch.Tensor
+
 _DEVICE = _T.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
 _ABOUT = frozenset(attribute.__get__ for attribute in (_T.shape, _T.dtype, _T.ndim, _T.requires_grad))  # pyright: ignore
+
 _ABOUT |= {_T.size, _T.stride, _T.dim, _T.numel, _T.is_floating_point}
+
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})
-ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
-
-
-def flags_hold(flags: ModuleFlags) -> bool:
-    """Whether every module still has its training flag; one that is gone cannot have changed it."""
-    return all((module := ref()) is None or module.training == flag for ref, flag in flags)
 
 
 class Watch(TorchFunctionMode):

@@ -20,22 +20,23 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._attributes import Change, settle
-from torch_shard._autocast import autocast_only
+from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.data_dependence import Values
+from torch_shard._capture.environment import reference_kernels, surroundings
+from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
+from torch_shard._capture.function_mode import Watch
+from torch_shard._capture.guards import ModuleFlags, flags_hold
+from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, return_writes
+from torch_shard._capture.provenance import explain_backward, explained, user_frame
+from torch_shard._capture.side_effects import Change, settle
+from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.overrides import OPERATORS
-from torch_shard._fakes import empty_like, fakes, node_of, standins_given, tracer
-from torch_shard._inputs import carry_random_places, constants_to_inputs, return_writes
-from torch_shard._places import explain_backward, explained
-from torch_shard._simplify import simplify
-from torch_shard._source import user_frame
-from torch_shard._strided import stride_in_order
-from torch_shard._surroundings import reference_kernels, surroundings
-from torch_shard._values import Values
-from torch_shard._watch import ModuleFlags, Watch, flags_hold
 
 aten = torch.ops.aten
+
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
+
 Keep = Callable[[Any, bool], bool]
 
 

@@ -11,9 +11,10 @@ from unittest import mock
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_shard._autocast import autocast_on_fakes
+from torch_shard._capture import replacements  # noqa: F401  (fills the table)
+from torch_shard._capture.autocast import autocast_on_fakes
+from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import ATTRIBUTES
-from torch_shard._cumulative import cumulative_batch_norms
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,9 +14,13 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 NUMBERS = (bool, int, float, str)
+
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
+
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
+
 _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS
+
 _ABSENT = object()
 
 
@@ -165,32 +168,3 @@ def _has_tensor(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a string or a container of such."""
     return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))
-
-
-class PlainAttributes:
-    """The numbers, strings, containers of them and tensors among a module's plain attributes: what a program reads."""
-
-    def __init__(self, module: nn.Module) -> None:
-        skipped = _OF_TORCH | _HOOKS
-        self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
-            for name, m in module.named_modules()
-            for attribute, value in vars(m).items()
-            if attribute not in skipped
-            and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
-        ]
-        _, self._owners, self._names, self._found = zip(*self._values, strict=True) if self._values else [()] * 4
-
-    def changed(self) -> str | None:
-        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
-        # Asked at every step, so at first without a line of Python for each: the same objects have the same values. A
-        # container is never the same object as its copy, nor is a number that was assigned anew: those are looked at.
-        if all(map(operator.is_, map(dict.get, self._owners, self._names), self._found)):
-            return None
-        for path, attributes, attribute, value in self._values:
-            now = attributes.get(attribute)
-            if now is value:
-                continue
-            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not _is_plain(now) or now != value:
-                return path
-        return None

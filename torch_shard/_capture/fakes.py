@@ -19,15 +19,19 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._places import annotated
-from torch_shard._source import current_user_line
-from torch_shard._values import Constants, Values
-from torch_shard._watch import ModuleFlags, Watch, as_captured
+from torch_shard._capture.data_dependence import Constants, Values
+from torch_shard._capture.function_mode import Watch, as_captured
+from torch_shard._capture.guards import ModuleFlags
+from torch_shard._capture.provenance import annotated, current_user_line
 
 aten = torch.ops.aten
+
 _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
+
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
+
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
+
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
 

@@ -5,9 +5,9 @@ import torch
 from torch_shard._common.fx import is_random, outputs_of
 
 aten = torch.ops.aten
+
 FAR = 1 << 20
 """Places in the random stream from here on belong to operators that PyTorch has made of others."""
-
 
 _LITERAL = "_torch_shard_literal"
 

@@ -14,7 +14,9 @@ from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
 from torch_shard._common.overrides import REWRITES, rewrites
 
 aten = torch.ops.aten
+
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
 COPIES = (
     aten.clone.default,
     aten.alias.default,
@@ -23,7 +25,9 @@ COPIES = (
     aten.lift_fresh.default,
     aten.contiguous.default,
 )
+
 CHECKS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default)
+
 SWAPS = (aten.transpose.int, aten.permute.default, aten.t.default)
 
 
@@ -161,3 +165,44 @@ def _swaps_last_two_of_three(node: Node) -> bool:
 
 def _view(at: Node, source: Node, shape: tuple[int, ...]) -> Node:
     return call_before(at, aten.reshape.default, (source, list(shape)), shape)
+
+
+def stride_in_order(graph: GraphModule) -> None:
+    """Rewrite `graph`, not yet functional, in place; values and aliases stay the same.
+
+    Each `as_strided` then has an operand whose elements lie in memory one after the other, in the order of its indices.
+
+    Raises:
+        NotImplementedError: The memory belongs to no tensor of the graph as a whole.
+    """
+    for node in [n for n in graph.graph.nodes if n.target is aten.as_strided.default]:
+        source, size, stride, *rest = args_of(node)
+        offset = rest[0] if rest and rest[0] is not None else source.meta["val"].storage_offset()
+        node.args = (_in_order(node, source), size, stride, offset)
+    graph.recompile()
+
+
+def _in_order(node: Node, source: Node) -> Node:
+    """The tensor that `source` is a view of, its dims in the order of their strides."""
+    storage = source.meta["val"].untyped_storage()
+    whole = source
+    while (order := _order(whole.meta["val"])) is None:
+        parent = whole.args[0] if whole.op == "call_function" and whole.args else None
+        if not isinstance(parent, Node) or parent.meta["val"].untyped_storage()._cdata != storage._cdata:
+            raise NotImplementedError(
+                f"as_strided of a tensor with strides {source.meta['val'].stride()}, whose memory a compiled program "
+                "cannot reconstruct. Call .contiguous() before it, or index instead."
+            )
+        whole = parent
+    if order == list(range(len(order))):
+        return whole
+    with node.graph.inserting_before(node):
+        return node.graph.call_function(aten.permute.default, (whole, order))
+
+
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """The order of dims in which `tensor` fills its storage from start to end; None if it does not fill it."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+    fills = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes
+    return order if fills and tensor.permute(order).is_contiguous() else None

@@ -1,13 +1,16 @@
 """Which line of the user's code an error is about."""
 
+import contextlib
 import pathlib
 import traceback
 
 import jax
 import numpy as np
 import torch
+from torch.fx import traceback as fx_traceback
 
-_HERE = pathlib.Path(__file__).parent
+_HERE = pathlib.Path(__file__).parent.parent
+
 _LIBRARIES = ("<", str(_HERE), *(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jax, np)))
 
 
@@ -35,3 +38,22 @@ def current_user_line() -> str:
     if frame is None:
         return "(no line of user code)"
     return describe(traceback.extract_stack(frame, limit=1)[0])
+
+
+def explained(explain: bool) -> contextlib.AbstractContextManager:
+    """Whether nodes keep what is noted about them."""
+    return fx_traceback.preserve_node_meta() if explain else contextlib.nullcontext()
+
+
+def annotated(where: str) -> contextlib.AbstractContextManager:
+    """Note `where` on the nodes made within."""
+    return fx_traceback.annotate({"where": where})
+
+
+def explain_backward(graph: torch.fx.GraphModule) -> None:
+    """A node of the backward pass stands where the forward node with its sequence number does."""
+    places = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.graph.nodes) if n.meta.get("custom")}
+    for node in graph.graph.nodes:
+        if not node.meta.get("custom") and node.meta.get("seq_nr") in places:
+            where = places[node.meta["seq_nr"]]["where"]
+            node.meta["custom"] = {"where": f"{where} (in its backward)"}

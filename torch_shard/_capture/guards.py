@@ -1,18 +1,25 @@
 """Plain Python values that a loss function and a model's configuration hold: a program was made for what they were."""
 
 import argparse
+import copy
 import dataclasses
 import functools
 import inspect
+import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, _is_plain
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
 _SEQUENCES = (list, tuple, set, frozenset)
+
 _DEPTH, _MOST = 3, 1000
 
 
@@ -108,3 +115,40 @@ class Guard:
     def changed(self) -> str | None:
         """The name of one that has another value now."""
         return next((name for name, read, before in self._values if _snapshot(read()) != before), None)
+
+
+class PlainAttributes:
+    """The numbers, strings, containers of them and tensors among a module's plain attributes: what a program reads."""
+
+    def __init__(self, module: nn.Module) -> None:
+        skipped = _OF_TORCH | _HOOKS
+        self._values = [
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
+            for name, m in module.named_modules()
+            for attribute, value in vars(m).items()
+            if attribute not in skipped
+            and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
+        ]
+        _, self._owners, self._names, self._found = zip(*self._values, strict=True) if self._values else [()] * 4
+
+    def changed(self) -> str | None:
+        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
+        # Asked at every step, so at first without a line of Python for each: the same objects have the same values. A
+        # container is never the same object as its copy, nor is a number that was assigned anew: those are looked at.
+        if all(map(operator.is_, map(dict.get, self._owners, self._names), self._found)):
+            return None
+        for path, attributes, attribute, value in self._values:
+            now = attributes.get(attribute)
+            if now is value:
+                continue
+            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not _is_plain(now) or now != value:
+                return path
+        return None
+
+
+ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
+
+
+def flags_hold(flags: ModuleFlags) -> bool:
+    """Whether every module still has its training flag; one that is gone cannot have changed it."""
+    return all((module := ref()) is None or module.training == flag for ref, flag in flags)

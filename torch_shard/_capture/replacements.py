@@ -1,0 +1,192 @@
+"""Functions and modules of torch in plain operators, where a trace cannot follow PyTorch's own way."""
+
+import contextlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import _reduction
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from torch_shard._common.overrides import instead_of, instead_of_attribute
+
+
+@instead_of(F.multilabel_margin_loss)
+def multilabel_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`torch.nn.functional.multilabel_margin_loss`, whose rule for traces counts what stands behind the first -1."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    x, labels = (t if t.ndim == 2 else t.reshape(1, -1) for t in (input, target))
+    is_label = (labels < 0).cumsum(-1) == 0
+    labels = torch.where(is_label, labels, 0)
+    is_target = ((labels[:, :, None] == torch.arange(x.shape[1])) & is_label[:, :, None]).any(1)
+    margins = (1 - x.gather(1, labels)[:, :, None] + x[:, None, :]).clamp(min=0)
+    counted = is_label[:, :, None] & ~is_target[:, None, :]
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / x.shape[1]
+    losses = losses if input.ndim == 2 else losses.squeeze(0)
+    return {"mean": torch.mean, "sum": torch.sum, "none": torch.clone}[reduction](losses)
+
+
+@instead_of_attribute(nn.AdaptiveLogSoftmaxWithLoss, "forward")
+def adaptive_log_softmax(module: Any, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+    """The forward of `nn.AdaptiveLogSoftmaxWithLoss` for all rows through all clusters; its own selects rows by value.
+
+    A target that is no class gives NaN, where PyTorch raises.
+    """
+    if (input_.ndim, target_.ndim) not in ((2, 1), (1, 0)) or input_.shape[:-1] != target_.shape:
+        raise RuntimeError(
+            "AdaptiveLogSoftmaxWithLoss takes an input of shape (N, in_features) with a target of shape (N), or one "
+            f"without N; got {tuple(input_.shape)} and {tuple(target_.shape)}."
+        )
+    x, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
+    head = F.log_softmax(module.head(x), dim=1)
+    bounds = [0, *module.cutoffs]
+    output = head.gather(1, target.clamp(0, bounds[1] - 1)[:, None])[:, 0]
+    for i, (low, high) in enumerate(itertools.pairwise(bounds[1:])):
+        within = F.log_softmax(module.tail[i](x), dim=1).gather(1, (target - low).clamp(0, high - low - 1)[:, None])
+        of_cluster = head[:, module.shortlist_size + i] + within[:, 0]
+        output = torch.where((target >= low) & (target < high), of_cluster, output)
+    output = torch.where((target >= 0) & (target < bounds[-1]), output, torch.nan)
+    loss = (-output).mean()
+    result = nn.modules.adaptive._ASMoutput
+    return result(output.reshape(target_.shape), loss)
+
+
+@instead_of(torch._C._nn.multilabel_margin_loss)  # pyright: ignore[reportAttributeAccessIssue]
+def _numbered(input: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    return multilabel_margin_loss(input, target, reduction=("none", "mean", "sum")[reduction])
+
+
+def _with_dense_gradient(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An embedding whose gradient has the same values, but is not a sparse tensor, which JAX does not have."""
+    signature = inspect.signature(function)
+
+    def embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["sparse"] = False
+        return function(*given.args, **given.kwargs)
+
+    return embedding
+
+
+for _function in (F.embedding, F.embedding_bag):
+    instead_of(_function)(_with_dense_gradient(_function))
+
+_FAR = 4.0  # standard deviations: from there on, float32 has too few probabilities below one to invert
+
+_NEXT_TO_ONE = 1 - 2.0**-24  # in float32; at one, the inverse is infinite, and the end of the interval what is drawn
+
+
+@instead_of_attribute(torch.nn.init, "_no_grad_trunc_normal_")
+def trunc_normal_(
+    tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """A normal distribution cut to [a, b], by the inverse of its distribution function; PyTorch's draws until it fits.
+
+    Raises:
+        NotImplementedError: The interval lies so far out that float32 cannot tell its probabilities apart.
+    """
+    low, high = (a - mean) / std, (b - mean) / std
+    if low > _FAR or high < -_FAR:
+        raise NotImplementedError(
+            f"trunc_normal_: [{a}, {b}] lies more than {_FAR:.0f} standard deviations ({std}) from the mean {mean}, "
+            "where a compiled program cannot draw exactly. Move the mean into the interval."
+        )
+    with torch.no_grad():
+        drawn = torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        drawn.uniform_(math.erf(low / math.sqrt(2)), math.erf(high / math.sqrt(2)), generator=generator)
+        drawn.clamp_(-_NEXT_TO_ONE, _NEXT_TO_ONE).erfinv_()
+        return tensor.copy_(drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(min=a, max=b))
+
+
+@instead_of_attribute(torch.nn.init, "sparse_")
+def sparse_(
+    tensor: torch.Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Normal numbers with the same share of zeros in each column; PyTorch's goes through the columns one by one."""
+    if tensor.ndim != 2:
+        raise ValueError("Only tensors with 2 dimensions are supported")
+    num_zeros = math.ceil(sparsity * tensor.shape[0])
+    with torch.no_grad():
+        ranks = torch.rand(tensor.shape).argsort(0).argsort(0)
+        tensor.normal_(0, std, generator=generator)
+        return tensor.masked_fill_(ranks < num_zeros, 0)
+
+
+@instead_of(torch.Tensor.random_)
+def random_(
+    tensor: torch.Tensor, low: int | None = None, to: int | None = None, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """`Tensor.random_`, which as an operator has a name that no graph can write down."""
+    if low is None:
+        raise NotImplementedError("random_() without a range cannot be captured. Say it: random_(0, 100).")
+    low, to = (0, low) if to is None else (low, to)
+    with torch.no_grad():
+        more: Any = {} if generator is None else {"generator": generator}
+        return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
+
+
+@instead_of(torch.Tensor.__deepcopy__)
+def deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+    """`copy.deepcopy` of a tensor, by an operator: PyTorch's own copies the fake, and not what it stands for."""
+    if not tensor.is_leaf:
+        raise RuntimeError("Only leaves of autograd support copy.deepcopy; use tensor.detach().clone().")
+    copied = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def cumulative_batch_norms() -> Iterator[None]:
+    """Run them within on tensors alone.
+
+    Such a norm keeps the plain mean of all its batches: after batch n, `(1 - 1/n) * old + 1/n * new`. With momentum 1
+    its forward leaves `new` in the buffers, and the mean is taken after it.
+    """
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if isinstance(module, _BatchNorm) and module.momentum is None and module.training and _tracks(module):
+            before[id(module)] = _running(module)[0].clone(), _running(module)[1].clone()
+            module.momentum = 1.0
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        old = before.pop(id(module), None)
+        if old is None:
+            return
+        module.momentum = None  # pyright: ignore[reportArgumentType]
+        count: Any = module.num_batches_tracked
+        with torch.no_grad():
+            for running, mean in zip(_running(module), old, strict=True):
+                # .data: the norm's backward, which has no use for them, has noted their version
+                running.data.copy_(mean + (running - mean) / count)
+
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tracks(module: _BatchNorm) -> bool:
+    return module.running_mean is not None and module.num_batches_tracked is not None
+
+
+def _running(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return module.running_mean, module.running_var
