@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.cases import make_mesh
-from torch_shard._attention import SHORTEST
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.ops import keeps_whole
+from torch_shard._lowering.ops.attention import SHORTEST
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
 OURS, LONG = torch.ops.torch_shard.causal_attention.default, SHORTEST + 44  # blocks of unequal length
@@ -99,7 +99,7 @@ def test_heads_over_a_mesh_cost_no_more_collectives(monkeypatch: pytest.MonkeyPa
     text = attention_step()
     assert "causal_attention" in text
     ours = collectives(text)
-    monkeypatch.setattr("torch_shard._attention.SHORTEST", LONG + 1)
+    monkeypatch.setattr("torch_shard._lowering.ops.attention.SHORTEST", LONG + 1)
     assert ours == collectives(attention_step())
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import torch_shard as ts
 from tests.odd import odd
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._lower import missing_lowerings
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.interpreter import missing_lowerings
+from torch_shard._lowering.ops import keeps_whole
 
 aten = torch.ops.aten
 X = torch.tensor([0.5, -1.0, 2.0])

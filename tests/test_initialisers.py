@@ -16,7 +16,7 @@ import torch_shard as ts
 from tests.cases import GPT, chosen, make_mesh
 from tests.test_materialize import WHOLE, Buffer, values
 from torch_shard._capture import replacements as _initialisers
-from torch_shard._ops._registry import _random
+from torch_shard._lowering.ops import random as _random
 
 NUM = 1 << 20
 DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_shard as ts
-from torch_shard._ops._registry import LOWERINGS, RANDOM
+from torch_shard._lowering.ops import LOWERINGS, RANDOM
 
 CLOSE = {"rtol": 2e-4, "atol": 1e-4}  # float32; sums of up to some hundred terms, gradients squared twice
 Case = tuple[str, Callable[..., torch.Tensor], list[tuple[int, ...]]]

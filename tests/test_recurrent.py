@@ -10,7 +10,7 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import chosen
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.ops import keeps_whole
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 through some steps, sums in another order
 LSTM, GRU, RNN = nn.LSTM, nn.GRU, nn.RNN

@@ -14,7 +14,7 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.ops import keeps_whole
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6
 

@@ -11,7 +11,7 @@ from torch_shard._calls import call_pure
 from torch_shard._capture.guards import flags_hold
 from torch_shard._closure import CLOSURE, MoreInputs, Reader
 from torch_shard._common.convert import adopt_torch_nodes
-from torch_shard._program import ambient
+from torch_shard._lowering.program import ambient
 
 Pure = Callable[..., Any]
 """A JAX function of `(key, *args, **kwargs)`."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_shard._births import Birth, Init, blank, initialise, meta_attributes
-from torch_shard._lower import missing_lowerings_of
+from torch_shard._lowering.interpreter import missing_lowerings_of
 from torch_shard._recipes import Recipe, is_constant
 
 _CONSTRUCTOR = (

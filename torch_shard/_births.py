@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_shard._capture.fakes import is_fake
 from torch_shard._capture.trace import Graph, capture
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.ops import keeps_whole
 from torch_shard._sharding.entries import _OF_TORCH, holdings, swap, with_values
 
 Init = Callable[[nn.Module], Any]

@@ -23,8 +23,8 @@ from torch_shard._closure import CLOSURE, Reader
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._function import TorchFunction
+from torch_shard._lowering.program import ambient
 from torch_shard._opaque import draw_seed, run_captured, run_now
-from torch_shard._program import ambient
 from torch_shard._sharding.mesh import check_mesh
 
 

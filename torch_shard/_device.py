@@ -22,7 +22,7 @@ from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._device_module import DeviceModule
-from torch_shard._ops._registry import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
+from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
 from torch_shard._storage import Storage, ViewStorage
 
 aten = torch.ops.aten

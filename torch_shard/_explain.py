@@ -13,8 +13,8 @@ from rich.text import Text
 from torch_shard._batch import flatten_batch
 from torch_shard._capture.trace import Graph, capture
 from torch_shard._joint import JointLoss
-from torch_shard._lower import draws_random, place_of
-from torch_shard._ops._registry import LOWERINGS, find_lowering, keeps_whole
+from torch_shard._lowering.interpreter import draws_random, place_of
+from torch_shard._lowering.ops import LOWERINGS, find_lowering, keeps_whole
 from torch_shard._sharding.entries import LossFn
 
 

@@ -22,7 +22,7 @@ from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import NeedsKey
 from torch_shard._common.static import Static
-from torch_shard._program import FlatFn, Program, ambient
+from torch_shard._lowering.program import FlatFn, Program, ambient
 
 
 class FlatFunction:

@@ -13,7 +13,7 @@ from torch_shard._batch import BatchSignature
 from torch_shard._bundles import Bundle, Unit, units_of
 from torch_shard._capture.function_mode import note_modules
 from torch_shard._capture.trace import Spec
-from torch_shard._program import FlatFn
+from torch_shard._lowering.program import FlatFn
 from torch_shard._regions import Regions
 from torch_shard._sharding.entries import LossFn, holdings
 

@@ -15,8 +15,8 @@ from torch_shard._bundles import Bundle, Unit, names_of
 from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold
 from torch_shard._joint import JointLoss
 from torch_shard._layers import Siblings
-from torch_shard._lower import compiler_options
-from torch_shard._program import Program, ambient
+from torch_shard._lowering.interpreter import compiler_options
+from torch_shard._lowering.program import Program, ambient
 from torch_shard._repeats import Repeats, Rolled, capture_layers, report
 from torch_shard._rolled import Row, Rows, array_of
 from torch_shard._sharding.entries import LossFn, holdings

@@ -22,8 +22,8 @@ from torch_shard._capture.inputs import FAR
 from torch_shard._capture.trace import Graph, Spec, capture
 from torch_shard._layer_ops import Call, LayerCall, LeftBehind, Region
 from torch_shard._layers import Kind, Siblings
-from torch_shard._lower import missing_lowerings
-from torch_shard._ops._registry import keeps_whole
+from torch_shard._lowering.interpreter import missing_lowerings
+from torch_shard._lowering.ops import keeps_whole
 from torch_shard._records import CannotShare, Record
 
 

@@ -18,7 +18,7 @@ from torch_shard._capture.function_mode import as_captured, unwatched
 from torch_shard._closure import MoreInputs
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops import lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 

@@ -13,8 +13,8 @@ from torch_shard._capture.side_effects import Contents
 from torch_shard._capture.trace import Spec
 from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
 from torch_shard._layers import LEAST, Siblings, find_siblings
-from torch_shard._lower import draws_random
-from torch_shard._program import FlatFn, Program
+from torch_shard._lowering.interpreter import draws_random
+from torch_shard._lowering.program import FlatFn, Program
 from torch_shard._regions import Regions
 from torch_shard._rolled import Inputs, evaluate
 from torch_shard._rolls import Loop, roll

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from torch_shard._lower import matmul_precision
+from torch_shard._lowering.interpreter import matmul_precision
 from torch_shard._rolls import Loop
 from torch_shard._steps import Members, Step, Value
 

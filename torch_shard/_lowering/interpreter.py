@@ -13,9 +13,10 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._common.random import fold_axes
-from torch_shard._ops._registry import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
+from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 
 Lowered = Callable[..., list[Any]]
+
 _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 
 

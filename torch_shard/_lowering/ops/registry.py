@@ -11,6 +11,7 @@ import torch
 Lowering = Callable[..., Any]
 
 LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
+
 RANDOM: set[torch._ops.OpOverload] = set()
 """Operators whose lowering takes a random key as its first argument."""
 
@@ -29,6 +30,7 @@ _WRONG_IN_TORCHAX = (
     "median",
     "nanmedian",
 )
+
 # Arguments about storage, which JAX arrays do not have.
 STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 

@@ -7,11 +7,80 @@ computed for them alone. PyTorch refuses a target that is no class; a program ca
 import jax
 import jax.numpy as jnp
 import torch
+from torch.fx import Node
 
-from torch_shard import _kernels  # noqa: F401  (defines the operators of cross entropy)
-from torch_shard._ops._registry import lowers
+from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
+from torch_shard._common.overrides import rewrites
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
+
+
+@torch.library.custom_op("torch_shard::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_cross_entropy_backward.register_fake
+def _logits_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(logits)
+
+
+@torch.library.custom_op("torch_shard::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_cross_entropy.register_fake
+def _loss_shapes(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(() if reduction else target.shape), logits.new_empty(())
+
+
+_NLL_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+
+
+@rewrites(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _merge_cross_entropy(node: Node) -> Node | None:
+    """The loss straight from the logits: the log-softmax of all classes is nowhere needed."""
+    logp = args_of(node)[0]
+    if not _is_over_classes(logp):
+        return None
+    with node.graph.inserting_before(node):
+        args = (args_of(logp)[0], *args_of(node)[1:])
+        merged = node.graph.call_function(torch.ops.torch_shard.cross_entropy.default, args)
+    merged.meta = dict(node.meta)
+    return merged
+
+
+@rewrites(aten._log_softmax_backward_data.default)
+def _merge_cross_entropy_backward(node: Node) -> Node | None:
+    """The gradient of logits straight from them, with no tensor of the gradient of their log-softmax."""
+    grad, logp = args_of(node)[:2]
+    if grad.target not in _NLL_BACKWARD or args_of(grad)[1] is not logp or not _is_over_classes(logp):
+        return None
+    args = (args_of(grad)[0], args_of(logp)[0], *args_of(grad)[2:])
+    return call_before(node, torch.ops.torch_shard.cross_entropy_backward.default, args, shape_of(node))
+
+
+def _is_over_classes(node: Node) -> bool:
+    """Whether `node` is the log-softmax over the dim of the classes, in the dtype of its logits."""
+    rank = len(shape_of(node))
+    if node.target is not aten._log_softmax.default or not rank:
+        return False
+    logits, dim, _ = args_of(node)
+    return dim % rank == min(1, rank - 1) and dtype_of(node) == dtype_of(logits)
 
 
 def _class_axis(x):

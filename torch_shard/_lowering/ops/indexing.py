@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._ops._registry import foreign_lowering, lowers
+from torch_shard._lowering.ops.registry import foreign_lowering, lowers
 
 aten = torch.ops.aten
 

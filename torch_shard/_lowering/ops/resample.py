@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from torch_shard._common.axes import local_vjp
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
+
 BILINEAR, NEAREST, BICUBIC = range(3)
+
 ZEROS, BORDER, REFLECTION = range(3)
 
 
@@ -194,6 +196,7 @@ _FILTERS = {
     "bicubic": (2, lambda x: _cubic(x, -0.5)),
     "lanczos": (3, _lanczos),
 }
+
 for _name, (_radius, _kernel) in _FILTERS.items():
     if hasattr(aten, f"_upsample_{_name}2d_aa"):  # lanczos came with torch 2.13
         _forward, _backward = _antialiased(_radius, _kernel)

@@ -7,7 +7,7 @@ import torch
 from jax.scipy import special
 
 from torch_shard._common.axes import vary_like
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -129,6 +129,7 @@ _KINDS = {
     "v": _chebyshev(lambda x: 2 * x - 1),
     "w": _chebyshev(lambda x: 2 * x + 1),
 }
+
 _POLYNOMIALS = {
     **{f"special_chebyshev_polynomial_{kind}": fn for kind, fn in _KINDS.items()},
     **{f"special_shifted_chebyshev_polynomial_{kind}": _shifted(fn) for kind, fn in _KINDS.items()},
@@ -141,6 +142,7 @@ _POLYNOMIALS = {
         lambda x: x, lambda k, x, p, q: ((2 * k + 1) * x * p - k * q) / (k + 1)
     ),
 }
+
 for _name, _fn in _POLYNOMIALS.items():
     _packet = getattr(aten, _name)
     lowers(*(getattr(_packet, overload) for overload in ("default", "x_scalar", "n_scalar")))(_fn)

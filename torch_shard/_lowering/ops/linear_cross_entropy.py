@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.axes import local_vjp
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 with contextlib.suppress(ImportError):  # it registers the operators, and PyTorch imports it at the first call
     import torch.nn.modules.linear_cross_entropy
+
 library = torch.ops.torch_nn
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
 

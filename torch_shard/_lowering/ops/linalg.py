@@ -6,7 +6,7 @@ import torch
 from jax.lax import linalg
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
 

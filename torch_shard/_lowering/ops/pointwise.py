@@ -1,10 +1,11 @@
 """Conversions and running totals, in the dtypes in which torch computes them."""
 
+import jax
 import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._ops._registry import foreign_lowering, lowers
+from torch_shard._lowering.ops.registry import foreign_lowering, lowers
 
 aten = torch.ops.aten
 
@@ -47,3 +48,38 @@ def add(x, y, *, alpha=1):
     if jnp.result_type(x) == jnp.result_type(y) == jnp.bool_:
         return jnp.logical_or(x, jnp.logical_and(y, bool(alpha)))
     return foreign_lowering(aten.add.Tensor)(x, y, alpha=alpha)  # pyright: ignore[reportOptionalCall]
+
+
+@lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(x, y, *, rounding_mode=None):
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    dtype = jnp.result_type(x, y)
+    if rounding_mode is None or jnp.issubdtype(dtype, jnp.inexact):
+        quotient = jnp.true_divide(x, y)
+        return quotient if rounding_mode is None else _round(x, y, quotient, rounding_mode)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    x, y = jnp.broadcast_arrays(x.astype(dtype), y.astype(dtype))
+    return jax.lax.div(x, y)
+
+
+def _round(x, y, quotient, mode):
+    """Floor as Python does it: `x - y * floor` is the remainder. A zero divisor gives what it gives unrounded."""
+    if mode == "trunc":
+        return jnp.trunc(quotient)
+    return jnp.where(y == 0, quotient, jnp.floor_divide(x, jnp.where(y == 0, 1, y)))
+
+
+@lowers(aten.max.dim)
+def max_dim(x, dim, keepdim=False):
+    """Returns `(values, indices)`; a NaN wins, and of equals the first."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int32)
+    return jnp.max(x, axis=dim, keepdims=keepdim), jnp.argmax(x, axis=dim, keepdims=keepdim)
+
+
+@lowers(aten.min.dim)
+def min_dim(x, dim, keepdim=False):
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int32)
+    return jnp.min(x, axis=dim, keepdims=keepdim), jnp.argmin(x, axis=dim, keepdims=keepdim)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import torch
 
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
 

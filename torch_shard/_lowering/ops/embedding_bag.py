@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._ops._registry import lowers
+from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
+
 SUM, MEAN, MAX = range(3)
 
 
