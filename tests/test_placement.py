@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.cases import CASES, MESHES, make_mesh
-from torch_shard import _placement
+from torch_shard._device import placement as _placement
 
 GPT = next(case for case in CASES if case.name == "gpt")
 

@@ -11,6 +11,8 @@ from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import compare_with_torch
 from torch_shard._comparison import Comparison
 from torch_shard._debug import debug_print
+from torch_shard._device.backend import disable_globally, enable_globally, jax_device
+from torch_shard._device.placement import gather, place
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
@@ -18,8 +20,6 @@ from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._make_steps import make_eval_step, make_train_step
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._materialize import materialize
-from torch_shard._modes import disable_globally, enable_globally, jax_device
-from torch_shard._placement import gather, place
 from torch_shard._replicas import assert_replica_integrity, gather_from_jax_processes, unshard
 from torch_shard._sharding.mesh import make_mesh
 from torch_shard._sharding.plan import ShardingPlan

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from torch_shard import _device  # noqa: F401  (registers the device)
-from torch_shard._bridge import to_array, wrap_array
 from torch_shard._capture.autocast import active_regions
 from torch_shard._capture.fakes import is_fake
 from torch_shard._capture.function_mode import add_modules, current_watch
@@ -22,6 +20,8 @@ from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._closure import CLOSURE, Reader
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
+from torch_shard._device import dispatch  # noqa: F401  (registers the device)
+from torch_shard._device.tensor import to_array, wrap_array
 from torch_shard._function import TorchFunction
 from torch_shard._lowering.program import ambient
 from torch_shard._opaque import draw_seed, run_captured, run_now

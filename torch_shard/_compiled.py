@@ -7,8 +7,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from torch_shard._compile_cache import CompileCache
+from torch_shard._device.placement import put
 from torch_shard._loss import LossProgram
-from torch_shard._placement import put
 
 
 class Compiled:

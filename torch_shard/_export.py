@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
-from torch_shard._bridge import JaxTensor
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.validate import check_directory, check_path
-from torch_shard._placement import refuse_meta
+from torch_shard._device.placement import refuse_meta
+from torch_shard._device.tensor import JaxTensor
 from torch_shard._sharding.entries import holdings, unsaved_buffers
 from torch_shard._sharding.plan import group_ties
 from torch_shard._sharding.stacked import Stacks

@@ -15,9 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from torch_shard._bridge import JaxTensor
 from torch_shard._capture.fakes import is_fake
 from torch_shard._common.files import replacing
+from torch_shard._device.tensor import JaxTensor
 from torch_shard._grid import Entry, Grid, describe_names, make_grids
 from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan
 from torch_shard._state import TrainState

@@ -13,11 +13,11 @@ import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._bridge import to_array, wrap_array
 from torch_shard._capture.function_mode import as_captured, unwatched
 from torch_shard._closure import MoreInputs
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
+from torch_shard._device.tensor import to_array, wrap_array
 from torch_shard._lowering.ops import lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
-from torch_shard._bridge import JaxTensor
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
+from torch_shard._device.tensor import JaxTensor
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""

@@ -16,10 +16,10 @@ from torch_shard._batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._common.validate import check_kind
 from torch_shard._compile_cache import CompileCache
 from torch_shard._compiled import Compiled
+from torch_shard._device.placement import BatchLayout
 from torch_shard._fused import find_fused
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._lowering.program import ambient
-from torch_shard._placement import BatchLayout
 from torch_shard._repeats import REMAT, Repeats
 from torch_shard._sharding.entries import LossFn, holdings, shared_memory
 from torch_shard._sharding.mesh import check_mesh

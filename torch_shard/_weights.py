@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from torch_shard._bridge import wrap_array
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.validate import check_kind, check_path
+from torch_shard._device.placement import put
+from torch_shard._device.tensor import wrap_array
 from torch_shard._match import Allowed, Entry, Match, Rename
-from torch_shard._placement import put
 from torch_shard._sharding.entries import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
 from torch_shard._sharding.mesh import check_mesh
 from torch_shard._sharding.plan import ShardingPlan

@@ -16,16 +16,15 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as torch_pytree
 from torch.utils import backend_registration
 
-from torch_shard._autocast_eager import register_autocast
-from torch_shard._bridge import JaxTensor, to_array, wrap_array
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
-from torch_shard._device_module import DeviceModule
+from torch_shard._device.backend import DeviceModule, register_autocast
+from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
-from torch_shard._storage import Storage, ViewStorage
 
 aten = torch.ops.aten
+
 logger = logging.getLogger(__name__)
 
 
@@ -283,6 +282,9 @@ _FACTORIES = (
     aten.tril_indices.default,
     aten.triu_indices.default,
 )
+
 _FALLBACK = torch.library.Library("_", "IMPL")
+
 _KERNELS = torch.library.Library("aten", "IMPL")
+
 _register_device()

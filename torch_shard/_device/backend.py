@@ -1,5 +1,6 @@
-"""`torch.autocast("jax")` for eager operators on the jax device: kernels that cast, then run the operator itself."""
+"""What `torch.jax` is: the functions that PyTorch asks of a device type."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -7,10 +8,51 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.autocast_policy import FLOAT32, LOWER, PRODUCTS
+from torch_shard._common.random import GENERATOR
+
+
+class DeviceModule:
+    """What torch asks of a device type. It says that no device is there: that keeps CPU torch as it is."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        GENERATOR.seed(seed)
+
+    _initialized = True  # torch.utils.checkpoint then keeps the state of the generator
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return GENERATOR.state
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        GENERATOR.state = state
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
 
 _KEY = "AutocastPrivateUse1"
+
 _PRODUCT, _WIDE = object(), object()
+
 _FALLBACK = torch.library.Library("_", "IMPL")
+
 _KERNELS = torch.library.Library("aten", "IMPL")
 
 
@@ -39,3 +81,16 @@ def _run(op: Any, policy: object, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = torch_pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
     with torch.amp.autocast("jax", enabled=False):
         return op(*args, **kwargs)
+
+
+def enable_globally() -> None:
+    """Accepted for programs written for torchax: tensors on the jax device always work."""
+
+
+def disable_globally() -> None:
+    """Accepted for programs written for torchax; see `enable_globally`."""
+
+
+def jax_device() -> contextlib.AbstractContextManager[None]:
+    """A scope for eager work on jax-device tensors, which needs none; see `enable_globally`."""
+    return contextlib.nullcontext()
