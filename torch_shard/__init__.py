@@ -1,22 +1,20 @@
 """Train torch models on JAX meshes: the names that users import."""
 
-from torch_shard import (
-    _control,  # noqa: F401  (torch.cond in captures)
-    collectives,
-)
+from torch_shard import collectives
 from torch_shard._argkinds import ArgKind
 from torch_shard._bad_step import BadStepError
-from torch_shard._calls import call_jax, call_torch, jax_view, torch_view
 from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import compare_with_torch
 from torch_shard._comparison import Comparison
-from torch_shard._debug import debug_print
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.placement import gather, place
 from torch_shard._explain import Explanation, explain_capture
 from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
+from torch_shard._interop.effects import debug_print
+from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
+from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view
 from torch_shard._make_steps import make_eval_step, make_train_step
 from torch_shard._maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._materialize import materialize
@@ -26,7 +24,6 @@ from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._state import TrainState
 from torch_shard._tpmap import tpmap
 from torch_shard._train import EvalStep, TrainStep
-from torch_shard._transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._weights import load_safetensors, load_torch
 
 __version__ = "0.1.0"

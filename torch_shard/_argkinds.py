@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._calls import call_jax
 from torch_shard._common.random import wrap_seed
+from torch_shard._interop.views import call_jax
 from torch_shard._maps import names_of
 
 Check = Callable[[Any, int], str | None]

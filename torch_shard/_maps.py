@@ -10,11 +10,11 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._adapters import Compiled, Pure, adapt, shift
-from torch_shard._calls import pure_of
-from torch_shard._closure import CLOSURE, Reader
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.random import fold_axes
+from torch_shard._interop.adapt import Compiled, Pure, adapt, shift
+from torch_shard._interop.closure import CLOSURE, Reader
+from torch_shard._interop.views import pure_of
 from torch_shard._mapped import (
     as_devices,
     as_names,

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._calls import call_jax
 from torch_shard._capture.data_dependence import drawing_along
 from torch_shard._common.axes import tracked_axes, vary
 from torch_shard._common.random import fold_axes, wrap_seed
+from torch_shard._interop.views import call_jax
 from torch_shard._operands import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
 
 __all__ = [

@@ -14,15 +14,16 @@ import torch
 from torch.fx import has_side_effect
 
 from torch_shard._capture.function_mode import as_captured, unwatched
-from torch_shard._closure import MoreInputs
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._device.tensor import to_array, wrap_array
+from torch_shard._interop.closure import MoreInputs
 from torch_shard._lowering.ops import lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 
 _HANDLES = itertools.count()
+
 _FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
 """What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
 
@@ -43,6 +44,7 @@ def _effect_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _effect_op.register_fake(_call_shapes)
+
 has_side_effect(torch.ops.torch_shard.call_for_effect.default)  # dead code to nobody
 
 

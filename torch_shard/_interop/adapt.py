@@ -7,14 +7,15 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._calls import call_pure
 from torch_shard._capture.guards import flags_hold
-from torch_shard._closure import CLOSURE, MoreInputs, Reader
 from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
+from torch_shard._interop.views import call_pure
 from torch_shard._lowering.program import ambient
 
 Pure = Callable[..., Any]
 """A JAX function of `(key, *args, **kwargs)`."""
+
 Transform = Callable[[Pure, int], Pure]
 """Maps a function of `(closed-over arrays, key, *args, **kwargs)`, of so many args, to its compiled form."""
 

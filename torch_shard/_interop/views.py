@@ -17,14 +17,14 @@ from torch_shard._capture.autocast import active_regions
 from torch_shard._capture.fakes import is_fake
 from torch_shard._capture.function_mode import add_modules, current_watch
 from torch_shard._capture.guards import ModuleFlags, flags_hold
-from torch_shard._closure import CLOSURE, Reader
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._device import dispatch  # noqa: F401  (registers the device)
 from torch_shard._device.tensor import to_array, wrap_array
-from torch_shard._function import TorchFunction
+from torch_shard._interop.closure import CLOSURE, Reader
+from torch_shard._interop.jax_function import draw_seed, run_captured, run_now
+from torch_shard._interop.torch_function import TorchFunction
 from torch_shard._lowering.program import ambient
-from torch_shard._opaque import draw_seed, run_captured, run_now
 from torch_shard._sharding.mesh import check_mesh
 
 
@@ -127,7 +127,9 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _ARRAY = object()
+
 _RUNS = itertools.count()
+
 _RETRACED = jax.make_user_context()
 """A part of the keys of JAX's caches. JAX keeps the trace of a loop's body by the body's identity, with the values of
 all that the body closes over: those of another call, where the body is a view of a torch callable."""
