@@ -15,21 +15,25 @@ from torch_shard._common.random import fold_axes
 from torch_shard._interop.adapt import Compiled, Pure, adapt, shift
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.views import pure_of
-from torch_shard._mapped import (
+from torch_shard._sharding.mesh import check_mesh
+from torch_shard._spmd.check_maps import (
     as_devices,
     as_names,
     as_positions,
     check_axes,
     check_axis_name,
+    check_inputs,
     check_leaves,
     check_mapped,
+    check_names,
+    check_nesting,
     check_outermost,
+    check_outputs,
     check_places,
     check_rows,
+    spread_specs,
 )
-from torch_shard._sharding.mesh import check_mesh
-from torch_shard._specs import check_inputs, check_names, check_nesting, check_outputs, spread_specs
-from torch_shard._vmap import vmap_of_arrays
+from torch_shard._spmd.vmap import vmap_of_arrays
 
 Axes = str | Sequence[str]
 

@@ -12,7 +12,7 @@ import torch
 
 from torch_shard._common.random import wrap_seed
 from torch_shard._interop.views import call_jax
-from torch_shard._maps import names_of
+from torch_shard._spmd.maps import names_of
 
 Check = Callable[[Any, int], str | None]
 
@@ -76,8 +76,11 @@ def _split_key(words: torch.Tensor, num_devices: int) -> torch.Tensor:
 
 
 BROADCAST = ArgKind(needs_leaves=False)
+
 RNG = ArgKind(_split_key, check=_check_rng)
+
 STATIC = ArgKind(needs_leaves=False)
+
 KINDS = {
     "broadcast": BROADCAST,
     "shard": ArgKind(lambda x, n: x.reshape(n, x.shape[0] // n, *x.shape[1:]), lambda x: x.flatten(0, 1), _check_shard),
@@ -85,6 +88,7 @@ KINDS = {
     "static": STATIC,
     "thru": ArgKind(lambda x, n: x, lambda x: x, _check_thru),
 }
+
 Kind = str | ArgKind
 
 

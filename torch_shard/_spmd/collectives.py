@@ -1,0 +1,276 @@
+"""Collectives on torch tensors by axis name: the public `torch_shard.collectives` says what they mean."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_shard._capture.data_dependence import drawing_along
+from torch_shard._common.axes import tracked_axes, vary
+from torch_shard._common.random import fold_axes, wrap_seed
+from torch_shard._interop.views import call_jax
+from torch_shard._spmd.check_collectives import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
+
+Axis = str | tuple[str, ...]
+
+
+def psum(x: Any, axis: Axis) -> Any:
+    """Sum over the devices of an axis.
+
+    Args:
+        x: Tensors of any shape and dtype (bool counts as int64), the same shape on each device; a Python number counts
+            once for each device, so that `psum(1, "i")` is the size of the axis.
+        axis: Name or names of axes.
+
+    Returns:
+        The sum, of the shape of `x`, the same on all devices of the axis.
+
+    Example:
+        >>> import jax, torch, torch_shard as ts
+        >>> from torch_shard.collectives import psum
+        >>> ts.jax_vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
+        [0.25, 0.75]
+    """
+    sizes = sizes_of("psum", axis)
+    count = math.prod(sizes.values())
+    return map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
+
+
+def pmean(x: Any, axis: Axis) -> Any:
+    """Mean over the devices of an axis: floating-point or complex tensors of any shape, which stays."""
+    sizes = sizes_of("pmean", axis)
+    count = math.prod(sizes.values())
+
+    def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        if not (t.is_floating_point() or t.is_complex()):
+            raise TypeError(f"pmean: a mean needs floating-point numbers, got {describe(t)}. Use x.float(), or psum.")
+        return _call(_psum, t, tuple(sizes)) / count
+
+    return map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
+
+
+def pmax(x: Any, axis: Axis) -> Any:
+    """Largest over the devices of an axis, by element; the shape stays.
+
+    As for `torch.amax`, the gradient is divided among the devices that hold the largest.
+    """
+    return _extreme("pmax", x, axis, lax.pmax)
+
+
+def pmin(x: Any, axis: Axis) -> Any:
+    """Smallest over the devices of an axis, by element; see `pmax`."""
+    return _extreme("pmin", x, axis, lax.pmin)
+
+
+def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str = "varying") -> Any:
+    """Concatenate the tensors of all devices of an axis along a dim, in the order of their indices.
+
+    Args:
+        x: Tensors of shape `(..., local, ...)`.
+        axis: Name or names of axes.
+        dim: The dim that grows, -1 for the last.
+        tiled: Whether to concatenate; False stacks along a new dim, which is then `dim` of the result.
+        to: "varying", or "invarying" if the result is to leave `jax_shard_map` with a spec that does not name the axis.
+            The gradient of the first is a `psum_scatter`, that of the second may need a sum over all devices.
+
+    Returns:
+        Tensors of shape `(..., local * size of the axis, ...)`, or `(..., size of the axis, ...)` with a new dim; the
+        same on all devices of the axis.
+    """
+    axes = tuple(sizes_of("all_gather", axis))
+    if to not in ("varying", "invarying"):
+        raise ValueError(f'all_gather: to must be "varying" or "invarying", got {to!r}.')
+
+    def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        t = t if tiled else t.unsqueeze(check_dim("all_gather", t, dim, "dim", more=1))
+        return _call(_all_gather, t, axes, check_dim("all_gather", t, dim, "dim"), to)
+
+    return map_tensors("all_gather", x, of_tensor)
+
+
+def psum_scatter(x: Any, axis: Axis, *, dim: int = 0) -> Any:
+    """Sum over the devices of an axis, of which each keeps its part along a dim.
+
+    Args:
+        x: Tensors of shape `(..., local * size of the axis, ...)`.
+        axis: Name or names of axes.
+        dim: The dim that is split, -1 for the last.
+
+    Returns:
+        Tensors of shape `(..., local, ...)`: the part of the sum that belongs to the device's index.
+    """
+    sizes = sizes_of("psum_scatter", axis)
+
+    def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, "dim", sizes))
+
+    return map_tensors("psum_scatter", x, of_tensor)
+
+
+def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+    """Split along one dim, send the n-th part to the n-th device of an axis, and concatenate what arrives.
+
+    Args:
+        x: Tensors of shape `(..., a * size of the axis, ..., b, ...)`, at `split_dim` and `concat_dim`.
+        axis: Name or names of axes.
+        split_dim: The dim to split, -1 for the last.
+        concat_dim: The dim along which parts arrive, in the order of the devices that sent them.
+
+    Returns:
+        Tensors of shape `(..., a, ..., b * size of the axis, ...)`.
+    """
+    sizes = sizes_of("all_to_all", axis)
+
+    def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        split = check_split("all_to_all", t, split_dim, "split_dim", sizes)
+        concat = check_dim("all_to_all", t, concat_dim, "concat_dim")
+        return _call(_all_to_all, t, tuple(sizes), split, concat)
+
+    return map_tensors("all_to_all", x, of_tensor)
+
+
+def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send tensors from device to device along an axis.
+
+    Args:
+        x: Tensors of any shape, which stays.
+        axis: Name or names of axes.
+        pairs: `(source, destination)` indices along the axis. No device sends twice or receives twice; one that
+            receives nothing gets zeros.
+    """
+    sizes = sizes_of("ppermute", axis)
+    checked = check_pairs(pairs, math.prod(sizes.values()))
+    return map_tensors("ppermute", x, lambda t: _call(_ppermute, t, tuple(sizes), checked))
+
+
+def axis_index(axis: Axis) -> torch.Tensor:
+    """The device's index along an axis, an int64 scalar; along several, of their product, the first slowest."""
+    axes = tuple(sizes_of("axis_index", axis))
+    return call_jax(lambda: lax.axis_index(axes)).long()
+
+
+def axis_size(axis: Axis) -> int:
+    """The number of devices along an axis; along several, their product."""
+    return math.prod(sizes_of("axis_size", axis).values())
+
+
+@overload
+def fold_in_axis(key: torch.Tensor, axis: Axis) -> torch.Tensor: ...
+
+
+@overload
+def fold_in_axis(key: Axis) -> contextlib.AbstractContextManager[None]: ...
+
+
+def fold_in_axis(key: Any, axis: Any = None) -> Any:
+    """Random numbers that differ along an axis, and agree along all others.
+
+    `with fold_in_axis("i"):` lets what torch draws within (`torch.rand`, dropout) differ by index along `"i"`; without
+    it, all devices draw the same. `fold_in_axis(key, "i")` does it for a key.
+
+    Args:
+        key: The words of a JAX key, (2,) uint32, as `jax.random.key_data` gives them; or the axis, alone.
+        axis: Name or names of axes.
+
+    Returns:
+        Another key, (2,) uint32; or a context manager.
+    """
+    if axis is None:
+        return drawing_along(tuple(sizes_of("fold_in_axis", key)))
+    axes = tuple(sizes_of("fold_in_axis", axis))
+    if not isinstance(key, torch.Tensor) or key.dtype != torch.uint32 or tuple(key.shape) != (2,):
+        raise TypeError(
+            f"fold_in_axis: a key is the two words of a JAX key, (2,) uint32, got {describe(key)}. "
+            "Take them with jax.random.key_data(jax.random.key(seed)), or pass an axis alone."
+        )
+    return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
+
+
+# What JAX does. Axes that JAX tracks (see `_axes`) and others, of a `vmap` within, do not mix in one primitive.
+
+
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    tracked, others = _by_kind(axes)
+    x = lax.psum(vary(x, tracked), tracked) if tracked else x
+    return lax.psum(x, others) if others else x
+
+
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int, to: str) -> jax.Array:
+    tracked, _ = _by_kind(axes)
+    x = vary(x, tracked)
+    for axis in reversed(axes):
+        x = lax.all_gather(x, axis, axis=dim, tiled=True, **({"to": to} if axis in tracked else {}))
+    return x
+
+
+def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    x = vary(x, _by_kind(axes)[0])
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int) -> jax.Array:
+    return lax.all_to_all(vary(x, _by_kind(axes)[0]), _one_kind("all_to_all", axes), split, concat, tiled=True)
+
+
+def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]]) -> jax.Array:
+    return lax.ppermute(vary(x, _by_kind(axes)[0]), _one_kind("ppermute", axes), pairs)
+
+
+def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) -> Any:
+    axes = tuple(sizes_of(name, axis))
+
+    def plain(a: jax.Array) -> jax.Array:
+        tracked, others = _by_kind(axes)
+        a = reduce(vary(a, tracked), tracked) if tracked else a
+        return reduce(a, others) if others else a
+
+    smooth = jax.custom_jvp(plain)
+
+    @smooth.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (a,), (tangent,) = primals, tangents
+        best = smooth(a)  # whoever differentiates this rule differentiates its value too
+        holds = a == best
+        share = jnp.where(holds, tangent, 0) / _psum(holds.astype(a.dtype), axes)
+        return best, _psum(share, axes)
+
+    def of_tensor(t: torch.Tensor) -> torch.Tensor:
+        if t.is_complex():
+            raise TypeError(f"{name}: complex numbers have no order, got {describe(t)}.")
+        if t.dtype == torch.bool:
+            return of_tensor(t.int()).bool()
+        return _call(smooth if t.is_floating_point() else plain, t)
+
+    return map_tensors(name, x, of_tensor, of_number=lambda n: n)
+
+
+def _by_kind(axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that JAX tracks, and the others."""
+    known = tracked_axes()
+    others = tuple(a for a in axes if a not in known)
+    if known and others:
+        raise NotImplementedError(
+            f"{others[0]!r} is the axis_name of a jax_vmap, along which JAX cannot communicate within jax_shard_map "
+            "while it tracks what varies. Give jax_shard_map check_vma=False, or reduce the dim without jax_vmap."
+        )
+    return tuple(a for a in axes if a in known), others
+
+
+def _one_kind(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    if all(_by_kind(axes)):
+        raise NotImplementedError(
+            f"{name}: {' and '.join(map(repr, axes))} are bound by different transforms. Use one after the other."
+        )
+    return axes
+
+
+def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: Any) -> torch.Tensor:
+    dtype = torch.int64 if t.dtype == torch.bool and fn in (_psum, _psum_scatter) else t.dtype
+    return call_jax(lambda a: fn(a, *args), t).to(dtype)
