@@ -14,7 +14,7 @@ import torch_shard as ts
 from tests.cases import Case, chosen, make_mesh, regression, squared_error
 from tests.eager import assert_follows, eager_trajectory
 from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Keeping, Layered, Stack
-from torch_shard._rolls import Loop
+from torch_shard._scan.reroll import Loop
 
 EVERYWHERE = ts.ShardingPlan({}, default=P())
 

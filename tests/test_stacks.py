@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.cases import BATCH, CASES, chosen, make_mesh, squared_error
-from torch_shard._layers import find_siblings, stack_layout
+from torch_shard._scan.siblings import find_siblings, stack_layout
 from torch_shard._sharding.entries import holdings
 from torch_shard._sharding.stacked import Layout, Stacks, stack_dicts
 

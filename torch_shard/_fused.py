@@ -21,10 +21,10 @@ import torch
 from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
-from torch_shard._bundles import names_of
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._layer_ops import LAYER, Call
 from torch_shard._loss import LossProgram
+from torch_shard._scan.bundles import names_of
+from torch_shard._scan.region import LAYER, Call
 from torch_shard._sharding.mesh import describe_spec
 from torch_shard._sharding.plan import ResolvedPlan
 

@@ -6,7 +6,7 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._repeats import Repeats
+from torch_shard._scan.capture import Repeats
 from torch_shard._sharding.entries import LossFn
 from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._train import EvalStep, TrainStep

@@ -20,7 +20,7 @@ from torch_shard._device.placement import BatchLayout
 from torch_shard._fused import find_fused
 from torch_shard._loss import LossProgram, loss_program
 from torch_shard._lowering.program import ambient
-from torch_shard._repeats import REMAT, Repeats
+from torch_shard._scan.capture import REMAT, Repeats
 from torch_shard._sharding.entries import LossFn, holdings, shared_memory
 from torch_shard._sharding.mesh import check_mesh
 from torch_shard._sharding.plan import ResolvedPlan, ShardingPlan

@@ -13,9 +13,9 @@ import torch
 from torch_shard._batched import run_by_name
 from torch_shard._device.placement import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._guard import check_max_grad_norm, global_norm, judge, keep
-from torch_shard._layers import Siblings
 from torch_shard._loss import LossProgram
-from torch_shard._repeats import Repeats
+from torch_shard._scan.capture import Repeats
+from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding.entries import to_meta, with_values
 from torch_shard._sharding.stacked import Stacks
 from torch_shard._state import StateLayout, TrainState

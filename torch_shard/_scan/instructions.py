@@ -10,9 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Call, Region, Unbundled
 from torch_shard._lowering.interpreter import lower, operation, sources_of
-from torch_shard._partition import partition
+from torch_shard._scan.partition import partition
+from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
+from torch_shard._scan.restarts import Unbundled
 
 Operate = Callable[[Any, Any, Sequence[Any]], Any]
 

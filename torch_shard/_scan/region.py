@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from torch_shard._bundles import Bundle
 from torch_shard._capture.guards import ModuleFlags, read_by
 from torch_shard._capture.trace import Graph
 from torch_shard._common.fx import depending_on, outputs_of
-from torch_shard._layers import Kind, Siblings
+from torch_shard._scan.bundles import Bundle
+from torch_shard._scan.restarts import Again, Refused
+from torch_shard._scan.siblings import Kind, Siblings
 
 
 @dataclasses.dataclass
@@ -131,9 +132,11 @@ class Call:
 CALLS: "weakref.WeakValueDictionary[int, Call]" = weakref.WeakValueDictionary()
 """The calls in captures, by their numbers in the graphs."""
 
-
 torch.library.define("torch_shard::layer", "(int call, Tensor[] tensors) -> Tensor[]")
+
 torch.library.define("torch_shard::layer_backward", "(int call, Tensor token, Tensor[] grads) -> Tensor[]")
+
+
 # They are only captured, never run.
 
 
@@ -201,37 +204,6 @@ class LayerCall(torch.autograd.Function):
         return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
 
 
-class Again(BaseException):
-    """The capture must start again, knowing more; no `except Exception` of a model stops it."""
-
-    def learn(self, groups: list[Siblings]) -> None:
-        """Note on the groups of the capture what is known now."""
-        raise NotImplementedError
-
-
-class Refused(Again):
-    """The layers of a group, or of all groups, cannot be regions."""
-
-    def __init__(self, group: Siblings | None, why: str) -> None:
-        self._group, self._why = group, why
-
-    def learn(self, groups: list[Siblings]) -> None:
-        """Each is captured by itself."""
-        for group in [self._group] if self._group else groups:
-            group.refuse(self._why)
-
-
-class NewKind(Again):
-    """A call is another program than those before."""
-
-    def __init__(self, group: Siblings, number: int) -> None:
-        self._group, self._number = group, number
-
-    def learn(self, groups: list[Siblings]) -> None:
-        """It begins a kind of its own."""
-        self._group.add_kind(self._number, Kind())
-
-
 class Unused(Again):
     """The loss depends on other results of layers than was assumed."""
 
@@ -259,15 +231,6 @@ def check_used(calls: Iterable[Call]) -> None:
     calls = list(calls)
     if any(call.used not in (None, call.region.used) for call in calls):
         raise Unused(calls)
-
-
-class Unbundled(Again):
-    """Parameters of layers are used outside of them."""
-
-    def learn(self, groups: list[Siblings]) -> None:
-        """Each is an input of its own."""
-        for group in groups:
-            group.bundled = False
 
 
 class LeftBehind(Again):

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._bundles import Bundle
 from torch_shard._capture.autocast import casting
 from torch_shard._capture.fakes import in_transform, leave
 from torch_shard._capture.function_mode import add_modules, current_watch
-from torch_shard._layer_ops import CALLS, Call, NewKind, Refused, Region, Unbundled, check_used
-from torch_shard._layers import Siblings
-from torch_shard._one_layer import Member, OneLayer, saving_plainly
-from torch_shard._records import CannotShare, hooks_refused
+from torch_shard._scan.bundles import Bundle
+from torch_shard._scan.fingerprint import CannotShare, hooks_refused
+from torch_shard._scan.layer_call import Member, OneLayer, saving_plainly
+from torch_shard._scan.region import CALLS, Call, Region, check_used
+from torch_shard._scan.restarts import NewKind, Refused, Unbundled
+from torch_shard._scan.siblings import Siblings
 
 _CAPTURES = itertools.count()
 

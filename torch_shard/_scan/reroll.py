@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from torch_shard._steps import Step, Value
+from torch_shard._scan.instructions import Step, Value
 
 LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention have two, some hybrids three or four
 

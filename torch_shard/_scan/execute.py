@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._lowering.interpreter import matmul_precision
-from torch_shard._rolls import Loop
-from torch_shard._steps import Members, Step, Value
+from torch_shard._scan.instructions import Members, Step, Value
+from torch_shard._scan.reroll import Loop
 
 
 class Inputs(Protocol):

@@ -17,6 +17,7 @@ from torch_shard._sharding.stacked import Layout
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""
+
 LEAST = 3
 """So many alike siblings are worth a loop."""
 

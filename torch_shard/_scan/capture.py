@@ -7,22 +7,25 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._bundles import Unit, names_of
 from torch_shard._capture.guards import reached_by
 from torch_shard._capture.side_effects import Contents
 from torch_shard._capture.trace import Spec
-from torch_shard._layer_ops import LAYER, LAYER_BACKWARD, Again, Call, Refused
-from torch_shard._layers import LEAST, Siblings, find_siblings
 from torch_shard._lowering.interpreter import draws_random
 from torch_shard._lowering.program import FlatFn, Program
-from torch_shard._regions import Regions
-from torch_shard._rolled import Inputs, evaluate
-from torch_shard._rolls import Loop, roll
+from torch_shard._scan.bundles import Unit, names_of
+from torch_shard._scan.execute import Inputs, evaluate
+from torch_shard._scan.instructions import Members, Step, steps_of
+from torch_shard._scan.intercept import Regions
+from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
+from torch_shard._scan.reroll import Loop, roll
+from torch_shard._scan.restarts import Again, Refused
+from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
 from torch_shard._sharding.entries import LossFn
-from torch_shard._steps import Members, Step, steps_of
 
 SHOWN = 6
+
 REMAT = ("none", "dots", "block")
+
 ALONE = (
     "layers next to it are other programs (the first is, where its input needs no gradient) or do not take its result"
 )

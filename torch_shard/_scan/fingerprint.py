@@ -25,9 +25,10 @@ from torch_shard._capture.side_effects import NUMBERS, Same
 from torch_shard._common.overrides import OPERATORS
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
 
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what was computed
 
 _grad_fn = torch._C.TensorBase.grad_fn.__get__  # pyright: ignore
 

@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch_shard._common.fx import depending_on, has_effect, outputs_of
 
 aten = torch.ops.aten
+
 # Nothing is computed by these: what they are of is saved instead.
 _FREE = frozenset(
     [
@@ -35,6 +36,7 @@ _FREE = frozenset(
         aten.scalar_tensor.default,
     ]
 )
+
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "tensordot", "convolution", "einsum")
 
 

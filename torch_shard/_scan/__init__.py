@@ -1,0 +1,1 @@
+"""Repeated layers, proved to be one program, run as one lax.scan."""
