@@ -14,7 +14,6 @@ from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view
-from torch_shard._make_steps import make_eval_step, make_train_step
 from torch_shard._materialize import materialize
 from torch_shard._sharding.mesh import make_mesh
 from torch_shard._sharding.plan import ShardingPlan
@@ -22,8 +21,9 @@ from torch_shard._spmd.arg_kinds import ArgKind
 from torch_shard._spmd.maps import jax_pmap, jax_shard_map, jax_vmap
 from torch_shard._spmd.replicas import assert_replica_integrity, gather_from_jax_processes, unshard
 from torch_shard._spmd.tpmap import tpmap
-from torch_shard._state import TrainState
-from torch_shard._train import EvalStep, TrainStep
+from torch_shard._train.make import make_eval_step, make_train_step
+from torch_shard._train.state import TrainState
+from torch_shard._train.train_step import EvalStep, TrainStep
 from torch_shard._weights import load_safetensors, load_torch
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from torch_shard._state import TrainState
+from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
 ON_BAD_STEP = ("raise", "stop", "skip")

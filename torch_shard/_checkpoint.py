@@ -30,8 +30,8 @@ from torch_shard._saved import (
     targets,
 )
 from torch_shard._sharding.stacked import Stacks
-from torch_shard._state import KINDS, TrainState
-from torch_shard._train import TrainStep
+from torch_shard._train.state import KINDS, TrainState
+from torch_shard._train.train_step import TrainStep
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished"

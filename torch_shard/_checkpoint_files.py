@@ -17,8 +17,8 @@ from torch_shard._integrity import find_damage
 from torch_shard._inventory import find_checkpoint
 from torch_shard._orbax import make_orbax, read_arrays
 from torch_shard._saved import TENSORS, SavedArray
-from torch_shard._state import TrainState
 from torch_shard._tensor_files import Stored
+from torch_shard._train.state import TrainState
 
 
 class CheckpointTensors:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._comparison import Comparison, Difference
-from torch_shard._joint import split_loss
-from torch_shard._make_steps import make_train_step
 from torch_shard._sharding.entries import LossFn
 from torch_shard._sharding.mesh import describe_mesh, make_mesh
 from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._state import TrainState
-from torch_shard._train import TrainStep
+from torch_shard._train.joint import split_loss
+from torch_shard._train.make import make_train_step
+from torch_shard._train.state import TrainState
+from torch_shard._train.train_step import TrainStep
 
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative differences that the order of sums explains, by the lowest precision at work."""

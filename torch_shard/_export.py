@@ -18,9 +18,9 @@ from torch_shard._device.tensor import JaxTensor
 from torch_shard._sharding.entries import holdings, unsaved_buffers
 from torch_shard._sharding.plan import group_ties
 from torch_shard._sharding.stacked import Stacks
-from torch_shard._state import TrainState
 from torch_shard._tensor_files import Stored
 from torch_shard._tensor_writer import SHARD_BYTES, Export, write_torch
+from torch_shard._train.state import TrainState
 
 
 def export_safetensors(

@@ -17,12 +17,12 @@ from torch_shard._checkpoint import Checkpointer
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._data import Ahead, Batches
-from torch_shard._guard import check_max_grad_norm
 from torch_shard._metrics_log import MetricsLog
 from torch_shard._reports import Bar, Reports, num_rows, scalars
-from torch_shard._state import TrainState
 from torch_shard._stop import StopRequest
-from torch_shard._train import EvalStep, TrainStep
+from torch_shard._train.state import TrainState
+from torch_shard._train.step_guard import check_max_grad_norm
+from torch_shard._train.train_step import EvalStep, TrainStep
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from jax.sharding import NamedSharding
 
 from torch_shard._saved import SavedArray, flatten
-from torch_shard._state import TrainState
+from torch_shard._train.state import TrainState
 
 HEAD = "state.json"
 FORMAT = 1

@@ -20,7 +20,7 @@ from torch_shard._common.files import replacing
 from torch_shard._device.tensor import JaxTensor
 from torch_shard._grid import Entry, Grid, describe_names, make_grids
 from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan
-from torch_shard._state import TrainState
+from torch_shard._train.state import TrainState
 
 SUFFIXES = (".svg", ".png")
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from torch_shard._metrics_log import MetricsLog
-from torch_shard._step import Placed
+from torch_shard._train.step import Placed
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:

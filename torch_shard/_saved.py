@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from torch_shard._sharding.mesh import describe_spec
 from torch_shard._sharding.stacked import Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
-from torch_shard._state import KINDS, TrainState
+from torch_shard._train.state import KINDS, TrainState
 
 TENSORS = "tensors"
 """Where parameters and buffers stand; all else is the rest of the state."""

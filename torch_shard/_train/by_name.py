@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from torch_shard._rows import Program, Slot, Value, assemble
 from torch_shard._sharding.stacked import Layout, Stacks, as_dicts, stack_dicts
+from torch_shard._train.vectorize import Program, Slot, Value, assemble
 
 
 def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:

@@ -10,16 +10,16 @@ import numpy as np
 import optax
 import torch
 
-from torch_shard._batched import run_by_name
 from torch_shard._device.placement import put, refuse_meta, refuse_wide, to_host_by_name
-from torch_shard._guard import check_max_grad_norm, global_norm, judge, keep
-from torch_shard._loss import LossProgram
 from torch_shard._scan.capture import Repeats
 from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding.entries import to_meta, with_values
 from torch_shard._sharding.stacked import Stacks
-from torch_shard._state import StateLayout, TrainState
-from torch_shard._step import Step
+from torch_shard._train.by_name import run_by_name
+from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.state import StateLayout, TrainState
+from torch_shard._train.step import Step
+from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._batched import run_by_name
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._device.placement import put, put_rows
 from torch_shard._scan.siblings import Siblings, stack_layout
 from torch_shard._sharding.entries import Holdings, unsaved_buffers
 from torch_shard._sharding.plan import ResolvedPlan
 from torch_shard._sharding.stacked import Layout, Stacks, as_dicts, stack_dicts, stack_sharding
+from torch_shard._train.by_name import run_by_name
 
 
 @jax.tree_util.register_dataclass

@@ -22,18 +22,23 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._loss import LossProgram
 from torch_shard._scan.bundles import names_of
 from torch_shard._scan.region import LAYER, Call
 from torch_shard._sharding.mesh import describe_spec
 from torch_shard._sharding.plan import ResolvedPlan
+from torch_shard._train.loss_program import LossProgram
 
 _VIEWS = {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}
+
 _VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
+
 _RESHAPES = {"view", "_unsafe_view", "reshape"}
+
 _COPIES = {"_to_copy", "lift_fresh_copy"}  # beside those that PyTorch tags as pointwise
+
 _PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
 """Where the two factors begin in the arguments."""
+
 MOST_SHOWN = 6
 
 

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._batch import BatchSignature
 from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold
-from torch_shard._joint import JointLoss
 from torch_shard._lowering.interpreter import compiler_options
 from torch_shard._lowering.program import Program, ambient
 from torch_shard._scan.bundles import Bundle, Unit, names_of
@@ -21,6 +19,8 @@ from torch_shard._scan.execute import Row, Rows, array_of
 from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding.entries import LossFn, holdings
 from torch_shard._sharding.stacked import Stacks
+from torch_shard._train.batch import BatchSignature
+from torch_shard._train.joint import JointLoss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._scan.capture import Repeats
 from torch_shard._sharding.entries import LossFn
 from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._train import EvalStep, TrainStep
+from torch_shard._train.train_step import EvalStep, TrainStep
 
 
 def make_train_step(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from torch_shard._sharding.stacked import Stacks
-from torch_shard._state import TrainState
+from torch_shard._train.state import TrainState
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,1 @@
+"""The compiled step: loss program, state, optimiser update, microbatches."""
