@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 import torch_shard as ts
 from tests.cases import CASES, MESHES, chosen, make_mesh
 from tests.models import MODELS
-from torch_shard._bits import FUSED, counters
+from torch_shard._materialize.threefry import FUSED, counters
 
 WHOLE = ts.ShardingPlan({}, default=P())
 SPLIT = ts.ShardingPlan({"w": P("batch", "model")})

@@ -14,7 +14,7 @@ from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view
-from torch_shard._materialize import materialize
+from torch_shard._materialize.materialize import materialize
 from torch_shard._sharding.mesh import make_mesh
 from torch_shard._sharding.plan import ShardingPlan
 from torch_shard._spmd.arg_kinds import ArgKind

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
 _PARITY = 0x1BD11BDA  # Salmon et al. 2011, Threefry-2x32 with 20 rounds
 
 

@@ -15,14 +15,18 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._lowering.ops import refuse_generator
 
 aten = torch.ops.aten
+
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
 # Of their first argument these read the shape alone.
 _SHAPE_ONLY = frozenset(
     {"uniform", "normal_functional", "exponential", "geometric", "cauchy", "log_normal", "random", "copy", "fill"}
     | {"full_like", "zeros_like", "ones_like", "rand_like", "randn_like", "randint_like"}
     | {"new_full", "new_zeros", "new_ones"}
 )
+
 _BERNOULLI = (aten.bernoulli.p, aten.bernoulli.Tensor)
+
 _FILLS = frozenset({"full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "scalar_tensor", "expand", "view"})
 
 

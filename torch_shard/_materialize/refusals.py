@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard._births import Birth, Init, blank, initialise, meta_attributes
 from torch_shard._lowering.interpreter import missing_lowerings_of
-from torch_shard._recipes import Recipe, is_constant
+from torch_shard._materialize.construct import Birth, Init, blank, initialise, meta_attributes
+from torch_shard._materialize.slices import Recipe, is_constant
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
 )
+
 _OWN_INITIALISERS = ("_init_weights", "init_weights", "_initialize_weights", "initialize_weights", "weight_init")
+
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 

@@ -1,0 +1,1 @@
+"""A module's values computed straight on their shards."""
