@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torch_shard as ts
-from torch_shard import _checkpoint
+from torch_shard._io import checkpointer as _checkpoint
 
 STEPS, FEATURES = 12, 6
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.processes import run_processes
-from torch_shard import _checkpoint
-from torch_shard._inventory import find_checkpoint
+from torch_shard._io import checkpointer as _checkpoint
+from torch_shard._io.inventory import find_checkpoint
 from torch_shard.cli import app
 
 WIDTH = 8

@@ -16,7 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import CASES, make_mesh
 from tests.hf_models import HF_MODELS
-from torch_shard import _tensor_writer
+from torch_shard._io import export as _tensor_writer
 
 GPT, BUFFERS = (next(case for case in CASES if case.name == name) for name in ("gpt", "buffers"))
 WHOLE = ts.ShardingPlan({}, default=P())

@@ -24,7 +24,7 @@ import torch_shard as ts
 from tests.processes import run_processes
 from torch_shard._data import Batches
 from torch_shard._fit import Evaluation
-from torch_shard._head import read_head
+from torch_shard._io.manifest import read_head
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped
 DATA = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(0))

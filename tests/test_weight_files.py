@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.cases import make_mesh
-from torch_shard._convert_files import convert_weights
+from torch_shard._io.convert import convert_weights
 
 WEIGHTS = {"weight": torch.arange(32.0).view(8, 4), "bias": torch.ones(8)}
 

@@ -15,7 +15,8 @@ from torch import nn
 import torch_shard as ts
 from tests.cases import CASES, MESHES, make_mesh
 from tests.processes import run_processes
-from torch_shard import _tensor_files, _weights
+from torch_shard._io import formats as _tensor_files
+from torch_shard._io import load as _weights
 
 GPT, TIED, BUFFERS = (next(case for case in CASES if case.name == name) for name in ("gpt", "tied", "buffers"))
 WHOLE = ts.ShardingPlan({}, default=P())
@@ -229,7 +230,7 @@ def test_processes_read_what_their_own_devices_hold(tmp_path: pathlib.Path) -> N
     path = linear_file(tmp_path)
     run_processes(
         f"""
-        from torch_shard import _tensor_files
+        from torch_shard._io import formats as _tensor_files
         from jax.sharding import PartitionSpec as P
         read, read_runs = [], _tensor_files.read_runs
         def watching(file, name, part):

@@ -2,18 +2,19 @@
 
 from torch_shard import collectives
 from torch_shard._bad_step import BadStepError
-from torch_shard._checkpoint import Checkpointer
 from torch_shard._compare import compare_with_torch
 from torch_shard._comparison import Comparison
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.placement import gather, place
 from torch_shard._explain import Explanation, explain_capture
-from torch_shard._export import export_safetensors, export_torch
 from torch_shard._fit import fit
 from torch_shard._inspect import Drawing, visualize_sharding
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view
+from torch_shard._io.checkpointer import Checkpointer
+from torch_shard._io.export import export_safetensors, export_torch
+from torch_shard._io.load import load_safetensors, load_torch
 from torch_shard._materialize.materialize import materialize
 from torch_shard._sharding.mesh import make_mesh
 from torch_shard._sharding.plan import ShardingPlan
@@ -24,7 +25,6 @@ from torch_shard._spmd.tpmap import tpmap
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.state import TrainState
 from torch_shard._train.train_step import EvalStep, TrainStep
-from torch_shard._weights import load_safetensors, load_torch
 
 __version__ = "0.1.0"
 __all__ = [

@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from torch_shard._bad_step import ON_BAD_STEP, BadStepError, Guard
-from torch_shard._checkpoint import Checkpointer
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._data import Ahead, Batches
+from torch_shard._io.checkpointer import Checkpointer
 from torch_shard._metrics_log import MetricsLog
 from torch_shard._reports import Bar, Reports, num_rows, scalars
 from torch_shard._stop import StopRequest

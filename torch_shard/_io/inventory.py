@@ -7,8 +7,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._head import HEAD, Head, find_steps, read_head, step_path
-from torch_shard._saved import TENSORS, SavedArray
+from torch_shard._io.manifest import HEAD, TENSORS, Head, SavedArray, find_steps, read_head, step_path
 
 
 def holds_checkpoint(path: Path) -> bool:

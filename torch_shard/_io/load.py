@@ -15,12 +15,11 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device.placement import put
 from torch_shard._device.tensor import wrap_array
-from torch_shard._match import Allowed, Entry, Match, Rename
+from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
+from torch_shard._io.match import Allowed, Entry, Match, Rename
 from torch_shard._sharding.entries import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
 from torch_shard._sharding.mesh import check_mesh
 from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._tensor_files import HeldTensors, Index, TensorFile, read_part, read_runs
-from torch_shard._weight_paths import open_safetensors, open_torch
 
 Source = str | os.PathLike[str]
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from torch_shard._saved import TENSORS, SavedArray
+from torch_shard._io.manifest import TENSORS, SavedArray
 
 ITEMS = (TENSORS, "rest")
 

@@ -11,12 +11,14 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._io.formats import Stored, TensorFile
 from torch_shard._sharding.entries import unsaved_buffers
 from torch_shard._sharding.plan import ShardingPlan, make_matcher
-from torch_shard._tensor_files import Stored, TensorFile
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
+
 Allowed = bool | str | Iterable[Any]
+
 _NUM_HINTS = 20  # the closest name is searched among all names
 
 

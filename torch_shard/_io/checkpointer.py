@@ -15,25 +15,32 @@ import jax
 
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
-from torch_shard._head import HEAD, Head, find_steps, head_of, read_head, step_path, write_head
-from torch_shard._integrity import find_damage, seal, sync_directory
-from torch_shard._orbax import make_orbax, read_arrays, to_save
-from torch_shard._saved import (
+from torch_shard._io.integrity import find_damage, seal, sync_directory
+from torch_shard._io.manifest import (
+    HEAD,
     TENSORS,
     Entries,
+    Head,
     SavedArray,
     by_name,
     check_alike,
     fill,
     fill_kind,
+    find_steps,
     flatten,
+    head_of,
+    read_head,
+    step_path,
     targets,
+    write_head,
 )
+from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._sharding.stacked import Stacks
 from torch_shard._train.state import KINDS, TrainState
 from torch_shard._train.train_step import TrainStep
 
 logger = logging.getLogger(__name__)
+
 _UNFINISHED = ".unfinished"
 
 

@@ -1,0 +1,1 @@
+"""State and weights on disk: checkpoints, safetensors, torch files."""
