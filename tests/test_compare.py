@@ -14,8 +14,7 @@ from torch import nn
 import torch_shard as ts
 from tests import odd  # noqa: F401  (defines operators)
 from tests.cases import CASES, Case, make_mesh, squared_error
-from torch_shard._compare import _apart
-from torch_shard._comparison import Comparison
+from torch_shard._inspect.compare import Comparison, _apart
 
 MESH = {"mesh": make_mesh((4, 2))}
 PLAN = ts.ShardingPlan({"0.weight": P("model")}, default=P())

@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import nn
 
 import torch_shard as ts
-from torch_shard._grid import describe_names
-from torch_shard._inspect import visualize_sharding
+from torch_shard._inspect.drawing import visualize_sharding
+from torch_shard._inspect.grid import describe_names
 
 
 def draw(array, **kwargs):
@@ -114,7 +114,7 @@ def test_cpu_tensor_is_refused_with_remedy():
 
 
 def test_too_many_shards_are_refused(monkeypatch):
-    monkeypatch.setattr("torch_shard._grid.MAX_CELLS", 4)
+    monkeypatch.setattr("torch_shard._inspect.grid.MAX_CELLS", 4)
     with pytest.raises(ValueError, match=r"8 shards are more than can be drawn \(4\)"):
         visualize_sharding(sharded((8,), ("batch", "model")))
     with pytest.raises(ValueError, match="8 shards of w are more"):

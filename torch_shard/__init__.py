@@ -2,13 +2,12 @@
 
 from torch_shard import collectives
 from torch_shard._bad_step import BadStepError
-from torch_shard._compare import compare_with_torch
-from torch_shard._comparison import Comparison
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.placement import gather, place
-from torch_shard._explain import Explanation, explain_capture
 from torch_shard._fit import fit
-from torch_shard._inspect import Drawing, visualize_sharding
+from torch_shard._inspect.compare import Comparison, compare_with_torch
+from torch_shard._inspect.drawing import Drawing, visualize_sharding
+from torch_shard._inspect.explain import Explanation, explain_capture
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
 from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view

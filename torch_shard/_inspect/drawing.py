@@ -18,7 +18,7 @@ from rich.text import Text
 from torch_shard._capture.fakes import is_fake
 from torch_shard._common.files import replacing
 from torch_shard._device.tensor import JaxTensor
-from torch_shard._grid import Entry, Grid, describe_names, make_grids
+from torch_shard._inspect.grid import Entry, Grid, describe_names, make_grids
 from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan
 from torch_shard._train.state import TrainState
 
@@ -75,7 +75,7 @@ class Drawing:
         return self._paint("svg").decode()
 
     def _paint(self, file_format: str) -> bytes:
-        from torch_shard._picture import paint  # not at the top: matplotlib is for those who ask for pictures
+        from torch_shard._inspect.picture import paint
 
         return paint(self.heading, self.grids, file_format)
 

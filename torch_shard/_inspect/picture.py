@@ -12,13 +12,17 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.textpath import text_to_path
 
-from torch_shard._grid import Grid
+from torch_shard._inspect.grid import Grid
 
 # Lengths are in inches, and y runs down the page.
 LINE, CELL_HEIGHT, GAP, PADDING = 0.2, 0.6, 0.05, 0.12
+
 MARGIN, SPACE = 0.25, 0.4  # around the page, between panels
+
 MIN_CELL_WIDTH, MAX_WIDTH = 0.9, 12.0  # panels stand side by side up to that width
+
 MAX_LETTERS = 90  # of a line of names
+
 DPI = 150
 
 
@@ -37,6 +41,7 @@ class Style:
 
 
 HEADING, NAME = Style(12, "bold", "#1f2328"), Style(10, "bold", "#1f2328")
+
 PLAIN, OWNER, PART = Style(9, "normal", "#59636e"), Style(9, "bold", "white"), Style(8, "normal", "white")
 
 

@@ -1,0 +1,1 @@
+"""What will happen and what happened: proof against torch, explanation of a capture, drawings of shardings."""
