@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torch_shard as ts
 from tests.processes import run_processes
-from torch_shard._data import Batches
-from torch_shard._fit import Evaluation
+from torch_shard._fit.data import Batches
+from torch_shard._fit.fit import Evaluation
 from torch_shard._io.manifest import read_head
 
 ROWS, FEATURES, STEPS = 44, 6, 12  # five batches of 8 rows per epoch, the rest is dropped

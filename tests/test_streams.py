@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torch_shard._data import Batches
+from torch_shard._fit.data import Batches
 
 
 class OwnNumbers(Dataset):

@@ -13,8 +13,8 @@ import jupytext
 import pytest
 from typer.testing import CliRunner
 
-from torch_shard import _tutorial_files
-from torch_shard._tutorial_files import find_tutorials, read_headline, write_notebook
+from torch_shard._demo import tutorials as _tutorial_files
+from torch_shard._demo.tutorials import find_tutorials, read_headline, write_notebook
 from torch_shard.cli import app
 
 ROOT = Path(__file__).parent.parent

@@ -1,10 +1,10 @@
 """Train torch models on JAX meshes: the names that users import."""
 
 from torch_shard import collectives
-from torch_shard._bad_step import BadStepError
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.placement import gather, place
-from torch_shard._fit import fit
+from torch_shard._fit.bad_step import BadStepError
+from torch_shard._fit.fit import fit
 from torch_shard._inspect.compare import Comparison, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture

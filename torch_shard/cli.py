@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import torch_shard
-from torch_shard._tutorial_files import find_tutorials, get_tutorial, read_headline, write_notebook
+from torch_shard._demo.tutorials import find_tutorials, get_tutorial, read_headline, write_notebook
 
 app = typer.Typer(
     help="Train unmodified torch modules on JAX meshes.",

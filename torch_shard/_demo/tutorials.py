@@ -6,6 +6,7 @@ from pathlib import Path
 from torch_shard._common.files import replacing
 
 PACKAGE = Path(__file__).parent
+
 FOLDERS = (PACKAGE / "_tutorials", PACKAGE.parent / "tutorials")  # within a wheel; beside the package in a checkout
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 _MOST_ITEMS, _MOST_OBJECTS = 64, 10_000  # of a container that may hold generators, and not data; in all
+
 _OPAQUE = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, torch.nn.Module)
 
 

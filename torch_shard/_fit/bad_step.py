@@ -7,6 +7,7 @@ from typing import Any
 from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
+
 ON_BAD_STEP = ("raise", "stop", "skip")
 
 

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from torch_shard._bad_step import ON_BAD_STEP, BadStepError, Guard
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
-from torch_shard._data import Ahead, Batches
+from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, Guard
+from torch_shard._fit.data import Ahead, Batches
+from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
+from torch_shard._fit.signals import StopRequest
 from torch_shard._io.checkpointer import Checkpointer
-from torch_shard._metrics_log import MetricsLog
-from torch_shard._reports import Bar, Reports, num_rows, scalars
-from torch_shard._stop import StopRequest
 from torch_shard._train.state import TrainState
 from torch_shard._train.step_guard import check_max_grad_norm
 from torch_shard._train.train_step import EvalStep, TrainStep

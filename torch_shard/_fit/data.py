@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_shard._streams import Streams, find_generators
+from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train.step import Placed, Step
 
 logger = logging.getLogger(__name__)

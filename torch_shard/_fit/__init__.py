@@ -1,0 +1,1 @@
+"""The loop: data from any position, progress, metrics, bad steps, signals, resume."""
