@@ -349,7 +349,7 @@ def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
 
     with ts.Checkpointer(copied) as checkpointer:
         state, _ = train(step, state, [4])
-        monkeypatch.setattr("torch_shard._checkpoint.seal", fail)
+        monkeypatch.setattr("torch_shard._io.checkpointer.seal", fail)
         checkpointer.save(state)
         with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device.*that of step 4\."):
             checkpointer.wait()
@@ -521,7 +521,7 @@ def test_norm_of_half_precision_loses_no_terms():
     np.testing.assert_allclose(float(metrics["grad_norm"]), float(wanted), rtol=2**-8)
 
 
-@pytest.mark.parametrize("moment", ["torch_shard._checkpoint.find_damage", "torch_shard._checkpoint.read_head"])
+@pytest.mark.parametrize("moment", ["torch_shard._io.checkpointer.find_damage", "torch_shard._checkpoint.read_head"])
 def test_checkpoint_that_its_writer_removes_is_no_trouble_to_a_reader(moment, copied, step, monkeypatch, caplog):
     """While it is read, another process saves a newer one and removes it."""
     name = moment.rpartition(".")[2]

@@ -62,7 +62,7 @@ def test_a_second_step_for_the_same_model_captures_nothing(monkeypatch: pytest.M
     case = CASE["mlp"]
     model, (batch,) = case.model(), case.batches(1)
     make(case, model=model).lower(make(case, model=model).init(), batch)
-    monkeypatch.setattr("torch_shard._program.capture", None)  # a capture would fail now
+    monkeypatch.setattr("torch_shard._lowering.program.capture", None)  # a capture would fail now
     step = make(case, sizes=(8, 1), model=model)
     step(step.init(), batch)
 

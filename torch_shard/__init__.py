@@ -1,29 +1,44 @@
 """Train torch models on JAX meshes: the names that users import."""
 
 from torch_shard import collectives
-from torch_shard._device.backend import disable_globally, enable_globally, jax_device
-from torch_shard._device.placement import gather, place
-from torch_shard._fit.bad_step import BadStepError
-from torch_shard._fit.fit import fit
-from torch_shard._inspect.compare import Comparison, compare_with_torch
-from torch_shard._inspect.drawing import Drawing, visualize_sharding
-from torch_shard._inspect.explain import Explanation, explain_capture
-from torch_shard._interop.effects import debug_print
-from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
-from torch_shard._interop.views import call_jax, call_torch, jax_view, torch_view
-from torch_shard._io.checkpointer import Checkpointer
-from torch_shard._io.export import export_safetensors, export_torch
-from torch_shard._io.load import load_safetensors, load_torch
-from torch_shard._materialize.materialize import materialize
-from torch_shard._sharding.mesh import make_mesh
-from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._spmd.arg_kinds import ArgKind
-from torch_shard._spmd.maps import jax_pmap, jax_shard_map, jax_vmap
-from torch_shard._spmd.replicas import assert_replica_integrity, gather_from_jax_processes, unshard
-from torch_shard._spmd.tpmap import tpmap
-from torch_shard._train.make import make_eval_step, make_train_step
-from torch_shard._train.state import TrainState
-from torch_shard._train.train_step import EvalStep, TrainStep
+from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
+from torch_shard._fit import BadStepError, fit
+from torch_shard._inspect import (
+    Comparison,
+    Drawing,
+    Explanation,
+    compare_with_torch,
+    explain_capture,
+    visualize_sharding,
+)
+from torch_shard._interop import (
+    call_jax,
+    call_torch,
+    debug_print,
+    jax_checkpoint,
+    jax_grad,
+    jax_jit,
+    jax_value_and_grad,
+    jax_view,
+    register,
+    torch_view,
+)
+from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
+from torch_shard._materialize import materialize
+from torch_shard._sharding import ShardingPlan, make_mesh
+from torch_shard._spmd import (
+    ArgKind,
+    assert_replica_integrity,
+    gather_from_jax_processes,
+    jax_pmap,
+    jax_shard_map,
+    jax_vmap,
+    tpmap,
+    unshard,
+)
+from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+
+register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 
 __version__ = "0.1.0"
 __all__ = [

@@ -137,8 +137,7 @@ def inspect(
     """
     from rich.console import Console
 
-    from torch_shard._io.integrity import find_damage
-    from torch_shard._io.inventory import find_checkpoint, inventory
+    from torch_shard._io import find_checkpoint, find_damage, inventory
 
     try:
         path = find_checkpoint(checkpoint)
@@ -166,7 +165,7 @@ def convert(
 
     Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
     """
-    from torch_shard._io.convert import FORMATS, convert_weights
+    from torch_shard._io import FORMATS, convert_weights
 
     if to not in (None, *FORMATS):
         raise typer.BadParameter(f"must be one of {', '.join(FORMATS)}, got {to!r}.", param_hint="--to")

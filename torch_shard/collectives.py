@@ -11,7 +11,7 @@ devices is summed over the devices. PyTorch's own `torch.autograd.grad` there me
 counts once per device. Hooks on gradients see one device's share, of which the gradient is the sum.
 """
 
-from torch_shard._spmd.collectives import (
+from torch_shard._spmd import (
     all_gather,
     all_to_all,
     axis_index,

@@ -1,1 +1,61 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
+
+from torch_shard._capture.autocast import Regions, active_regions, autocast_only, casting
+from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
+from torch_shard._capture.fakes import equate, in_transform, is_fake, leave, rehearse, unknown_like
+from torch_shard._capture.function_mode import (
+    add_modules,
+    as_captured,
+    binding,
+    bound_tensors,
+    current_watch,
+    is_repeating,
+    note_modules,
+    repeating,
+    unwatched,
+)
+from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold, reached_by, read_by
+from torch_shard._capture.inputs import FAR, is_literal
+from torch_shard._capture.side_effects import NUMBERS, Contents, Same, new_values
+from torch_shard._capture.trace import Graph, Spec, capture
+
+__all__ = [
+    "DEVICE_OF",
+    "FAR",
+    "NUMBERS",
+    "Contents",
+    "Graph",
+    "Guard",
+    "ModuleFlags",
+    "PlainAttributes",
+    "Regions",
+    "Same",
+    "Spec",
+    "active_regions",
+    "add_modules",
+    "as_captured",
+    "autocast_only",
+    "binding",
+    "bound_tensors",
+    "capture",
+    "casting",
+    "current_watch",
+    "drawing_along",
+    "equate",
+    "flags_hold",
+    "in_transform",
+    "is_fake",
+    "is_literal",
+    "is_repeating",
+    "leave",
+    "new_values",
+    "note_modules",
+    "num_draws",
+    "reached_by",
+    "read_by",
+    "rehearse",
+    "repeating",
+    "skip_draws",
+    "unknown_like",
+    "unwatched",
+]

@@ -1,6 +1,6 @@
 """The fakes that a capture runs on, and what stands in it for tensors that are none.
 
-With `_capture`, the only module that imports PyTorch's semi-public tracing API.
+With `trace`, the only module that imports PyTorch's semi-public tracing API.
 """
 
 import contextlib

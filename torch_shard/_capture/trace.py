@@ -1,7 +1,7 @@
 """A torch callable and example shapes become one functional ATen graph, by PyTorch's own tracer and autograd.
 
 Nothing is executed: the callable runs once on fake CPU tensors, so that PyTorch itself resolves views, mutation, ties,
-autograd modes, hooks, custom functions and autocast. This module knows nothing of JAX. With `_fakes`, it alone imports
+autograd modes, hooks, custom functions and autocast. This module knows nothing of JAX. With `fakes`, it alone imports
 PyTorch's semi-public tracing API.
 """
 

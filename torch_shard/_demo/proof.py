@@ -10,7 +10,7 @@ import torch
 
 import torch_shard as ts
 from torch_shard._demo.model import GPT, loss_fn
-from torch_shard._inspect.compare import Comparison, compare_batches
+from torch_shard._inspect import Comparison, compare_batches
 
 NUM_STEPS = 10
 LR, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.99), 0.1

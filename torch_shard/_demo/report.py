@@ -17,9 +17,9 @@ from torch_shard._demo.files import save_json, save_plot, save_weights
 from torch_shard._demo.model import GPT
 from torch_shard._demo.proof import Proof, prove
 from torch_shard._demo.run import CHECKPOINTS, PLAN, History, Run, write_text
-from torch_shard._fit.reports import METRICS
-from torch_shard._inspect.drawing import visualize_sharding
-from torch_shard._sharding.mesh import describe_mesh
+from torch_shard._fit import METRICS
+from torch_shard._inspect import visualize_sharding
+from torch_shard._sharding import describe_mesh
 
 SUMMARY = "summary.json"
 WRITTEN = (METRICS, SUMMARY, "loss.png", "model.safetensors", CHECKPOINTS)

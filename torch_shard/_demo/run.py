@@ -22,7 +22,7 @@ import torch_shard as ts
 from torch_shard._common.files import replacing
 from torch_shard._demo.model import GPT, generate, loss_fn
 from torch_shard._demo.text import VOCABULARY, Corpus, decode, draw_batch, encode
-from torch_shard._fit.reports import METRICS, read_metrics
+from torch_shard._fit import METRICS, read_metrics
 
 NUM_SIMULATED = 8
 CHECKPOINTS, SETTINGS = "checkpoints", "demo.json"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch_shard._common.files import replacing
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 
 FOLDERS = (PACKAGE / "_tutorials", PACKAGE.parent / "tutorials")  # within a wheel; beside the package in a checkout
 

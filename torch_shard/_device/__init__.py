@@ -1,1 +1,33 @@
 """The torch device `jax`: eager tensors that are jax.Arrays, and how tensors, modules and batches get onto the mesh."""
+
+from torch_shard._device.backend import disable_globally, enable_globally, jax_device
+from torch_shard._device.dispatch import register_device
+from torch_shard._device.placement import (
+    BatchLayout,
+    gather,
+    place,
+    put,
+    put_rows,
+    refuse_meta,
+    refuse_wide,
+    to_host_by_name,
+)
+from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
+
+__all__ = [
+    "BatchLayout",
+    "JaxTensor",
+    "disable_globally",
+    "enable_globally",
+    "gather",
+    "jax_device",
+    "place",
+    "put",
+    "put_rows",
+    "refuse_meta",
+    "refuse_wide",
+    "register_device",
+    "to_array",
+    "to_host_by_name",
+    "wrap_array",
+]

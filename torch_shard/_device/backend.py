@@ -57,7 +57,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")
 
 
 def register_autocast() -> None:
-    """Give the device `jax` an autocast policy, that of `_autocast`."""
+    """Give the device `jax` an autocast policy, that of `_common.autocast_policy`."""
     _FALLBACK.fallback(torch.library.fallthrough_kernel, _KEY)
     for names, policy in ((PRODUCTS, _PRODUCT), (FLOAT32, _WIDE)):
         for op in (op for name in names for op in _overloads(name)):

@@ -21,7 +21,7 @@ from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._device.backend import DeviceModule, register_autocast
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
-from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
+from torch_shard._lowering import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
 
 aten = torch.ops.aten
 
@@ -254,7 +254,7 @@ _SPECIAL: dict[Any, Callable] = {
 }
 
 
-def _register_device() -> None:
+def register_device() -> None:
     """Give torch the device type `jax`. torchax registers one on import: ours takes its place."""
     JaxTensor.run_operator = staticmethod(_runner)
     import_torchax()
@@ -286,5 +286,3 @@ _FACTORIES = (
 _FALLBACK = torch.library.Library("_", "IMPL")
 
 _KERNELS = torch.library.Library("aten", "IMPL")
-
-_register_device()

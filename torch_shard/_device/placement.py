@@ -10,10 +10,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._device.tensor import JaxTensor, wrap_array
-from torch_shard._sharding.entries import holdings, refuse_hooks, replace_tensors
-from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
-from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._sharding.stacked import Stacks, stack_sharding
+from torch_shard._sharding import (
+    ShardingPlan,
+    Stacks,
+    check_mesh,
+    describe_mesh,
+    describe_spec,
+    find_spec_faults,
+    holdings,
+    refuse_hooks,
+    replace_tensors,
+    stack_sharding,
+)
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:

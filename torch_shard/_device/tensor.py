@@ -58,7 +58,7 @@ class ViewStorage(Storage):
         self.base.write(flat.reshape(self.base.shape))
 
 
-DEVICE = torch.device("privateuseone", 0)  # `jax:0`, once `_device` has named it
+DEVICE = torch.device("privateuseone", 0)  # `jax:0`, once `register` has named it
 
 
 class JaxTensor(torch.Tensor):
@@ -66,7 +66,7 @@ class JaxTensor(torch.Tensor):
 
     _storage: Storage
     run_operator: ClassVar[Callable[[Any], Callable[..., Any]]]
-    """How an ATen operator runs on these tensors; `_device` sets it."""
+    """How an ATen operator runs on these tensors; `dispatch` sets it."""
 
     @staticmethod
     def __new__(cls, storage: Storage, requires_grad: bool = False) -> "JaxTensor":

@@ -1,1 +1,12 @@
 """The loop: data from any position, progress, metrics, bad steps, signals, resume."""
+
+from torch_shard._fit.bad_step import BadStepError
+from torch_shard._fit.fit import fit
+from torch_shard._fit.reports import METRICS, read_metrics
+
+__all__ = [
+    "METRICS",
+    "BadStepError",
+    "fit",
+    "read_metrics",
+]

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from torch_shard._train.state import TrainState
+from torch_shard._train import TrainState
 
 logger = logging.getLogger(__name__)
 

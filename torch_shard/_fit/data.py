@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torch_shard._fit.generators import Streams, find_generators
-from torch_shard._train.step import Placed, Step
+from torch_shard._train import Placed, Step
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,8 @@ from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, Guard
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.signals import StopRequest
-from torch_shard._io.checkpointer import Checkpointer
-from torch_shard._train.state import TrainState
-from torch_shard._train.step_guard import check_max_grad_norm
-from torch_shard._train.train_step import EvalStep, TrainStep
+from torch_shard._io import Checkpointer
+from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_norm
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from torch_shard._common.files import replacing
-from torch_shard._train.step import Placed
+from torch_shard._train import Placed
 
 METRICS = "metrics.jsonl"
 

@@ -18,13 +18,8 @@ from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.convert import host_array, to_host
-from torch_shard._sharding.entries import LossFn
-from torch_shard._sharding.mesh import describe_mesh, make_mesh
-from torch_shard._sharding.plan import ShardingPlan
-from torch_shard._train.joint import split_loss
-from torch_shard._train.make import make_train_step
-from torch_shard._train.state import TrainState
-from torch_shard._train.train_step import TrainStep
+from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
+from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
 
 MAX_ROWS = 30
 

@@ -15,12 +15,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from torch_shard._capture.fakes import is_fake
+from torch_shard._capture import is_fake
 from torch_shard._common.files import replacing
-from torch_shard._device.tensor import JaxTensor
+from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import Entry, Grid, describe_names, make_grids
-from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan
-from torch_shard._train.state import TrainState
+from torch_shard._sharding import ResolvedEntry, ResolvedPlan
+from torch_shard._train import TrainState
 
 SUFFIXES = (".svg", ".png")
 

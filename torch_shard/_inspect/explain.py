@@ -10,12 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture.trace import Graph, capture
-from torch_shard._lowering.interpreter import draws_random, place_of
-from torch_shard._lowering.ops import LOWERINGS, find_lowering, keeps_whole
-from torch_shard._sharding.entries import LossFn
-from torch_shard._train.batch import flatten_batch
-from torch_shard._train.joint import JointLoss
+from torch_shard._capture import Graph, capture
+from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
+from torch_shard._sharding import LossFn
+from torch_shard._train import JointLoss, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
 
-from torch_shard._sharding.mesh import describe_mesh, describe_spec
+from torch_shard._sharding import describe_mesh, describe_spec
 
 MAX_CELLS = 64
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture.guards import flags_hold
+from torch_shard._capture import flags_hold
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.views import call_pure
-from torch_shard._lowering.program import ambient
+from torch_shard._lowering import ambient
 
 Pure = Callable[..., Any]
 """A JAX function of `(key, *args, **kwargs)`."""

@@ -9,10 +9,8 @@ import jax
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture.guards import ModuleFlags
-from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.trace import Graph
-from torch_shard._device.tensor import to_array
+from torch_shard._capture import Graph, ModuleFlags, is_literal
+from torch_shard._device import to_array
 
 
 class Closure(threading.local):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture.function_mode import is_repeating
+from torch_shard._capture import is_repeating
 from torch_shard._common.axes import vary_like
 from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._interop.torch_function import TorchFunction

@@ -13,12 +13,12 @@ import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._capture.function_mode import as_captured, unwatched
+from torch_shard._capture import as_captured, unwatched
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
-from torch_shard._device.tensor import to_array, wrap_array
+from torch_shard._device import to_array, wrap_array
 from torch_shard._interop.closure import MoreInputs
-from torch_shard._lowering.ops import lowers
+from torch_shard._lowering import lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
 

@@ -12,17 +12,14 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture.autocast import Regions, active_regions
-from torch_shard._capture.function_mode import binding, repeating
-from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.trace import Graph, Spec
+from torch_shard._capture import Graph, Regions, Spec, active_regions, binding, is_literal, repeating
 from torch_shard._common.axes import into_shares, map_together, sum_shares
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import NeedsKey
 from torch_shard._common.static import Static
 from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._lowering.program import FlatFn, Program, ambient
+from torch_shard._lowering import FlatFn, Program, ambient
 
 
 class FlatFunction:

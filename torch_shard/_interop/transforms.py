@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture.function_mode import bound_tensors
+from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
 from torch_shard._interop.adapt import NUM_GIVEN, Compiled, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
-from torch_shard._sharding.mesh import check_mesh
+from torch_shard._sharding import check_mesh
 
 
 def jax_value_and_grad(

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from torch_shard._capture.autocast import active_regions
-from torch_shard._capture.fakes import is_fake
-from torch_shard._capture.function_mode import add_modules, current_watch
-from torch_shard._capture.guards import ModuleFlags, flags_hold
+from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_watch, flags_hold, is_fake
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
-from torch_shard._device import dispatch  # noqa: F401  (registers the device)
-from torch_shard._device.tensor import to_array, wrap_array
+from torch_shard._device import (
+    register_device,
+    to_array,
+    wrap_array,
+)
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.jax_function import draw_seed, run_captured, run_now
 from torch_shard._interop.torch_function import TorchFunction
-from torch_shard._lowering.program import ambient
-from torch_shard._sharding.mesh import check_mesh
+from torch_shard._lowering import ambient
+from torch_shard._sharding import check_mesh
 
 
 def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
@@ -254,8 +254,12 @@ def _jax(tensor: torch.Tensor) -> jax.Array:
     raise TypeError(f"jax() gives the array of a jax-device tensor; this tensor is {where}.")
 
 
-def _add_methods() -> None:
-    """`x.apply_jax(f)` and `x.shard_(s)` also work inside captured functions, where x is one of torch's own fakes."""
+def register() -> None:
+    """Make the device `jax` known to torch and give tensors their methods: all that importing this package changes.
+
+    `x.apply_jax(f)` and `x.shard_(s)` also work inside captured functions, where x is one of torch's own fakes.
+    """
+    register_device()
     for name, method in {
         "apply_jax": apply_jax,
         "apply_jax_": apply_jax_,
@@ -263,6 +267,3 @@ def _add_methods() -> None:
         "jax": _jax,
     }.items():
         setattr(torch.Tensor, name, method)
-
-
-_add_methods()

@@ -35,9 +35,8 @@ from torch_shard._io.manifest import (
     write_head,
 )
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
-from torch_shard._sharding.stacked import Stacks
-from torch_shard._train.state import KINDS, TrainState
-from torch_shard._train.train_step import TrainStep
+from torch_shard._sharding import Stacks
+from torch_shard._train import KINDS, TrainState, TrainStep
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,10 @@ from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
 from torch_shard._common.validate import check_directory, check_path
-from torch_shard._device.placement import refuse_meta
-from torch_shard._device.tensor import JaxTensor
+from torch_shard._device import JaxTensor, refuse_meta
 from torch_shard._io.formats import DTYPES, Stored
-from torch_shard._sharding.entries import holdings, unsaved_buffers
-from torch_shard._sharding.plan import group_ties
-from torch_shard._sharding.stacked import Stacks
-from torch_shard._train.state import TrainState
+from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
+from torch_shard._train import TrainState
 
 SHARD_BYTES = 5 * 10**9
 """Of one file, by default: as Hugging Face has it."""

@@ -13,13 +13,10 @@ from jax.sharding import Mesh
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.validate import check_kind, check_path
-from torch_shard._device.placement import put
-from torch_shard._device.tensor import wrap_array
+from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Entry, Match, Rename
-from torch_shard._sharding.entries import holdings, refuse_hooks, refuse_load_hooks, replace_tensors
-from torch_shard._sharding.mesh import check_mesh
-from torch_shard._sharding.plan import ShardingPlan
+from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, refuse_load_hooks, replace_tensors
 
 Source = str | os.PathLike[str]
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from torch_shard._sharding.mesh import describe_spec
-from torch_shard._sharding.stacked import Layout, Stacks, describe_group, row_sharding, stack_sharding, take_row
-from torch_shard._train.state import KINDS, TrainState
+from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
+from torch_shard._train import KINDS, TrainState
 
 TENSORS = "tensors"
 """Where parameters and buffers stand; all else is the rest of the state."""

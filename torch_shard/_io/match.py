@@ -12,8 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._io.formats import Stored, TensorFile
-from torch_shard._sharding.entries import unsaved_buffers
-from torch_shard._sharding.plan import ShardingPlan, make_matcher
+from torch_shard._sharding import ShardingPlan, make_matcher, unsaved_buffers
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 

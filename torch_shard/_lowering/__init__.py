@@ -1,1 +1,47 @@
 """An ATen graph as a function of JAX arrays: a table of operators, an interpreter, and captures with their lowering."""
+
+from torch_shard._lowering.interpreter import (
+    compiler_options,
+    draws_random,
+    lower,
+    matmul_precision,
+    missing_lowerings,
+    missing_lowerings_of,
+    operation,
+    place_of,
+    sources_of,
+)
+from torch_shard._lowering.ops import (
+    LOWERINGS,
+    RANDOM,
+    STORAGE_KWARGS,
+    find_lowering,
+    import_torchax,
+    keeps_whole,
+    lowers,
+    refuse_generator,
+)
+from torch_shard._lowering.program import FlatFn, Program, ambient
+
+__all__ = [
+    "LOWERINGS",
+    "RANDOM",
+    "STORAGE_KWARGS",
+    "FlatFn",
+    "Program",
+    "ambient",
+    "compiler_options",
+    "draws_random",
+    "find_lowering",
+    "import_torchax",
+    "keeps_whole",
+    "lower",
+    "lowers",
+    "matmul_precision",
+    "missing_lowerings",
+    "missing_lowerings_of",
+    "operation",
+    "place_of",
+    "refuse_generator",
+    "sources_of",
+]

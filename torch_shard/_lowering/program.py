@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture.side_effects import new_values
-from torch_shard._capture.trace import Graph, Spec, capture
+from torch_shard._capture import Graph, Spec, capture, new_values
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of

@@ -1,1 +1,7 @@
 """A module's values computed straight on their shards."""
+
+from torch_shard._materialize.materialize import materialize
+
+__all__ = [
+    "materialize",
+]

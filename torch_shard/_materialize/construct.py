@@ -9,10 +9,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from torch_shard._capture.fakes import is_fake
-from torch_shard._capture.trace import Graph, capture
-from torch_shard._lowering.ops import keeps_whole
-from torch_shard._sharding.entries import _OF_TORCH, holdings, swap, with_values
+from torch_shard._capture import Graph, capture, is_fake
+from torch_shard._lowering import keeps_whole
+from torch_shard._sharding import OF_EVERY_MODULE, holdings, swap, with_values
 
 Init = Callable[[nn.Module], Any]
 
@@ -114,7 +113,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     entries = {id(t) for t in holdings(module).all.values()}
     for path, m in module.named_modules():
         for name, value in vars(m).items():
-            if name not in _OF_TORCH and name not in ("_parameters", "_buffers"):
+            if name not in OF_EVERY_MODULE and name not in ("_parameters", "_buffers"):
                 found = _tensors_in(value, f"{path}.{name}" if path else name)
                 yield from ((where, tensor) for where, tensor in found if id(tensor) not in entries)
 

@@ -15,9 +15,8 @@ from torch.fx import Node
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.validate import check_kind
-from torch_shard._device.placement import put, refuse_wide
-from torch_shard._device.tensor import wrap_array
-from torch_shard._lowering.interpreter import compiler_options, matmul_precision, operation, sources_of
+from torch_shard._device import put, refuse_wide, wrap_array
+from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._materialize.construct import Birth, Init, construct, reborn
 from torch_shard._materialize.refusals import (
     check_reborn,
@@ -28,9 +27,7 @@ from torch_shard._materialize.refusals import (
 )
 from torch_shard._materialize.slices import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
-from torch_shard._sharding.entries import holdings, refuse_hooks, swap
-from torch_shard._sharding.mesh import check_mesh
-from torch_shard._sharding.plan import ShardingPlan
+from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, swap
 
 
 def materialize(

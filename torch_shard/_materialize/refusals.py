@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard._lowering.interpreter import missing_lowerings_of
+from torch_shard._lowering import missing_lowerings_of
 from torch_shard._materialize.construct import Birth, Init, blank, initialise, meta_attributes
 from torch_shard._materialize.slices import Recipe, is_constant
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._lowering.ops import refuse_generator
+from torch_shard._lowering import refuse_generator
 
 aten = torch.ops.aten
 

@@ -7,11 +7,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture.guards import reached_by
-from torch_shard._capture.side_effects import Contents
-from torch_shard._capture.trace import Spec
-from torch_shard._lowering.interpreter import draws_random
-from torch_shard._lowering.program import FlatFn, Program
+from torch_shard._capture import Contents, Spec, reached_by
+from torch_shard._lowering import FlatFn, Program, draws_random
 from torch_shard._scan.bundles import Unit, names_of
 from torch_shard._scan.execute import Inputs, evaluate
 from torch_shard._scan.instructions import Members, Step, steps_of
@@ -20,7 +17,7 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, roll
 from torch_shard._scan.restarts import Again, Refused
 from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
-from torch_shard._sharding.entries import LossFn
+from torch_shard._sharding import LossFn
 
 SHOWN = 6
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from torch_shard._lowering.interpreter import matmul_precision
+from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import Members, Step, Value
 from torch_shard._scan.reroll import Loop
 

@@ -18,10 +18,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torch_shard._capture.data_dependence import DEVICE_OF
-from torch_shard._capture.function_mode import current_watch
-from torch_shard._capture.guards import read_by
-from torch_shard._capture.side_effects import NUMBERS, Same
+from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_watch, read_by
 from torch_shard._common.overrides import OPERATORS
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._lowering.interpreter import lower, operation, sources_of
+from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 from torch_shard._scan.restarts import Unbundled

@@ -2,7 +2,7 @@
 
 In the graph of the whole, a call of a layer is one opaque operator, and its backward pass another. That a later call is
 the same program as the first is not assumed of its class but seen: its forward runs once more on fakes, a tenth of what
-a capture costs, and must leave the same record (`_records`). So Python runs once per call, as in eager torch.
+a capture costs, and must leave the same record (`fingerprint`). So Python runs once per call, as in eager torch.
 """
 
 import contextlib
@@ -18,9 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture.autocast import casting
-from torch_shard._capture.fakes import in_transform, leave
-from torch_shard._capture.function_mode import add_modules, current_watch
+from torch_shard._capture import add_modules, casting, current_watch, in_transform, leave
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import CannotShare, hooks_refused
 from torch_shard._scan.layer_call import Member, OneLayer, saving_plainly

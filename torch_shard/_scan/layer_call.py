@@ -13,14 +13,23 @@ from torch import nn
 from torch._C import _autograd
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.autocast import autocast_only
-from torch_shard._capture.data_dependence import num_draws, skip_draws
-from torch_shard._capture.fakes import equate, leave, rehearse, unknown_like
-from torch_shard._capture.function_mode import as_captured, binding, current_watch
-from torch_shard._capture.inputs import FAR
-from torch_shard._capture.trace import Graph, Spec, capture
-from torch_shard._lowering.interpreter import missing_lowerings
-from torch_shard._lowering.ops import keeps_whole
+from torch_shard._capture import (
+    FAR,
+    Graph,
+    Spec,
+    as_captured,
+    autocast_only,
+    binding,
+    capture,
+    current_watch,
+    equate,
+    leave,
+    num_draws,
+    rehearse,
+    skip_draws,
+    unknown_like,
+)
+from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import CannotShare, Record
 from torch_shard._scan.region import Call, LayerCall, LeftBehind, Region

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture.guards import ModuleFlags, read_by
-from torch_shard._capture.trace import Graph
+from torch_shard._capture import Graph, ModuleFlags, read_by
 from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.restarts import Again, Refused

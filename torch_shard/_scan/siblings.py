@@ -1,7 +1,7 @@
 """Repeated layers: numbered siblings that look alike, and which of their entries are stored together.
 
 That they look alike is why a capture tries to make one program of them, and why they are stored stacked; that they are
-one program is proved by the capture (see `_regions`).
+one program is proved by the capture (see `intercept`).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding.stacked import Layout
+from torch_shard._sharding import Layout
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""

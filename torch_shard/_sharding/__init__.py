@@ -1,1 +1,61 @@
 """Entries by name: what a module holds, which mesh, which plan splits it how, which entries are stacked. Pure."""
+
+from torch_shard._sharding.entries import (
+    OF_EVERY_MODULE,
+    Holdings,
+    LossFn,
+    holdings,
+    refuse_hooks,
+    refuse_load_hooks,
+    replace_tensors,
+    shared_memory,
+    swap,
+    to_meta,
+    unsaved_buffers,
+    with_values,
+)
+from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, group_ties, make_matcher
+from torch_shard._sharding.stacked import (
+    Layout,
+    Stacks,
+    as_dicts,
+    describe_group,
+    row_sharding,
+    stack_dicts,
+    stack_sharding,
+    take_row,
+)
+
+__all__ = [
+    "OF_EVERY_MODULE",
+    "Holdings",
+    "Layout",
+    "LossFn",
+    "ResolvedEntry",
+    "ResolvedPlan",
+    "ShardingPlan",
+    "Stacks",
+    "as_dicts",
+    "check_mesh",
+    "describe_group",
+    "describe_mesh",
+    "describe_spec",
+    "find_spec_faults",
+    "group_ties",
+    "holdings",
+    "make_matcher",
+    "make_mesh",
+    "refuse_hooks",
+    "refuse_load_hooks",
+    "replace_tensors",
+    "row_sharding",
+    "shared_memory",
+    "stack_dicts",
+    "stack_sharding",
+    "swap",
+    "take_row",
+    "to_meta",
+    "unsaved_buffers",
+    "with_values",
+]

@@ -141,7 +141,7 @@ def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor
                 held[key] = value  # pyright: ignore[reportArgumentType]
 
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
 def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -163,7 +163,7 @@ def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, tor
             vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
     for m in module.modules():
         for name, value in list(vars(m).items()):
-            if name not in _OF_TORCH:
+            if name not in OF_EVERY_MODULE:
                 vars(m)[name] = _swapped(value, new)
         if isinstance(m, nn.RNNBase):
             m._init_flat_weights()  # weak references to what it held

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.random import wrap_seed
-from torch_shard._interop.views import call_jax
+from torch_shard._interop import call_jax
 from torch_shard._spmd.maps import names_of
 
 Check = Callable[[Any, int], str | None]

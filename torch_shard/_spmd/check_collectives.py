@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._capture.function_mode import current_watch
+from torch_shard._capture import current_watch
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.convert import adopt_torch_nodes
 

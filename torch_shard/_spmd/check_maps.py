@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, varying
-from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
 def is_spec(value: Any) -> bool:

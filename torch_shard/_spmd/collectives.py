@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_shard._capture.data_dependence import drawing_along
+from torch_shard._capture import drawing_along
 from torch_shard._common.axes import tracked_axes, vary
 from torch_shard._common.random import fold_axes, wrap_seed
-from torch_shard._interop.views import call_jax
+from torch_shard._interop import call_jax
 from torch_shard._spmd.check_collectives import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
 
 Axis = str | tuple[str, ...]
@@ -191,7 +191,7 @@ def fold_in_axis(key: Any, axis: Any = None) -> Any:
     return call_jax(lambda words: jax.random.key_data(fold_axes(wrap_seed(words), axes)), key)
 
 
-# What JAX does. Axes that JAX tracks (see `_axes`) and others, of a `vmap` within, do not mix in one primitive.
+# What JAX does. Axes that JAX tracks (see `_common.axes`) and others, of a `vmap` within, do not mix in one primitive.
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

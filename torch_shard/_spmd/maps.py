@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.random import fold_axes
-from torch_shard._interop.adapt import Compiled, Pure, adapt, shift
-from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._interop.views import pure_of
-from torch_shard._sharding.mesh import check_mesh
+from torch_shard._interop import CLOSURE, Compiled, Pure, Reader, adapt, pure_of, shift
+from torch_shard._sharding import check_mesh
 from torch_shard._spmd.check_maps import (
     as_devices,
     as_names,

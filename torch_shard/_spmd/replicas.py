@@ -14,7 +14,7 @@ import torch
 from jax.experimental import multihost_utils
 
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
-from torch_shard._device.tensor import JaxTensor
+from torch_shard._device import JaxTensor
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""

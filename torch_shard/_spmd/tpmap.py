@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._common.static import Static
-from torch_shard._interop.adapt import Compiled, Pure, adapt
-from torch_shard._interop.views import pure_of
+from torch_shard._interop import Compiled, Pure, adapt, pure_of
 from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, Kind, Kinds, is_typed_key, kind_of
 from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.trace import Spec
+from torch_shard._capture import Spec
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from torch_shard._sharding.stacked import Layout, Stacks, as_dicts, stack_dicts
+from torch_shard._sharding import Layout, Stacks, as_dicts, stack_dicts
 from torch_shard._train.vectorize import Program, Slot, Value, assemble
 
 

@@ -22,10 +22,8 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._scan.bundles import names_of
-from torch_shard._scan.region import LAYER, Call
-from torch_shard._sharding.mesh import describe_spec
-from torch_shard._sharding.plan import ResolvedPlan
+from torch_shard._scan import LAYER, Call, names_of
+from torch_shard._sharding import ResolvedPlan, describe_spec
 from torch_shard._train.loss_program import LossProgram
 
 _VIEWS = {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}

@@ -9,12 +9,10 @@ import jax
 import torch
 from torch import nn
 
-from torch_shard._capture.function_mode import note_modules
-from torch_shard._capture.trace import Spec
-from torch_shard._lowering.program import FlatFn
-from torch_shard._scan.bundles import Bundle, Unit, units_of
-from torch_shard._scan.intercept import Regions
-from torch_shard._sharding.entries import LossFn, holdings
+from torch_shard._capture import Spec, note_modules
+from torch_shard._lowering import FlatFn
+from torch_shard._scan import Bundle, Regions, Unit, units_of
+from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
 
 RESERVED = ("loss", "grad_norm", "guard")

@@ -10,15 +10,22 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold
-from torch_shard._lowering.interpreter import compiler_options
-from torch_shard._lowering.program import Program, ambient
-from torch_shard._scan.bundles import Bundle, Unit, names_of
-from torch_shard._scan.capture import Repeats, Rolled, capture_layers, report
-from torch_shard._scan.execute import Row, Rows, array_of
-from torch_shard._scan.siblings import Siblings
-from torch_shard._sharding.entries import LossFn, holdings
-from torch_shard._sharding.stacked import Stacks
+from torch_shard._capture import Guard, ModuleFlags, PlainAttributes, flags_hold
+from torch_shard._lowering import Program, ambient, compiler_options
+from torch_shard._scan import (
+    Bundle,
+    Repeats,
+    Rolled,
+    Row,
+    Rows,
+    Siblings,
+    Unit,
+    array_of,
+    capture_layers,
+    names_of,
+    report,
+)
+from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss
 

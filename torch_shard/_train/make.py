@@ -6,9 +6,8 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._scan.capture import Repeats
-from torch_shard._sharding.entries import LossFn
-from torch_shard._sharding.plan import ShardingPlan
+from torch_shard._scan import Repeats
+from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.train_step import EvalStep, TrainStep
 
 

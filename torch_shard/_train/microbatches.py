@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._capture.trace import Spec
-from torch_shard._device.placement import BatchLayout
-from torch_shard._sharding.mesh import describe_mesh, describe_spec
-from torch_shard._sharding.plan import ResolvedPlan
-from torch_shard._sharding.stacked import Stacks, stack_sharding
+from torch_shard._capture import Spec
+from torch_shard._device import BatchLayout
+from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, stack_sharding
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_program import LossOutputs, LossProgram
 

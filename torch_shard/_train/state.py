@@ -11,11 +11,18 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._device.placement import put, put_rows
-from torch_shard._scan.siblings import Siblings, stack_layout
-from torch_shard._sharding.entries import Holdings, unsaved_buffers
-from torch_shard._sharding.plan import ResolvedPlan
-from torch_shard._sharding.stacked import Layout, Stacks, as_dicts, stack_dicts, stack_sharding
+from torch_shard._device import put, put_rows
+from torch_shard._scan import Siblings, stack_layout
+from torch_shard._sharding import (
+    Holdings,
+    Layout,
+    ResolvedPlan,
+    Stacks,
+    as_dicts,
+    stack_dicts,
+    stack_sharding,
+    unsaved_buffers,
+)
 from torch_shard._train.by_name import run_by_name
 
 

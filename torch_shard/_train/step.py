@@ -12,12 +12,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.validate import check_kind
-from torch_shard._device.placement import BatchLayout, put
-from torch_shard._lowering.program import ambient
-from torch_shard._scan.capture import REMAT, Repeats
-from torch_shard._sharding.entries import LossFn, holdings, shared_memory
-from torch_shard._sharding.mesh import check_mesh
-from torch_shard._sharding.plan import ResolvedPlan, ShardingPlan
+from torch_shard._device import BatchLayout, put
+from torch_shard._lowering import ambient
+from torch_shard._scan import REMAT, Repeats
+from torch_shard._sharding import LossFn, ResolvedPlan, ShardingPlan, check_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused

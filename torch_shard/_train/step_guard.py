@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from torch_shard._sharding.stacked import Stacks
+from torch_shard._sharding import Stacks
 from torch_shard._train.state import TrainState
 
 

@@ -10,11 +10,9 @@ import numpy as np
 import optax
 import torch
 
-from torch_shard._device.placement import put, refuse_meta, refuse_wide, to_host_by_name
-from torch_shard._scan.capture import Repeats
-from torch_shard._scan.siblings import Siblings
-from torch_shard._sharding.entries import to_meta, with_values
-from torch_shard._sharding.stacked import Stacks
+from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._scan import Repeats, Siblings
+from torch_shard._sharding import Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import StateLayout, TrainState
