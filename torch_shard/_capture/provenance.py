@@ -1,17 +1,19 @@
 """Which line of the user's code an error is about."""
 
 import contextlib
+import importlib.util
+import os
 import pathlib
 import traceback
 
-import jax
-import numpy as np
 import torch
 from torch.fx import traceback as fx_traceback
 
 _HERE = pathlib.Path(__file__).parent.parent
 
-_LIBRARIES = ("<", str(_HERE), *(str(pathlib.Path(str(m.__file__)).parent) for m in (torch, jax, np)))
+_BELOW = ("torch", "jax", "numpy")
+_FOLDERS = [_HERE, *(pathlib.Path(str(importlib.util.find_spec(name).origin)).parent for name in _BELOW)]  # pyright: ignore
+_LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 
 
 def is_user_file(filename: str) -> bool:
