@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from torch_shard._capture.data_dependence import passing_truth
+from torch_shard._capture.data_dependence import leads_only_to_raise
 
 
 class Asked:
-    """Stands for a tensor: says what `passing_truth` says, or remembers that it cannot."""
+    """Stands for a tensor: says what `leads_only_to_raise` says, or remembers that it cannot."""
 
     answer: bool | None = None
 
     def __bool__(self) -> bool:
-        self.answer = passing_truth(sys._getframe(1))
+        self.answer = leads_only_to_raise(sys._getframe(1))
         return bool(self.answer)
 
 

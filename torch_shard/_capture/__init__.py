@@ -1,6 +1,6 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
-from torch_shard._capture.autocast import Regions, active_regions, autocast_only, casting
+from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
 from torch_shard._capture.fakes import equate, in_transform, is_fake, leave, rehearse, unknown_like
 from torch_shard._capture.function_mode import (
@@ -8,29 +8,29 @@ from torch_shard._capture.function_mode import (
     as_captured,
     binding,
     bound_tensors,
-    current_watch,
+    current_mode,
     is_repeating,
     note_modules,
+    outside_capture,
     repeating,
-    unwatched,
 )
-from torch_shard._capture.guards import Guard, ModuleFlags, PlainAttributes, flags_hold, reached_by, read_by
+from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import FAR, is_literal
 from torch_shard._capture.side_effects import NUMBERS, Contents, Same, new_values
-from torch_shard._capture.trace import Graph, Spec, capture
+from torch_shard._capture.trace import Captured, Spec, capture
 
 __all__ = [
     "DEVICE_OF",
     "FAR",
     "NUMBERS",
+    "ActiveRegions",
+    "Captured",
     "Contents",
-    "Graph",
-    "Guard",
     "ModuleFlags",
     "PlainAttributes",
-    "Regions",
     "Same",
     "Spec",
+    "ValueGuard",
     "active_regions",
     "add_modules",
     "as_captured",
@@ -39,7 +39,7 @@ __all__ = [
     "bound_tensors",
     "capture",
     "casting",
-    "current_watch",
+    "current_mode",
     "drawing_along",
     "equate",
     "flags_hold",
@@ -51,11 +51,11 @@ __all__ = [
     "new_values",
     "note_modules",
     "num_draws",
+    "outside_capture",
     "reached_by",
     "read_by",
     "rehearse",
     "repeating",
     "skip_draws",
     "unknown_like",
-    "unwatched",
 ]

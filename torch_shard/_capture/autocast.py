@@ -104,13 +104,13 @@ def autocast_only(devices: Collection[str] = ()) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Regions:
+class ActiveRegions:
     """Regions of autocast that were active once: kind of device and dtype of each."""
 
     active: tuple[tuple[str, torch.dtype], ...]
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
         """A scope in which these are active, and no others."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(autocast_only())
@@ -119,7 +119,7 @@ class Regions:
             yield
 
 
-def active_regions() -> Regions:
+def active_regions() -> ActiveRegions:
     """The regions of autocast here, inside or outside of a capture."""
     names = {"cpu": "jax"} if _ACTIVE.depth > 0 else {}
-    return Regions(tuple((names.get(device, device), torch.get_autocast_dtype(device)) for device in casting()))
+    return ActiveRegions(tuple((names.get(device, device), torch.get_autocast_dtype(device)) for device in casting()))

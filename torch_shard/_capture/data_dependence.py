@@ -34,7 +34,7 @@ _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to w
 _MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent.parent))
 
 
-class Values(TorchDispatchMode):
+class DataDependence(TorchDispatchMode):
     """Answers for tensors that have no value.
 
     A tensor made from Python numbers alone has one: it is computed. A check that would only raise an error passes:
@@ -95,7 +95,7 @@ class Values(TorchDispatchMode):
         frame = _asking_frame()
         if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
             return None
-        truth = True if frame.f_code is _CHECK_ALL else passing_truth(frame)
+        truth = True if frame.f_code is _CHECK_ALL else leads_only_to_raise(frame)
         if truth is not None:
             self.skipped.append(current_user_line())
         return truth
@@ -103,7 +103,7 @@ class Values(TorchDispatchMode):
 
 class _Current(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Values] = []
+        self.stack: list[DataDependence] = []
 
 
 _CURRENT = _Current()
@@ -230,7 +230,7 @@ def _storages(value: Any) -> set[int]:
 _NO_BRANCH = ("UNARY_NOT", "TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "COPY", "NOT_TAKEN")
 
 
-def passing_truth(frame: FrameType) -> bool | None:
+def leads_only_to_raise(frame: FrameType) -> bool | None:
     """The truth value that passes a check.
 
     Args:

@@ -18,7 +18,7 @@ from torch_shard._common.overrides import ATTRIBUTES
 
 
 @contextlib.contextmanager
-def surroundings() -> Iterator[None]:
+def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
     unchecked = mock.patch.object(torch.distributions.Distribution, "_validate_args", False)  # checks of values
     with cumulative_batch_norms(), autocast_on_fakes(), _substituted(), _compiled_functions_run_plainly(), unchecked:

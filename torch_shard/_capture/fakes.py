@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.data_dependence import Constants, Values
-from torch_shard._capture.function_mode import Watch, as_captured
+from torch_shard._capture.data_dependence import Constants, DataDependence
+from torch_shard._capture.function_mode import CaptureMode, as_captured
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import annotated, current_user_line
 
@@ -41,17 +41,17 @@ def is_fake(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, Watch]]:
+def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     """The fakes of one capture, and what stands for tensors that are none."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     part = functools.partial
-    watch = Watch(
+    capture_mode = CaptureMode(
         part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
     )
-    with _LOCK, _disable_current_modes(), torch.enable_grad(), watch.innermost():
+    with _LOCK, _disable_current_modes(), torch.enable_grad(), capture_mode.innermost():
         _MODES.append(mode)
         try:
-            yield mode, watch
+            yield mode, capture_mode
         finally:
             _MODES.remove(mode)
             if not _MODES:
@@ -64,9 +64,9 @@ def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
     Returns:
         What `fn` returned, and the modules that ran.
     """
-    values = Values(lambda tensor: None, lambda: None)
-    with fakes(False) as (mode, watch), enable_python_dispatcher(), mode, watch.watching(), values:
-        return fn(), watch.modules()
+    values = DataDependence(lambda tensor: None, lambda: None)
+    with fakes(False) as (mode, capture_mode), enable_python_dispatcher(), mode, capture_mode.seeing(), values:
+        return fn(), capture_mode.modules()
 
 
 def in_transform() -> bool:
@@ -183,8 +183,8 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def standins_given() -> Iterator[None]:
     """Let `autograd.Function` and the transforms of `torch.func` see what stands for their arguments in the capture.
 
-    They take tensors without a torch function that a `Watch` could see. What is closed over they would take as it is: a
-    constant, without the gradient that it has around the capture.
+    They take tensors without a torch function that a `CaptureMode` could see. What is closed over they would take as
+    it is: a constant, without the gradient that it has around the capture.
     """
     with contextlib.ExitStack() as stack:
         for module, name in _TAKE_TENSORS:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture.autocast import widened
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import current_user_line
-from torch_shard._capture.side_effects import Journal
+from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
 
 _T = torch.Tensor
@@ -28,7 +28,7 @@ _ABOUT |= {_T.size, _T.stride, _T.dim, _T.numel, _T.is_floating_point}
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})
 
 
-class Watch(TorchFunctionMode):
+class CaptureMode(TorchFunctionMode):
     """Sees every torch call of a capture.
 
     A fake stands for each closed-over tensor. All fakes are on the CPU, so that a model means the same wherever it
@@ -56,13 +56,15 @@ class Watch(TorchFunctionMode):
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
-        self.journal = Journal()
+        self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
         self.axes: dict[Any, int] = {}
         """Named axes that the capture depends on, with their sizes."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _INNERMOST.watch is not self or func in _ABOUT:  # a capture inside of a capture, or no use of the values
+        if (
+            _INNERMOST.capture_mode is not self or func in _ABOUT
+        ):  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
         if func == _DEVICE and not self._is_of_capture(args[0]):
             return torch.device("cpu")
@@ -119,18 +121,18 @@ class Watch(TorchFunctionMode):
     @contextlib.contextmanager
     def innermost(self) -> Iterator[None]:
         """Be the one that acts, also where captures nest."""
-        outer, _INNERMOST.watch = _INNERMOST.watch, self
+        outer, _INNERMOST.capture_mode = _INNERMOST.capture_mode, self
         try:
             yield
         finally:
-            _INNERMOST.watch = outer
+            _INNERMOST.capture_mode = outer
 
     def add_modules(self, flags: ModuleFlags) -> None:
         """Note modules that ran in a capture within this one."""
         self._modules.update((id(module), (ref, flag)) for ref, flag in flags if (module := ref()) is not None)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def seeing(self) -> Iterator[None]:
         """See the torch calls and the module calls made within."""
         before = nn.modules.module.register_module_forward_pre_hook(self._enter)
         after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
@@ -142,14 +144,14 @@ class Watch(TorchFunctionMode):
             after.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if _INNERMOST.watch is self:
+        if _INNERMOST.capture_mode is self:
             if id(module) not in self._modules:
                 self._modules[id(module)] = (weakref.ref(module), module.training)
-                self.journal.note(module.named_modules())
+                self.side_effects.note(module.named_modules())
             self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _INNERMOST.watch is self:
+        if _INNERMOST.capture_mode is self:
             self._running.pop()
 
     def modules(self) -> ModuleFlags:
@@ -173,7 +175,7 @@ def _refuse_lost_writes(func: Callable, kwargs: dict[str, Any]) -> None:
 
 
 class _Innermost(threading.local):
-    watch: Watch | None = None
+    capture_mode: CaptureMode | None = None
     repeats: bool = False
 
 
@@ -182,57 +184,57 @@ _INNERMOST = _Innermost()
 
 def note_modules(module: nn.Module) -> None:
     """Remember the attributes of a module before the capture under way runs any of it."""
-    if _INNERMOST.watch is not None:
-        _INNERMOST.watch.journal.note(module.named_modules())
+    if _INNERMOST.capture_mode is not None:
+        _INNERMOST.capture_mode.side_effects.note(module.named_modules())
 
 
 @contextlib.contextmanager
 def binding(tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let these tensors be these fakes of the capture under way."""
-    watch = _INNERMOST.watch
-    assert watch is not None
-    before = {id(t): watch._standins.pop(id(t), None) for t in tensors}
-    watch._standins.update((id(t), (fake, t, t)) for t, fake in zip(tensors, fakes, strict=True))
-    outer, watch.bound = watch.bound, tuple(fakes)
+    capture_mode = _INNERMOST.capture_mode
+    assert capture_mode is not None
+    before = {id(t): capture_mode._standins.pop(id(t), None) for t in tensors}
+    capture_mode._standins.update((id(t), (fake, t, t)) for t, fake in zip(tensors, fakes, strict=True))
+    outer, capture_mode.bound = capture_mode.bound, tuple(fakes)
     try:
         yield
     finally:
-        watch.bound = outer
+        capture_mode.bound = outer
         for key, standin in before.items():
-            del watch._standins[key]
+            del capture_mode._standins[key]
             if standin is not None:
-                watch._standins[key] = standin
+                capture_mode._standins[key] = standin
 
 
 def bound_tensors() -> tuple[torch.Tensor, ...]:
     """The fakes that `binding` has given to closed-over tensors."""
-    return () if _INNERMOST.watch is None else _INNERMOST.watch.bound
+    return () if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode.bound
 
 
-def current_watch() -> Watch | None:
+def current_mode() -> CaptureMode | None:
     """Of the innermost capture under way."""
-    return _INNERMOST.watch
+    return _INNERMOST.capture_mode
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+def outside_capture() -> Iterator[None]:
     """Leave the capture under way, to run or trace JAX code in the midst of it."""
-    watch, _INNERMOST.watch = _INNERMOST.watch, None
+    capture_mode, _INNERMOST.capture_mode = _INNERMOST.capture_mode, None
     try:
         yield
     finally:
-        _INNERMOST.watch = watch
+        _INNERMOST.capture_mode = capture_mode
 
 
 def add_modules(flags: ModuleFlags) -> None:
     """Let the capture under way depend on the training flags of these modules."""
-    if _INNERMOST.watch is not None:
-        _INNERMOST.watch.add_modules(flags)
+    if _INNERMOST.capture_mode is not None:
+        _INNERMOST.capture_mode.add_modules(flags)
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor in the capture under way."""
-    return tensor if _INNERMOST.watch is None else _INNERMOST.watch._on_cpu(tensor)
+    return tensor if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode._on_cpu(tensor)
 
 
 @contextlib.contextmanager

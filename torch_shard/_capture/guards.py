@@ -99,7 +99,7 @@ def reached_by(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[Any]:
         yield from (read() for _, read in _of_function(fn))
 
 
-class Guard:
+class ValueGuard:
     """The plain values that a loss function reads from outside, and the records among a model's attributes."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:

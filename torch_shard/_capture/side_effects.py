@@ -35,7 +35,7 @@ class Change:
     new: Any
 
 
-class Journal:
+class SideEffects:
     """The attributes and hooks of modules as they were before a capture."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def new_values(changes: Iterable[Change]) -> Iterator[None]:
 
 
 def settle(changes: list[Change], was_read: Any) -> list[Change]:
-    """What a compiled program makes of the attributes that its capture changed and the journal has put back.
+    """What a compiled program makes of the attributes that its capture changed and the side_effects has put back.
 
     Args:
         changes: What forward did.

@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
-from torch_shard._capture.data_dependence import Values
-from torch_shard._capture.environment import reference_kernels, surroundings
+from torch_shard._capture.data_dependence import DataDependence
+from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
-from torch_shard._capture.function_mode import Watch
+from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, return_writes
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
@@ -50,7 +50,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class Captured:
     """A captured callable.
 
     Attributes:
@@ -85,7 +85,9 @@ class Graph:
         return flags_hold(self.modules)
 
 
-def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True) -> Graph:
+def capture(
+    fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
+) -> Captured:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
     Args:
@@ -99,31 +101,31 @@ def capture(fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = 
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     drawn = random.getstate(), str(np.random.get_state())
-    with fakes(explain) as (mode, watch):
+    with fakes(explain) as (mode, capture_mode):
         try:
-            graph = _capture(fn, specs, keep, explain, mode, watch)
+            graph = _capture(fn, specs, keep, explain, mode, capture_mode)
         finally:
-            changes = watch.journal.restore() if restore else []
+            changes = capture_mode.side_effects.restore() if restore else []
         if drawn != (random.getstate(), str(np.random.get_state())):
             raise NotImplementedError(
                 "The captured function draws from Python's `random` or from numpy.random. It runs once, so a compiled "
                 "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
             )
-        return dataclasses.replace(graph, changed=settle(changes, watch.was_read))
+        return dataclasses.replace(graph, changed=settle(changes, capture_mode.was_read))
 
 
 def _capture(
-    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, watch: Watch
-) -> Graph:
+    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, capture_mode: CaptureMode
+) -> Captured:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Any] = []
 
-    values = Values(node_of, lambda: tracer().root)
+    values = DataDependence(node_of, lambda: tracer().root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
-        with watch.watching(), surroundings(), standins_given(), values:
+        with capture_mode.seeing(), capture_environment(), standins_given(), values:
             outputs, other = fn(*args)
         aux.append(other)
         return list(outputs)
@@ -142,8 +144,10 @@ def _capture(
     written = return_writes(functional, num_outputs, len(specs))
     carry_random_places(with_views.graph, functional.graph)
     simplify(functional)
-    closure = tuple(map(watch.original, constants))
-    return Graph(functional, closure, num_outputs, written, watch.modules(), aux[0], [], values.skipped, watch.axes)
+    closure = tuple(map(capture_mode.original, constants))
+    return Captured(
+        functional, closure, num_outputs, written, capture_mode.modules(), aux[0], [], values.skipped, capture_mode.axes
+    )
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:

@@ -24,7 +24,7 @@ class BadStepError(ArithmeticError):
         self.state, self.non_finite = state, non_finite
 
 
-class Guard:
+class BadStepPolicy:
     """Looks at each step that was taken, or not.
 
     Args:

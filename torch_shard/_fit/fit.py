@@ -14,7 +14,7 @@ from rich.console import Console
 
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
-from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, Guard
+from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.signals import StopRequest
@@ -124,7 +124,7 @@ def fit(
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
-        guard = Guard(on_bad_step, max_grad_norm)
+        guard = BadStepPolicy(on_bad_step, max_grad_norm)
         return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
 
 
@@ -204,7 +204,7 @@ class _Loop:
     eval_every: int | None
     checkpointer: Checkpointer | None
     reports: Reports
-    guard: Guard
+    guard: BadStepPolicy
     stop: StopRequest
 
     def run(self, state: TrainState, position: int) -> TrainState:

@@ -18,7 +18,7 @@ from rich.text import Text
 from torch_shard._capture import is_fake
 from torch_shard._common.files import replacing
 from torch_shard._device import JaxTensor
-from torch_shard._inspect.grid import Entry, Grid, describe_names, make_grids
+from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
 from torch_shard._train import TrainState
 
@@ -139,7 +139,7 @@ def _find_held(subject: Any) -> Mapping[str, Any] | None:
     return subject if isinstance(subject, Mapping) else None
 
 
-def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -> Iterator[Entry]:
+def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
     """What is to be drawn, a tie once."""
     arrays = {name: value.jax() if isinstance(value, JaxTensor) else value for name, value in held.items()}
     _check_placed(arrays, owner, alone=alone)
@@ -150,7 +150,7 @@ def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -
     for names in ties.values():
         array = arrays[names[0]]
         dtype = "" if array.dtype is None else str(array.dtype).removeprefix("torch.")
-        yield Entry(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
+        yield DrawnArray(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
 
 
 def _struct(array: Any) -> Any:

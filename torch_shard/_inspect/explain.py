@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Graph, capture
+from torch_shard._capture import Captured, capture
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 from torch_shard._train import JointLoss, flatten_batch
@@ -112,7 +112,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
     )
 
 
-def _operators(graph: Graph) -> tuple[Operator, ...]:
+def _operators(graph: Captured) -> tuple[Operator, ...]:
     nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     counts = collections.Counter(node.target for node in nodes)
     first = {node.target: node for node in reversed(nodes)}

@@ -19,7 +19,7 @@ Part = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class DrawnArray:
     """An array to be drawn: its name, or the names of a tie; global shape, dtype, and where it lies."""
 
     names: tuple[str, ...]
@@ -80,13 +80,13 @@ class Grid:
         return [[(cell, next(colours)) for cell in row] for row in self.rows]
 
 
-def make_grids(entries: Iterable[Entry]) -> tuple[Grid, ...]:
+def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
     """One grid for all entries with the same devices in the same places by the same mesh and spec.
 
     Raises:
         ValueError: An entry has more shards than can be drawn, or its sharding does not fit its shape.
     """
-    alike: dict[Any, list[tuple[Entry, Cells]]] = {}
+    alike: dict[Any, list[tuple[DrawnArray, Cells]]] = {}
     for entry in entries:
         holders = _find_holders(entry)
         places = _fill_cells(entry.shape, holders, _by_place(list(holders)))
@@ -105,7 +105,7 @@ def _mesh_and_spec(sharding: Sharding) -> Any:
     return sharding.mesh, tuple(spec)
 
 
-def _make_grid(places: Cells, members: list[tuple[Entry, Cells]]) -> Grid:
+def _make_grid(places: Cells, members: list[tuple[DrawnArray, Cells]]) -> Grid:
     first, indices = members[0]
     one_shape = all(entry.shape == first.shape for entry, _ in members)
     names: dict[str, list[tuple[str, ...]]] = {}
@@ -117,7 +117,7 @@ def _make_grid(places: Cells, members: list[tuple[Entry, Cells]]) -> Grid:
     return Grid(tuple(lines), first.spec, indices if one_shape else places)
 
 
-def _find_holders(entry: Entry) -> dict[Part, tuple[Any, ...]]:
+def _find_holders(entry: DrawnArray) -> dict[Part, tuple[Any, ...]]:
     """The devices that hold each part."""
     holders: dict[Part, list[Any]] = {}
     try:

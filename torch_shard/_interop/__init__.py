@@ -1,6 +1,6 @@
 """Functions across the border: a torch callable as a JAX function, JAX as torch, the jax_* adapters."""
 
-from torch_shard._interop.adapt import Compiled, Pure, adapt, shift
+from torch_shard._interop.adapt import PerClosure, Pure, adapt, shift
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.effects import debug_print
 from torch_shard._interop.transforms import jax_checkpoint, jax_grad, jax_jit, jax_value_and_grad
@@ -8,7 +8,7 @@ from torch_shard._interop.views import call_jax, call_torch, jax_view, pure_of, 
 
 __all__ = [
     "CLOSURE",
-    "Compiled",
+    "PerClosure",
     "Pure",
     "Reader",
     "adapt",

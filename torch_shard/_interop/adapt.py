@@ -11,7 +11,7 @@ from torch_shard._capture import flags_hold
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.views import call_pure
-from torch_shard._lowering import ambient
+from torch_shard._lowering import capture_settings
 
 Pure = Callable[..., Any]
 """A JAX function of `(key, *args, **kwargs)`."""
@@ -35,7 +35,7 @@ def adapt(fn: Callable[..., Any], pure: Pure) -> Callable[..., Any]:
     return adapted
 
 
-class Compiled:
+class PerClosure:
     """A compiled form of `pure` per set of closed-over tensors, training flags and settings of torch.
 
     Args:
@@ -48,7 +48,7 @@ class Compiled:
         self._variants: list[_Variant] = []
 
     def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        settings = CLOSURE.token or ambient()
+        settings = CLOSURE.token or capture_settings()
         variant = next(
             (v for v in self._variants if v.settings == settings and (CLOSURE.token or v.is_current())), None
         )
@@ -68,7 +68,7 @@ class Compiled:
 class _Variant:
     """The compiled form for one set of closed-over tensors."""
 
-    def __init__(self, owner: Compiled, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, owner: PerClosure, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
         self.owner, self.settings, self.closure = owner, settings, closure
         self.flags: list[Any] = []
         self.compiled: dict[int, Pure] = {}

@@ -13,7 +13,7 @@ import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._capture import as_captured, unwatched
+from torch_shard._capture import as_captured, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
 from torch_shard._device import to_array, wrap_array
@@ -111,7 +111,7 @@ def _run_now(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]
     handle = next(_HANDLES)
-    with unwatched():
+    with outside_capture():
         traced, results = _trace(fn, shapes)
     _FUNCTIONS[handle] = fn, results
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture import Graph, Regions, Spec, active_regions, binding, is_literal, repeating
+from torch_shard._capture import ActiveRegions, Captured, Spec, active_regions, binding, is_literal, repeating
 from torch_shard._common.axes import into_shares, map_together, sum_shares
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import NeedsKey
 from torch_shard._common.static import Static
 from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._lowering import FlatFn, Program, ambient
+from torch_shard._lowering import FlatFn, Program, capture_settings
 
 
 class FlatFunction:
@@ -36,7 +36,7 @@ class FlatFunction:
             Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
         )
         token = CLOSURE.token
-        programs = self._programs.setdefault((specs, token or ambient()), [])
+        programs = self._programs.setdefault((specs, token or capture_settings()), [])
         return specs, programs, next((p for p in programs if (p.fits_axes() if token else p.is_current())), None)
 
     def with_closure(self, arrays: list[jax.Array]) -> tuple["FlatFunction", list[jax.Array]]:
@@ -75,7 +75,7 @@ class FlatFunction:
             programs.append(found)
         return found
 
-    def _refuse_writes(self, graph: Graph) -> None:
+    def _refuse_writes(self, graph: Captured) -> None:
         if graph.written:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
@@ -83,7 +83,7 @@ class FlatFunction:
                 "(x = x.clone()) and return it."
             )
 
-    def _refuse_unseen(self, graph: Graph) -> None:
+    def _refuse_unseen(self, graph: Captured) -> None:
         """Refuse what would be a constant to the derivative."""
         unseen = [tuple(tensor.shape) for tensor in graph.closure if id(tensor) in self._is_bound]
         if unseen:
@@ -108,7 +108,7 @@ class FlatFunction:
 
     @functools.cache  # noqa: B019  (lives as long as the callable)
     def differentiable(
-        self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
+        self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
     ) -> Callable[..., list[jax.Array]]:
         """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
 
@@ -150,14 +150,14 @@ class FlatFunction:
 
 
 def _with_torch_derivative(
-    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: Regions
+    function: FlatFunction, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
 ) -> Callable[..., list[jax.Array]]:
     num_arrays = len(needs_grad)
 
     @jax.custom_vjp
     def call(key: Any, *inputs: jax.Array) -> list[jax.Array]:
         arrays = inputs[:num_arrays]
-        with autocast.again(), Reader(closure, inputs[num_arrays:], partial=True).active():
+        with autocast.entered(), Reader(closure, inputs[num_arrays:], partial=True).active():
             outputs = function.run(key, arrays, needs_grad)
         return map_together(outputs, arrays) if any(needs_grad) else outputs
 
@@ -177,7 +177,7 @@ def _with_torch_derivative(
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
         if not chosen or not any(wanted.value):
             return (None,) * (1 + len(arrays) + len(values))
-        with autocast.again(), Reader(closure, values, partial=True).active():
+        with autocast.entered(), Reader(closure, values, partial=True).active():
             shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
         grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
         return None, *grads, *(None for _ in values)

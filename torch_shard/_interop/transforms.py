@@ -13,7 +13,7 @@ import torch
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._interop.adapt import NUM_GIVEN, Compiled, Pure, adapt, shift
+from torch_shard._interop.adapt import NUM_GIVEN, PerClosure, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
 from torch_shard._sharding import check_mesh
 
@@ -156,7 +156,7 @@ def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     def compile_for(run: Pure, num_args: int) -> Pure:
         return jax.jit(run, **_as_ours(kwargs, num_args))
 
-    return adapt(fn, Compiled(pure_of(fn), compile_for))
+    return adapt(fn, PerClosure(pure_of(fn), compile_for))
 
 
 def _as_ours(options: dict[str, Any], num_args: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_watch, flags_hold, is_fake
+from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._device import (
@@ -24,7 +24,7 @@ from torch_shard._device import (
 from torch_shard._interop.closure import CLOSURE, Reader
 from torch_shard._interop.jax_function import draw_seed, run_captured, run_now
 from torch_shard._interop.torch_function import TorchFunction
-from torch_shard._lowering import ambient
+from torch_shard._lowering import capture_settings
 from torch_shard._sharding import check_mesh
 
 
@@ -34,7 +34,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Tensors become arrays and results tensors; torch's autograd sees through it. `random` says whether the function
     may need its key; in a capture the key is drawn by an operator of its own, so that the derivative draws the same.
     """
-    is_eager = current_watch() is None
+    is_eager = current_mode() is None
     if random and not (is_eager and pure in _DRAWING):
         try:
             return _call(pure, args, kwargs, random=False, lasts=True)
@@ -48,7 +48,7 @@ _DRAWING: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that were found to need a key."""
 
 
-class _Site:
+class _CallSite:
     """What torch functions below a call into JAX close over: further arguments of the call, with gradients.
 
     Attributes:
@@ -67,15 +67,15 @@ class _Site:
         return self.settings == settings and all(map(flags_hold, self.flags))
 
 
-_SITES: weakref.WeakKeyDictionary[Any, list[_Site]] = weakref.WeakKeyDictionary()
+_SITES: weakref.WeakKeyDictionary[Any, list[_CallSite]] = weakref.WeakKeyDictionary()
 
 
-def _site_of(pure: Callable[..., Any]) -> _Site:
+def _site_of(pure: Callable[..., Any]) -> _CallSite:
     """Of a function that is called again and again, so that its programs are kept."""
-    sites, settings = _SITES.setdefault(pure, []), ambient()
+    sites, settings = _SITES.setdefault(pure, []), capture_settings()
     found = next((site for site in sites if site.fits(settings)), None)
     if found is None:
-        found = _Site(settings)
+        found = _CallSite(settings)
         sites.append(found)
     return found
 
@@ -88,9 +88,9 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             check_mesh(leaf.mesh, caller="call_jax")
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    captured = current_watch() is not None or any(map(is_fake, tensors))
+    captured = current_mode() is not None or any(map(is_fake, tensors))
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    site = _Site() if captured else _site_of(pure) if lasts and needs_grad else None
+    site = _CallSite() if captured else _site_of(pure) if lasts and needs_grad else None
     autocast = active_regions()  # JAX also traces when the region is over, for derivatives
     key = next_key() if random and not captured else None
     out: list[Any] = []
@@ -104,7 +104,7 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         with contextlib.ExitStack() as stack:
             if site is not None:
                 reader = stack.enter_context(Reader(site.closure, list(given), site.token).active())
-                stack.enter_context(autocast.again())
+                stack.enter_context(autocast.entered())
                 if views if out else _JaxView.exist:
                     stack.enter_context(_RETRACED(next(_RUNS)))
             result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)

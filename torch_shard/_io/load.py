@@ -15,7 +15,7 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
-from torch_shard._io.match import Allowed, Entry, Match, Rename
+from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
 from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, refuse_load_hooks, replace_tensors
 
 Source = str | os.PathLike[str]
@@ -160,7 +160,7 @@ class _Loader:
             parts += ["\n".join(f"  {fault}" for fault in faults)] * bool(faults)
             raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
 
-    def _find_value_faults(self, entry: Entry) -> Iterator[str]:
+    def _find_value_faults(self, entry: TargetEntry) -> Iterator[str]:
         """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
         if not entry.sources:
             return
@@ -180,12 +180,12 @@ class _Loader:
             except OverflowError as error:
                 yield f"{first}: {error}"
 
-    def _parts(self, entry: Entry) -> set[Index]:
+    def _parts(self, entry: TargetEntry) -> set[Index]:
         """The parts of an entry that this process holds."""
         indices: Any = self._shardings[entry.key].addressable_devices_indices_map(entry.shape)
         return {_bounds(index, entry.shape) for index in indices.values()}
 
-    def _read(self, entry: Entry) -> jax.Array:
+    def _read(self, entry: TargetEntry) -> jax.Array:
         """The array of an entry; replicas share what is read once."""
         name = entry.sources[0]
 
@@ -197,7 +197,7 @@ class _Loader:
             entry.shape, self._shardings[entry.key], lambda index: read(_bounds(index, entry.shape))
         )
 
-    def _arrays(self) -> Iterator[tuple[Entry, jax.Array]]:
+    def _arrays(self) -> Iterator[tuple[TargetEntry, jax.Array]]:
         before = None
         for entry in self._match.each():
             if entry.sources:

@@ -22,7 +22,7 @@ _NUM_HINTS = 20  # the closest name is searched among all names
 
 
 @dataclasses.dataclass
-class Entry:
+class TargetEntry:
     """An entry of a model: one tensor, under all its names.
 
     Attributes:
@@ -51,16 +51,16 @@ class Match:
     def __init__(self, file: TensorFile, target: Any, mesh: Mesh, dtype: torch.dtype | None) -> None:
         self._file, self._dtype, self.faults = file, dtype, list[str]()
         unsaved = unsaved_buffers(target) if isinstance(target, torch.nn.Module) else ()
-        self.entries: dict[str, Entry] = {}
-        ties: dict[str, Entry] = {}
+        self.entries: dict[str, TargetEntry] = {}
+        ties: dict[str, TargetEntry] = {}
         for name, found in ShardingPlan({}, default=PartitionSpec()).resolve(target, mesh).entries.items():
             key = found.tied_to or name
             if key not in unsaved:
-                entry = ties.setdefault(key, Entry(key, [], found.shape, found.dtype))
+                entry = ties.setdefault(key, TargetEntry(key, [], found.shape, found.dtype))
                 entry.names.append(name)
                 self.entries[name] = entry
 
-    def each(self) -> list[Entry]:
+    def each(self) -> list[TargetEntry]:
         """The entries, each once, in the order of the file; those that it lacks come last."""
         order = {name: number for number, name in enumerate(self._file.stored)}
         entries = {id(entry): entry for entry in self.entries.values()}.values()
@@ -135,7 +135,7 @@ class Match:
             found |= hits
         return found
 
-    def _misfits(self, name: str, entry: Entry) -> list[str]:
+    def _misfits(self, name: str, entry: TargetEntry) -> list[str]:
         stored, read = self._file.stored[name], self.read_dtype(name)
         faults = [] if stored.shape == entry.shape else [f"the model has {entry.key} in shape {entry.shape}."]
         try:
@@ -196,5 +196,5 @@ def _spell(dtype: Any) -> str:
     return f"torch.{_show(dtype).removeprefix('torch.')}"
 
 
-def _type(value: Stored | Entry) -> str:
+def _type(value: Stored | TargetEntry) -> str:
     return f"{value.shape} {'' if value.dtype is None else _show(value.dtype)}".rstrip()

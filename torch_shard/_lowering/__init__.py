@@ -21,7 +21,7 @@ from torch_shard._lowering.ops import (
     lowers,
     refuse_generator,
 )
-from torch_shard._lowering.program import FlatFn, Program, ambient
+from torch_shard._lowering.program import FlatFn, Program, capture_settings
 
 __all__ = [
     "LOWERINGS",
@@ -29,7 +29,7 @@ __all__ = [
     "STORAGE_KWARGS",
     "FlatFn",
     "Program",
-    "ambient",
+    "capture_settings",
     "compiler_options",
     "draws_random",
     "find_lowering",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture import Graph, Spec, capture, new_values
+from torch_shard._capture import Captured, Spec, capture, new_values
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
@@ -35,7 +35,7 @@ class Program:
         inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
     ) -> None:
         self._inner = inner
-        self.graph: Graph = capture(fn, specs, keep=keeps_whole)
+        self.graph: Captured = capture(fn, specs, keep=keeps_whole)
         self._check_numbers(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
@@ -54,7 +54,7 @@ class Program:
         """Whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
-    def _code(self, graph: Graph) -> list[str]:
+    def _code(self, graph: Captured) -> list[str]:
         return [graph.module.code, *(module.code for module in self._inner())]
 
     def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
@@ -84,7 +84,7 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
     )
 
 
-def ambient() -> tuple[Any, ...]:
+def capture_settings() -> tuple[Any, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from torch_shard._capture import Graph, capture, is_fake
+from torch_shard._capture import Captured, capture, is_fake
 from torch_shard._lowering import keeps_whole
 from torch_shard._sharding import OF_EVERY_MODULE, holdings, swap, with_values
 
@@ -19,7 +19,7 @@ _CONTAINERS = (list, tuple, dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Birth:
+class Construction:
     """A module whose tensors are fakes, and the graph that computes them.
 
     Attributes:
@@ -32,7 +32,7 @@ class Birth:
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     num_entries: int
-    graph: Graph
+    graph: Captured
 
     @property
     def entries(self) -> list[str]:
@@ -40,7 +40,7 @@ class Birth:
         return list(self.tensors)[: self.num_entries]
 
 
-def construct(make: Callable[[], Any]) -> Birth:
+def construct(make: Callable[[], Any]) -> Construction:
     """Run a constructor on fakes.
 
     Raises:
@@ -60,7 +60,7 @@ def construct(make: Callable[[], Any]) -> Birth:
 
     with _lazy_refused(), mock.patch.object(nn.Module, "_apply", _apply):
         graph = capture(run, [], keep=_keep, restore=False)
-    return Birth(*made[0], graph)
+    return Construction(*made[0], graph)
 
 
 _APPLY = nn.Module._apply
@@ -157,7 +157,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         yield module
 
 
-def reborn(model: nn.Module, names: list[str], init: Init | None) -> Birth:
+def construct_again(model: nn.Module, names: list[str], init: Init | None) -> Construction:
     """What the initialisers of a module would write into it, on fakes; the module itself is left as it is."""
     copy = blank(model)
     metas = holdings(copy).all

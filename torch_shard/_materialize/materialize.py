@@ -17,7 +17,7 @@ from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.validate import check_kind
 from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
-from torch_shard._materialize.construct import Birth, Init, construct, reborn
+from torch_shard._materialize.construct import Construction, Init, construct, construct_again
 from torch_shard._materialize.refusals import (
     check_reborn,
     refuse_mixed,
@@ -25,7 +25,7 @@ from torch_shard._materialize.refusals import (
     refuse_unwritten,
     refuse_views,
 )
-from torch_shard._materialize.slices import Recipe, call_in_torch, cut, fills_of, host_value, is_constant
+from torch_shard._materialize.slices import Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
 from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, swap
 
@@ -94,14 +94,14 @@ def materialize(
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
     if init is not None:
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
-    birth = construct(model)
-    refuse_hooks("materialize", birth.module)
-    shardings = plan.resolve(birth.module, mesh)
-    refuse_wide("materialize", {name: birth.tensors[name] for name in birth.entries})
-    nursery = _Nursery(birth, mesh, seed, dict(shardings))
-    nursery.check(birth.tensors)
-    swap(birth.module, {id(birth.tensors[name]): nursery.make(name) for name in birth.tensors})
-    return birth.module
+    construction = construct(model)
+    refuse_hooks("materialize", construction.module)
+    shardings = plan.resolve(construction.module, mesh)
+    refuse_wide("materialize", {name: construction.tensors[name] for name in construction.entries})
+    initialiser = _Initialiser(construction, mesh, seed, dict(shardings))
+    initialiser.check(construction.tensors)
+    swap(construction.module, {id(construction.tensors[name]): initialiser.make(name) for name in construction.tensors})
+    return construction.module
 
 
 def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: Init | None) -> nn.Module:
@@ -112,16 +112,16 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: 
     refuse_wide("materialize", held)
     names = [name for name, tensor in held.items() if tensor.device.type == "meta"]
     refuse_views({name: held[name] for name in names})
-    nursery = None
+    initialiser = None
     if names:
         check_reborn(model, names, init)
-        nursery = _Nursery(reborn(model, names, init), mesh, seed, dict(shardings))
-        nursery.check(names, is_module=True)
+        initialiser = _Initialiser(construct_again(model, names, init), mesh, seed, dict(shardings))
+        initialiser.check(names, is_module=True)
     for name in [name for name in held if name not in names]:
         tensor = held.pop(name)
         swap(model, {id(tensor): wrap_array(put(tensor.detach(), shardings[name]))})
-    if nursery is not None:
-        swap(model, {id(held[name]): nursery.make(name) for name in names})
+    if initialiser is not None:
+        swap(model, {id(held[name]): initialiser.make(name) for name in names})
     return model
 
 
@@ -131,20 +131,22 @@ def _check_seed(seed: int) -> None:
         raise ValueError(f"materialize: seed must be an int of 32 bits, from 0 to {2**32 - 1}, got {seed!r}.")
 
 
-class _Nursery:
-    """Makes the tensors of a birth, one by one."""
+class _Initialiser:
+    """Makes the tensors of a construction, one by one."""
 
-    def __init__(self, birth: Birth, mesh: Mesh, seed: int, shardings: Mapping[str, NamedSharding]) -> None:
-        self._birth, self._shardings = birth, shardings
+    def __init__(
+        self, construction: Construction, mesh: Mesh, seed: int, shardings: Mapping[str, NamedSharding]
+    ) -> None:
+        self._birth, self._shardings = construction, shardings
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._key = jax.random.key(seed, impl=FUSED)
-        graph = birth.graph.module
+        graph = construction.graph.module
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self._values = dict(zip(placeholders, birth.graph.closure, strict=True))
-        self._recipes = dict(zip(birth.tensors, cut(graph), strict=True))
+        self._values = dict(zip(placeholders, construction.graph.closure, strict=True))
+        self._recipes = dict(zip(construction.tensors, cut(graph), strict=True))
         self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
         self._programs: dict[Any, Callable[..., jax.Array]] = {}
-        self._hashes = [_hash(name) for name in birth.tensors]
+        self._hashes = [_hash(name) for name in construction.tensors]
 
     def check(self, names: Any, *, is_module: bool = False) -> None:
         """Refuse what cannot be made, before anything is."""
@@ -154,19 +156,21 @@ class _Nursery:
             refuse_mixed(self._recipes, set(self._recipes) - set(names))
         else:
             refuse_views({name: self._birth.tensors[name] for name in self._birth.entries})
-        unwritten = [name for name, recipe in wanted.items() if recipe.unwritten and self._shows_unwritten(recipe)]
+        unwritten = [
+            name for name, graph_slice in wanted.items() if graph_slice.unwritten and self._shows_unwritten(graph_slice)
+        ]
         refuse_unwritten(unwritten, type(self._birth.module).__name__, is_module)
 
     def make(self, name: str) -> torch.Tensor:
         """A tensor on its shards; one that is a plain attribute on the CPU."""
-        recipe = self._recipes[name]
+        graph_slice = self._recipes[name]
         sharding = self._shardings.get(name, self._replicated)
-        if not recipe.nodes:
-            value = self._values[recipe.output].detach()
-        elif recipe.streams or (recipe.is_fill and self._is_narrow(recipe)):
-            value = self._compiled(recipe, sharding)(*self._arguments(recipe)).block_until_ready()
+        if not graph_slice.nodes:
+            value = self._values[graph_slice.output].detach()
+        elif graph_slice.streams or (graph_slice.is_fill and self._is_narrow(graph_slice)):
+            value = self._compiled(graph_slice, sharding)(*self._arguments(graph_slice)).block_until_ready()
         else:
-            value = host_value(recipe, self._inputs(recipe))
+            value = host_value(graph_slice, self._inputs(graph_slice))
         if name in self._shardings:
             try:
                 return wrap_array(put(value, sharding))
@@ -174,32 +178,32 @@ class _Nursery:
                 raise OverflowError(f"materialize: {name}: {error}") from error
         return to_host(value) if isinstance(value, jax.Array) else value.clone()
 
-    def _is_narrow(self, recipe: Recipe) -> bool:
+    def _is_narrow(self, graph_slice: Slice) -> bool:
         """Whether any number of its dtype is one of JAX's; others are put from the host, which refuses what is not."""
-        return recipe.output.meta["val"].dtype not in (torch.int64, torch.uint64) or has_x64()
+        return graph_slice.output.meta["val"].dtype not in (torch.int64, torch.uint64) or has_x64()
 
-    def _inputs(self, recipe: Recipe) -> list[torch.Tensor]:
-        return [self._values[node].detach().cpu() for node in recipe.inputs]
+    def _inputs(self, graph_slice: Slice) -> list[torch.Tensor]:
+        return [self._values[node].detach().cpu() for node in graph_slice.inputs]
 
-    def _arguments(self, recipe: Recipe) -> Any:
-        hashes = np.array([self._hashes[stream] for stream in recipe.streams], np.uint32).reshape(-1, 2)
-        return self._key, hashes, [host_array(value) for value in self._inputs(recipe)]
+    def _arguments(self, graph_slice: Slice) -> Any:
+        hashes = np.array([self._hashes[stream] for stream in graph_slice.streams], np.uint32).reshape(-1, 2)
+        return self._key, hashes, [host_array(value) for value in self._inputs(graph_slice)]
 
-    def _compiled(self, recipe: Recipe, sharding: NamedSharding) -> Callable[..., jax.Array]:
-        if (recipe, sharding) not in self._programs:
-            jitted = jax.jit(_lowered(recipe), out_shardings=sharding, compiler_options=self._options)
-            self._programs[recipe, sharding] = jitted
-        return self._programs[recipe, sharding]
+    def _compiled(self, graph_slice: Slice, sharding: NamedSharding) -> Callable[..., jax.Array]:
+        if (graph_slice, sharding) not in self._programs:
+            jitted = jax.jit(_lowered(graph_slice), out_shardings=sharding, compiler_options=self._options)
+            self._programs[graph_slice, sharding] = jitted
+        return self._programs[graph_slice, sharding]
 
-    def _shows_unwritten(self, recipe: Recipe) -> bool:
+    def _shows_unwritten(self, graph_slice: Slice) -> bool:
         """Whether what happens to lie in unwritten memory is to be seen in the tensor."""
-        if not recipe.streams:
-            one, other = (host_value(recipe, self._inputs(recipe), fills) for fills in fills_of(recipe))
+        if not graph_slice.streams:
+            one, other = (host_value(graph_slice, self._inputs(graph_slice), fills) for fills in fills_of(graph_slice))
             return not torch.equal(one, other)
-        runs = [_lowered(recipe, fills) for fills in fills_of(recipe)]
-        if (recipe, None) not in self._programs:
-            self._programs[recipe, None] = jax.jit(lambda *arguments: _differ(*(run(*arguments) for run in runs)))
-        return bool(self._programs[recipe, None](*self._arguments(recipe)))
+        runs = [_lowered(graph_slice, fills) for fills in fills_of(graph_slice)]
+        if (graph_slice, None) not in self._programs:
+            self._programs[graph_slice, None] = jax.jit(lambda *arguments: _differ(*(run(*arguments) for run in runs)))
+        return bool(self._programs[graph_slice, None](*self._arguments(graph_slice)))
 
 
 def _hash(name: str) -> np.ndarray:
@@ -211,16 +215,16 @@ def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.any(one != other)
 
 
-def _lowered(recipe: Recipe, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
+def _lowered(graph_slice: Slice, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
     """The JAX function `(key, hashes of the names whose streams it draws from, inputs) -> tensor`."""
     fills = fills or {}
     steps = {
         node: (sources_of(node), operation(node))
-        for node in recipe.nodes
+        for node in graph_slice.nodes
         if node not in fills and not is_constant(node)
     }
 
-    def born(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
+    def values(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
         folded = jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(hashes)
 
         def call(node: Node, value_of: Callable[[Node], Any]) -> Any:
@@ -230,10 +234,10 @@ def _lowered(recipe: Recipe, fills: Mapping[Node, Any] | None = None) -> Callabl
             if node not in steps:
                 return jnp.asarray(host_array(call_in_torch({}, node, value_of)))
             sources, operate = steps[node]
-            stream, place = recipe.draws.get(node, (None, None))
+            stream, place = graph_slice.draws.get(node, (None, None))
             return operate(None if stream is None else folded[stream], place, list(map(value_of, sources)))
 
         with matmul_precision():
-            return recipe.run(inputs, call)
+            return graph_slice.run(inputs, call)
 
-    return born
+    return values

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torch_shard._lowering import missing_lowerings_of
-from torch_shard._materialize.construct import Birth, Init, blank, initialise, meta_attributes
-from torch_shard._materialize.slices import Recipe, is_constant
+from torch_shard._materialize.construct import Construction, Init, blank, initialise, meta_attributes
+from torch_shard._materialize.slices import Slice, is_constant
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
@@ -51,14 +51,14 @@ def refuse_views(tensors: Mapping[str, torch.Tensor]) -> None:
                 )
 
 
-def refuse_unusable(birth: Birth, recipes: Mapping[str, Recipe]) -> None:
+def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> None:
     """Refuse tensors without values, and those that JAX has no operators for.
 
     Raises:
         ValueError: A tensor is on the meta device.
         NotImplementedError: An operator has no lowering.
     """
-    metas = {name: "on the meta device" for name in recipes if birth.tensors[name].device.type == "meta"}
+    metas = {name: "on the meta device" for name in slices if construction.tensors[name].device.type == "meta"}
     refuse(
         metas,
         "the callable returns tensors without values.",
@@ -66,8 +66,10 @@ def refuse_unusable(birth: Birth, recipes: Mapping[str, Recipe]) -> None:
     )
     missing = [
         f"  {name}: {node.target}"
-        for name, recipe in recipes.items()
-        for node in (missing_lowerings_of(n for n in recipe.nodes if not is_constant(n)) if recipe.streams else ())
+        for name, graph_slice in slices.items()
+        for node in (
+            missing_lowerings_of(n for n in graph_slice.nodes if not is_constant(n)) if graph_slice.streams else ()
+        )
     ]
     if missing:
         raise NotImplementedError(
@@ -215,14 +217,14 @@ def refuse_unwritten(names: Iterable[str], kind: str, is_module: bool) -> None:
     refuse(dict.fromkeys(names, "memory that was never written"), what, remedy)
 
 
-def refuse_mixed(recipes: Mapping[str, Recipe], valued: set[str]) -> None:
+def refuse_mixed(slices: Mapping[str, Slice], valued: set[str]) -> None:
     """Refuse entries that come from the same random numbers as entries that have values already.
 
     Raises:
         ValueError: There are some.
     """
-    order = list(recipes)
-    groups = [{name, *(order[number] for number in recipe.streams)} for name, recipe in recipes.items()]
+    order = list(slices)
+    groups = [{name, *(order[number] for number in graph_slice.streams)} for name, graph_slice in slices.items()]
     mixed = {n for group in groups if group & valued and group - valued for n in group - valued}
     refuse(
         dict.fromkeys(sorted(mixed), "computed from the same random numbers as an entry that has values"),

@@ -35,10 +35,10 @@ def _name(node: Node) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Slice:
     """How one tensor comes about.
 
-    Two recipes are equal if they are the same up to where their random numbers and their inputs come from.
+    Two slices are equal if they are the same up to where their random numbers and their inputs come from.
 
     Attributes:
         nodes: The calls, in order; the last is the tensor, unless it is an input.
@@ -74,8 +74,8 @@ class Recipe:
         return values[self.output]
 
 
-def cut(graph: GraphModule) -> list[Recipe]:
-    """The recipe of each output.
+def cut(graph: GraphModule) -> list[Slice]:
+    """The slice of each output.
 
     Args:
         graph: Functional; changed in place, where operators have an argument for the sake of its shape.
@@ -87,7 +87,7 @@ def cut(graph: GraphModule) -> list[Recipe]:
     outputs = outputs_of(graph.graph)
     origin: dict[Any, tuple[int, int]] = {}
     return [
-        _recipe(number, sorted(_behind(out), key=order.__getitem__), out, origin) for number, out in enumerate(outputs)
+        _slice(number, sorted(_behind(out), key=order.__getitem__), out, origin) for number, out in enumerate(outputs)
     ]
 
 
@@ -109,7 +109,7 @@ def _behind(output: Node) -> set[Node]:
     return found
 
 
-def _recipe(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, tuple[int, int]]) -> Recipe:
+def _slice(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, tuple[int, int]]) -> Slice:
     nodes = list(nodes)
     inputs = tuple(node for node in nodes if node.op == "placeholder")
     calls = tuple(node for node in nodes if node.op == "call_function")
@@ -124,7 +124,7 @@ def _recipe(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, 
         for node in calls
         if (place := node.meta.get("random_place")) is not None
     }
-    return Recipe(calls, inputs, output, streams, draws, _text(inputs, calls, output, draws))
+    return Slice(calls, inputs, output, streams, draws, _text(inputs, calls, output, draws))
 
 
 def _text(inputs: Iterable[Node], calls: Iterable[Node], output: Node, draws: dict[Node, tuple[int, int]]) -> str:
@@ -160,9 +160,9 @@ def is_constant(node: Node) -> bool:
     return node.target is aten.linspace.default
 
 
-def fills_of(recipe: Recipe) -> list[dict[Node, Any]]:
+def fills_of(graph_slice: Slice) -> list[dict[Node, Any]]:
     """Two ways to fill unwritten memory: where it shows in the tensor, they differ."""
-    return [{node: _fill(node.meta["val"].dtype, way) for node in recipe.unwritten} for way in (False, True)]
+    return [{node: _fill(node.meta["val"].dtype, way) for node in graph_slice.unwritten} for way in (False, True)]
 
 
 def _fill(dtype: torch.dtype, way: bool) -> Any:
@@ -171,7 +171,9 @@ def _fill(dtype: torch.dtype, way: bool) -> Any:
     return (float("nan") if way else 1.0) if dtype.is_floating_point or dtype.is_complex else (77 if way else 0)
 
 
-def host_value(recipe: Recipe, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Any] | None = None) -> torch.Tensor:
-    """The tensor by eager torch on the CPU, of a recipe without random numbers."""
+def host_value(
+    graph_slice: Slice, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Any] | None = None
+) -> torch.Tensor:
+    """The tensor by eager torch on the CPU, of a slice without random numbers."""
     with torch.no_grad():
-        return recipe.run(inputs, functools.partial(call_in_torch, fills or {}))
+        return graph_slice.run(inputs, functools.partial(call_in_torch, fills or {}))

@@ -1,9 +1,9 @@
 """Repeated layers, proved to be one program, run as one lax.scan."""
 
 from torch_shard._scan.bundles import Bundle, Unit, names_of, units_of
-from torch_shard._scan.capture import REMAT, Repeats, Rolled, capture_layers, report
-from torch_shard._scan.execute import Row, Rows, array_of
-from torch_shard._scan.intercept import Regions
+from torch_shard._scan.capture import REMAT, LayerOptions, RolledLoss, capture_layers, report
+from torch_shard._scan.execute import StackRow, StackRows, array_of
+from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, Call
 from torch_shard._scan.siblings import Siblings, stack_layout
 
@@ -12,12 +12,12 @@ __all__ = [
     "REMAT",
     "Bundle",
     "Call",
-    "Regions",
-    "Repeats",
-    "Rolled",
-    "Row",
-    "Rows",
+    "LayerInterceptor",
+    "LayerOptions",
+    "RolledLoss",
     "Siblings",
+    "StackRow",
+    "StackRows",
     "Unit",
     "array_of",
     "capture_layers",

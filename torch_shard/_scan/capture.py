@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 from torch_shard._capture import Contents, Spec, reached_by
 from torch_shard._lowering import FlatFn, Program, draws_random
 from torch_shard._scan.bundles import Unit, names_of
-from torch_shard._scan.execute import Inputs, evaluate
-from torch_shard._scan.instructions import Members, Step, steps_of
-from torch_shard._scan.intercept import Regions
+from torch_shard._scan.execute import Inputs, execute
+from torch_shard._scan.instructions import Instruction, Members, instructions_of
+from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
-from torch_shard._scan.reroll import Loop, roll
-from torch_shard._scan.restarts import Again, Refused
+from torch_shard._scan.reroll import Loop, reroll
+from torch_shard._scan.restarts import Refused, Restart
 from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
 from torch_shard._sharding import LossFn
 
@@ -29,7 +29,7 @@ ALONE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeats:
+class LayerOptions:
     """What to do with repeated layers.
 
     Attributes:
@@ -62,7 +62,7 @@ class Repeats:
         return LEAST if self.scan == "auto" and self.remat == "none" else 2
 
 
-class Rolled:
+class RolledLoss:
     """A captured program of steps and loops.
 
     Args:
@@ -74,8 +74,8 @@ class Rolled:
 
     def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
-        steps, self._outputs = steps_of(program.graph.module, calls, remat)
-        self._items: list[Step | Loop] = roll(steps) if scan else list(steps)
+        steps, self._outputs = instructions_of(program.graph.module, calls, remat)
+        self._items: list[Instruction | Loop] = reroll(steps) if scan else list(steps)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
@@ -83,13 +83,13 @@ class Rolled:
         """Of the regions."""
         return [call.region.graph.module for call in self.calls.values()]
 
-    def with_remat(self, remat: str) -> "Rolled":
+    def with_remat(self, remat: str) -> "RolledLoss":
         """The same program with another choice."""
-        return Rolled(self._program, self.calls, self.scan, remat)
+        return RolledLoss(self._program, self.calls, self.scan, remat)
 
     def run(self, key: Any, inputs: Inputs) -> list[Any]:
         """Arrays, and rows of stacked arrays."""
-        return evaluate(self._items, self._outputs, key, inputs)
+        return execute(self._items, self._outputs, key, inputs)
 
     def without(self, units: Sequence[Unit]) -> list[str]:
         """Those of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
@@ -103,7 +103,7 @@ class Rolled:
         return [item for item in self._items if isinstance(item, Loop)]
 
 
-def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
+def report(groups: list[Siblings], rolled: RolledLoss | None) -> list[str]:
     """Lines that say which layers are loops, and of the others why not."""
     lines, scanned = [], set()
     for loop in rolled.loops if rolled else ():
@@ -124,10 +124,10 @@ def report(groups: list[Siblings], rolled: Rolled | None) -> list[str]:
 def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
-    repeats: Repeats,
-    joint: Callable[[Regions | None], tuple[FlatFn, list[Spec]]],
+    repeats: LayerOptions,
+    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
     what: str,
-) -> tuple[Program, Rolled | None, list[Siblings]]:
+) -> tuple[Program, RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
@@ -147,14 +147,14 @@ def capture_layers(
     modules = {id(m): m for m in model.modules()}
     containers = Contents(reached_by(model, loss_fn))
     while any(group.refused is None for group in groups):
-        regions = Regions(groups, modules)
+        regions = LayerInterceptor(groups, modules)
         try:
             program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
-            rolled = Rolled(program, regions.calls, repeats.scan is not False, repeats.choices[0])
+            rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
             if repeats.scan is True and not rolled.loops:
                 raise Refused(None, ALONE)
             return program, rolled, groups
-        except Again as reason:
+        except Restart as reason:
             containers.restore()
             reason.learn(groups)
         except Exception as error:  # if it is no fault of the regions, the capture without them says it again
@@ -167,7 +167,7 @@ def capture_layers(
     return Program(*joint(None), what), None, groups
 
 
-def _refuse_if_asked(groups: list[Siblings], repeats: Repeats, what: str) -> None:
+def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -> None:
     """Say why there are no regions where the user has asked for what needs them."""
     if repeats.scan is True:
         asked = "scan_layers=True"

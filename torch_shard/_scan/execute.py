@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._lowering import matmul_precision
-from torch_shard._scan.instructions import Members, Step, Value
+from torch_shard._scan.instructions import Instruction, Members, Operand
 from torch_shard._scan.reroll import Loop
 
 
@@ -18,13 +18,13 @@ class Inputs(Protocol):
 
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array: ...
 
-    def row(self, at: tuple[int, ...]) -> "Row | None":
+    def row(self, at: tuple[int, ...]) -> "StackRow | None":
         """Of which stack it is a row, if it is one."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class StackRow:
     """One row of stacked results."""
 
     stack: jax.Array
@@ -38,7 +38,7 @@ class Row:
 
 def array_of(value: Any) -> Any:
     """A result as an array of its own."""
-    return value.array if isinstance(value, Row) else value
+    return value.array if isinstance(value, StackRow) else value
 
 
 def stack_of(values: Sequence[Any]) -> jax.Array:
@@ -46,7 +46,7 @@ def stack_of(values: Sequence[Any]) -> jax.Array:
     pieces: list[jax.Array] = []
     for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
         rows = [value for _, value in run]
-        if isinstance(rows[0], Row):
+        if isinstance(rows[0], StackRow):
             pieces.append(rows[0].stack[rows[0].index : rows[-1].index + 1])
         else:
             pieces.append(jnp.stack(rows))
@@ -55,10 +55,10 @@ def stack_of(values: Sequence[Any]) -> jax.Array:
 
 def _run_of(position: int, value: Any) -> Any:
     """The same for neighbours that can be taken at once."""
-    return (id(value.stack), position - value.index) if isinstance(value, Row) else None
+    return (id(value.stack), position - value.index) if isinstance(value, StackRow) else None
 
 
-class Rows(Mapping[str, Any]):
+class StackRows(Mapping[str, Any]):
     """Results by name, of which some are rows of stacks."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
@@ -78,17 +78,17 @@ class Rows(Mapping[str, Any]):
         return stack_of([self._values[name] for name in names])
 
 
-def evaluate(items: Sequence[Step | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
+def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
     """Run steps and loops.
 
     Args:
         items: In order.
-        outputs: `Value`s, `Members`, or what is no tensor.
+        outputs: `Operand`s, `Members`, or what is no tensor.
         key: A random key, or None.
-        inputs: What `Value`s with a number are.
+        inputs: What `Operand`s with a number are.
 
     Returns:
-        For each output an array or a `Row`, for a bundle a list of them, with None for zero.
+        For each output an array or a `StackRow`, for a bundle a list of them, with None for zero.
     """
     run = _Run(items, outputs, inputs)
     with matmul_precision():
@@ -101,22 +101,22 @@ def evaluate(items: Sequence[Step | Loop], outputs: Sequence[Any], key: Any, inp
 
 
 class _Run:
-    def __init__(self, items: Sequence[Step | Loop], outputs: Sequence[Any], inputs: Inputs) -> None:
+    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Any], inputs: Inputs) -> None:
         self._inputs = inputs
-        self.done: dict[Step, Any] = {}
-        self._rows: dict[tuple[Step, tuple[int, ...]], Any] = {}
+        self.done: dict[Instruction, Any] = {}
+        self._rows: dict[tuple[Instruction, tuple[int, ...]], Any] = {}
         self._wanted: dict[Any, set[tuple[int, ...]]] = {}
         each = itertools.chain(*(v.values if isinstance(v, Members) else [v] for v in outputs))
-        for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Value))):
+        for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
     def output(self, value: Any) -> Any:
         """What an output is."""
         if isinstance(value, Members):
             return [None if v is None else self.read(v) for v in value.values]
-        return self.read(value) if isinstance(value, Value) else value
+        return self.read(value) if isinstance(value, Operand) else value
 
-    def read(self, value: Value) -> Any:
+    def read(self, value: Operand) -> Any:
         """The array or row that a value is."""
         if isinstance(value.source, int):
             return self._inputs[(value.source, *value.path)]
@@ -124,17 +124,17 @@ class _Run:
             return self._rows[value.source, value.path]
         return _at(self.done[value.source], value.path)
 
-    def _given(self, values: Sequence[Value]) -> tuple[jax.Array | None, jax.Array]:
+    def _given(self, values: Sequence[Operand]) -> tuple[jax.Array | None, jax.Array]:
         """What each iteration is given, as `(None, stack)`, or `(stack, rows)` where it is some rows of a stack."""
         found = [self._row(value) for value in values]
         first = found[0]
-        if isinstance(first, Row) and all(isinstance(v, Row) and v.stack is first.stack for v in found):
+        if isinstance(first, StackRow) and all(isinstance(v, StackRow) and v.stack is first.stack for v in found):
             rows = [v.index for v in found]
             if rows != list(range(len(first.stack))):
                 return first.stack, jnp.asarray(rows, jnp.int32)
         return None, stack_of(found)
 
-    def _row(self, value: Value) -> Any:
+    def _row(self, value: Operand) -> Any:
         row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
         return self.read(value) if row is None else row
 
@@ -173,7 +173,7 @@ class _Run:
         )
         for (number, path), stack in zip(results, stacks, strict=True):
             for q, span in enumerate(loop.iterations):
-                self._rows[span[number], path] = Row(stack, count - 1 - q if backwards else q)
+                self._rows[span[number], path] = StackRow(stack, count - 1 - q if backwards else q)
         for (_, number, path), value in zip(loop.carries, last, strict=True):
             if (number, path) not in results:
                 self._rows[loop.iterations[-1][number], path] = value
@@ -191,7 +191,7 @@ class _Run:
         return list(found)
 
 
-def _reads(item: Step | Loop) -> Iterable[Value]:
+def _reads(item: Instruction | Loop) -> Iterable[Operand]:
     return item.reads if isinstance(item, Loop) else item.sources
 
 

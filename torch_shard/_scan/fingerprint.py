@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_watch, read_by
+from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
@@ -34,7 +34,7 @@ class CannotShare(BaseException):
     """A call that cannot stand for, or be stood for by, another call; no `except Exception` of a model stops it."""
 
 
-class Record(TorchDispatchMode):
+class Fingerprint(TorchDispatchMode):
     """The record of one call; `with record: ...`, then `record.close(result)`."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class Record(TorchDispatchMode):
 
     def _meet(self, tensor: torch.Tensor) -> Any:
         """The number of a tensor that no operator has made: one from outside, or one of Python's numbers."""
-        watch = current_watch()
-        assert watch is not None
-        for fake, original in watch.standins():
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        for fake, original in capture_mode.standins():
             if fake is tensor:
                 self.outside.append(original)
                 about = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -19,25 +19,25 @@ Operate = Callable[[Any, Any, Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class Operand:
     """A tensor: an input of the program by its number, or what a step gives, with indices into it."""
 
-    source: "int | Step"
+    source: "int | Instruction"
     path: tuple[int, ...] = ()
 
-    def __getitem__(self, index: int) -> "Value":
-        return Value(self.source, (*self.path, index))
+    def __getitem__(self, index: int) -> "Operand":
+        return Operand(self.source, (*self.path, index))
 
 
 @dataclasses.dataclass(frozen=True)
 class Members:
     """A bundle: the value of each member, None for one that is zero."""
 
-    values: tuple[Value | None, ...]
+    values: tuple[Operand | None, ...]
 
 
 @dataclasses.dataclass(eq=False)
-class Step:
+class Instruction:
     """One operation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Step:
     """
 
     kind: Any
-    sources: list[Value]
+    sources: list[Operand]
     operate: Operate
     place: int | None = None
     layer: str | None = None
@@ -74,7 +74,7 @@ class Passes:
     num_saved: int
 
 
-def _passes(region: Region, remat: str, sources: list[list[Value]]) -> Passes:
+def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     """The passes of a region whose calls have these sources.
 
     An input of the program, or one that all calls share, is still at hand in the backward pass; another is saved.
@@ -105,12 +105,12 @@ def _passes(region: Region, remat: str, sources: list[list[Value]]) -> Passes:
     return Passes(operate, backward if back else None, at_hand, num_saved)
 
 
-def _stays(values: list[Value]) -> bool:
+def _stays(values: list[Operand]) -> bool:
     return all(isinstance(v.source, int) for v in values) or all(v == values[0] for v in values)
 
 
-def steps_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Step], list[Any]]:
-    """The steps of a graph, and its outputs: a `Value` or `Members` each, or what is no tensor."""
+def instructions_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Instruction], list[Any]]:
+    """The steps of a graph, and its outputs: a `Operand` or `Members` each, or what is no tensor."""
     builder = _Builder(calls, remat)
     for node in graph.graph.nodes:
         builder.add(node)
@@ -123,13 +123,13 @@ class _Builder:
     def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
         self._calls, self._remat = calls, remat
         self.values: dict[Node, Any] = {}
-        self.steps: list[Step] = []
-        self._forwards: dict[int, Step] = {}
-        self._backwards: list[tuple[int, Step]] = []
+        self.steps: list[Instruction] = []
+        self._forwards: dict[int, Instruction] = {}
+        self._backwards: list[tuple[int, Instruction]] = []
 
     def add(self, node: Node) -> None:
         if node.op == "placeholder":
-            self.values[node] = Value(len(self.values))
+            self.values[node] = Operand(len(self.values))
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = args_of(node)
             self.values[node] = self.values[source][index]
@@ -141,27 +141,31 @@ class _Builder:
             return self._forward(args_of(node)[0], sources)
         if node.target is LAYER_BACKWARD:
             return self._backward(args_of(node)[0], sources)
-        if any(not isinstance(source, Value) for source in sources):
+        if any(not isinstance(source, Operand) for source in sources):
             return self._sum(node, sources)
-        return Value(self._new(Step(_kind(node), sources, operation(node), node.meta.get("random_place"))))
+        return Operand(self._new(Instruction(_kind(node), sources, operation(node), node.meta.get("random_place"))))
 
-    def _new(self, step: Step) -> Step:
+    def _new(self, step: Instruction) -> Instruction:
         self.steps.append(step)
         return step
 
-    def _forward(self, number: int, arguments: list[Value]) -> Value:
+    def _forward(self, number: int, arguments: list[Operand]) -> Operand:
         call = self._calls[number]
         sources = [arguments[i] if member is None else arguments[i][member] for i, member in call.arguments]
-        self._forwards[number] = self._new(Step((LAYER, id(call.region)), sources, _unconnected, call.place, call.path))
-        return Value(self._forwards[number])
+        self._forwards[number] = self._new(
+            Instruction((LAYER, id(call.region)), sources, _unconnected, call.place, call.path)
+        )
+        return Operand(self._forwards[number])
 
-    def _backward(self, number: int, sources: list[Value]) -> list[Value | Members]:
+    def _backward(self, number: int, sources: list[Operand]) -> list[Operand | Members]:
         call = self._calls[number]
-        step = self._new(Step((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True))
+        step = self._new(
+            Instruction((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True)
+        )
         self._backwards.append((number, step))
-        found: list[Value | Members] = []
+        found: list[Operand | Members] = []
         for argument, numbers in call.gradients.items():
-            values = {member: Value(step, (i,)) for member, i in numbers.items()}
+            values = {member: Operand(step, (i,)) for member, i in numbers.items()}
             bundle = call.bundles.get(argument)
             found.append(Members(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
         return found
@@ -174,10 +178,12 @@ class _Builder:
         pairs = zip(*(source.values for source in sources), strict=True)
         return Members(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
 
-    def _added(self, values: list[Value]) -> Value | None:
+    def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
             return values[0] if values else None
-        return Value(self._new(Step("sum of gradients", values, lambda key, place, values: values[0] + values[1])))
+        return Operand(
+            self._new(Instruction("sum of gradients", values, lambda key, place, values: values[0] + values[1]))
+        )
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
@@ -193,7 +199,7 @@ class _Builder:
             mine, num_results = passes[id(region)], len(region.results)
             assert mine.backward is not None
             saved = [before.sources[i] for i in mine.at_hand]
-            saved += [Value(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
+            saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
             cotangents = [step.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
             step.sources, step.operate = [*saved, *cotangents], mine.backward
 

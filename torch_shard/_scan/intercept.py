@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import add_modules, casting, current_watch, in_transform, leave
+from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import CannotShare, hooks_refused
-from torch_shard._scan.layer_call import Member, OneLayer, saving_plainly
+from torch_shard._scan.layer_call import LayerCall, Member, saving_plainly
 from torch_shard._scan.region import CALLS, Call, Region, check_used
 from torch_shard._scan.restarts import NewKind, Refused, Unbundled
 from torch_shard._scan.siblings import Siblings
@@ -29,7 +29,7 @@ from torch_shard._scan.siblings import Siblings
 _CAPTURES = itertools.count()
 
 
-class Regions:
+class LayerInterceptor:
     """What one capture knows of repeated layers; `with regions.active(): ...` within the captured function."""
 
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
@@ -49,13 +49,13 @@ class Regions:
         """Calls of members become regions."""
         self._counts = dict.fromkeys(self._found, 0)
         self.calls.clear()
-        thread, watch = threading.get_ident(), current_watch()
+        thread, capture_mode = threading.get_ident(), current_mode()
         classes = {type(self._modules[key]) for key in self._group_of}
 
         def intercept(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 group = self._group_of.get(id(module))
-                mine = threading.get_ident() == thread and current_watch() is watch and not in_transform()
+                mine = threading.get_ident() == thread and current_mode() is capture_mode and not in_transform()
                 if group is None or not mine or self._inside:
                     return original(module, *args, **kwargs)
                 return self._call(group, module, functools.partial(original, module, *args, **kwargs))
@@ -81,7 +81,7 @@ class Regions:
     def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
         number, self._inside = self._counts[id(group)], True
         self._counts[id(group)] += 1
-        layer, found = OneLayer(module, run, self._bundled, self._cast), self._found[id(group)]
+        layer, found = LayerCall(module, run, self._bundled, self._cast), self._found[id(group)]
         try:
             with saving_plainly():
                 if number in group.kinds:

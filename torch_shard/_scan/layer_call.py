@@ -15,13 +15,13 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import (
     FAR,
-    Graph,
+    Captured,
     Spec,
     as_captured,
     autocast_only,
     binding,
     capture,
-    current_watch,
+    current_mode,
     equate,
     leave,
     num_draws,
@@ -31,9 +31,9 @@ from torch_shard._capture import (
 )
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.bundles import Bundle
-from torch_shard._scan.fingerprint import CannotShare, Record
-from torch_shard._scan.region import Call, LayerCall, LeftBehind, Region
-from torch_shard._scan.siblings import Kind, Siblings
+from torch_shard._scan.fingerprint import CannotShare, Fingerprint
+from torch_shard._scan.region import Call, LeftBehind, Region, RegionFunction
+from torch_shard._scan.siblings import CallKind, Siblings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Member:
     whole: torch.Tensor
 
 
-class OneLayer:
+class LayerCall:
     """One call of one module."""
 
     def __init__(
@@ -55,19 +55,19 @@ class OneLayer:
         self.bundled, self._cast_backward = bundled, cast_backward
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
         self.parameters = list(module.parameters())
-        self.record = Record()
+        self.record = Fingerprint()
         self.out: Any = None
         self.passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.assigned: dict[str, torch.Tensor] = {}
 
     def _forward(self, *buffers: torch.Tensor) -> Any:
         """Run the module, once; new buffers are taken back."""
-        watch = current_watch()
-        assert watch is not None
+        capture_mode = current_mode()
+        assert capture_mode is not None
         with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
             for parameter in self.parameters:
                 if id(parameter) in self.bundled:
-                    watch.adopt(parameter)
+                    capture_mode.adopt(parameter)
             self.out = self.run()
         if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
             raise CannotShare("forward assigns a parameter anew")
@@ -77,7 +77,7 @@ class OneLayer:
         self.assigned = {name: now[name] for name in changed if now.get(name) is not bound[name]}
         for name in changed:
             _set_buffer(self.module, name, self.buffers[name])
-        self.passed = watch.standins()  # what it may return as it was given
+        self.passed = capture_mode.standins()  # what it may return as it was given
         return self.out, self.assigned
 
     def rehearse(self) -> Any:
@@ -144,9 +144,9 @@ class OneLayer:
         """Of what the call closed over, by `id`, where these results depend on it."""
         if not chosen:
             return {}
-        watch = current_watch()
-        assert watch is not None
-        wanted = {id(tensor): fake for fake, tensor in watch.standins() if fake.requires_grad}
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
         with autocast_only(self._cast_backward):  # the layer may run within autocast, its backward pass runs after
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
@@ -154,7 +154,7 @@ class OneLayer:
     def _outside(self, key: int) -> int:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
-    def _inputs(self, graph: Graph, cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
+    def _inputs(self, graph: Captured, cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
         """Where each input of the graph comes from."""
         if missing := missing_lowerings(graph.module):
             raise CannotShare(f"{missing[0].target} has no lowering")
@@ -166,7 +166,7 @@ class OneLayer:
             raise CannotShare("it uses a tensor whose origin is not known")
         return [("buffer", i) for i in range(len(self.buffers))] + [origins[id(t)] for t in graph.closure]
 
-    def _own_results(self, kind: Kind) -> list[torch.Tensor]:
+    def _own_results(self, kind: CallKind) -> list[torch.Tensor]:
         """The tensors that the call has made and returns, or left for others, each once."""
         made = self.record.tensors()
         leaves = [*torch_pytree.tree_leaves(self.out), *self.assigned.values(), *(made[n] for n in kind.left)]
@@ -194,7 +194,7 @@ class OneLayer:
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
         """What the call returns: the results of its operator in their places; new values of buffers are written."""
-        outputs = LayerCall.apply(handle, *arguments)
+        outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
         new = {id(fake): tensor for fake, tensor in self.passed}
         new |= dict(zip(map(id, own), outputs, strict=False))  # pyright: ignore[reportArgumentType]
@@ -226,9 +226,9 @@ def _given(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    watch = current_watch()
-    assert watch is not None
-    given = [fake for fake, _ in watch.standins()] + list(buffers)
+    capture_mode = current_mode()
+    assert capture_mode is not None
+    given = [fake for fake, _ in capture_mode.standins()] + list(buffers)
     storages = [t.untyped_storage()._cdata for t in (*given, *results)]
     if len(set(storages[len(given) :])) < len(results) or set(storages[: len(given)]) & set(storages[len(given) :]):
         raise CannotShare("it returns a view of what it was given, or two views of one tensor")

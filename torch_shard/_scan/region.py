@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture import Graph, ModuleFlags, read_by
+from torch_shard._capture import Captured, ModuleFlags, read_by
 from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._scan.bundles import Bundle
-from torch_shard._scan.restarts import Again, Refused
-from torch_shard._scan.siblings import Kind, Siblings
+from torch_shard._scan.restarts import Refused, Restart
+from torch_shard._scan.siblings import CallKind, Siblings
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Region:
 
     group: Siblings
     number: int
-    graph: Graph
+    graph: Captured
     inputs: list[tuple[str, int]]
     constants: list[torch.Tensor]
     num_results: int
@@ -55,7 +55,7 @@ class Region:
     made: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CallKind:
         """What is known of its calls."""
         return self.group.kinds[self.number]
 
@@ -167,7 +167,7 @@ def _like(fake: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
 
 
-class LayerCall(torch.autograd.Function):
+class RegionFunction(torch.autograd.Function):
     """`apply(number of the call, *tensors) -> results`, in the trace of the whole."""
 
     @staticmethod
@@ -203,7 +203,7 @@ class LayerCall(torch.autograd.Function):
         return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
 
 
-class Unused(Again):
+class Unused(Restart):
     """The loss depends on other results of layers than was assumed."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
@@ -232,7 +232,7 @@ def check_used(calls: Iterable[Call]) -> None:
         raise Unused(calls)
 
 
-class LeftBehind(Again):
+class LeftBehind(Restart):
     """A tensor that a layer left behind is used after all."""
 
     def __init__(self, region: Region, number: int) -> None:
@@ -241,5 +241,5 @@ class LeftBehind(Again):
     def learn(self, groups: list[Siblings]) -> None:
         """It is another result."""
         region = self._region
-        region.group.kinds[region.number] = Kind(left=(*region.kind.left, self._number))
+        region.group.kinds[region.number] = CallKind(left=(*region.kind.left, self._number))
         region.group.used.clear()  # there are more results now

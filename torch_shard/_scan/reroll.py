@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from torch_shard._scan.instructions import Step, Value
+from torch_shard._scan.instructions import Instruction, Operand
 
 LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention have two, some hybrids three or four
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class Source:
     """Where a step in a loop finds a source: `(kind, number)`, or for `own` the step of this iteration and its path.
 
     Kinds: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
@@ -38,11 +38,11 @@ class Loop:
         fixed: Values that do not.
     """
 
-    iterations: list[list[Step]]
-    slots: list[list[Slot]]
-    carries: list[tuple[Value, int, tuple[int, ...]]]
-    each: list[tuple[Value, ...]]
-    fixed: list[Value]
+    iterations: list[list[Instruction]]
+    slots: list[list[Source]]
+    carries: list[tuple[Operand, int, tuple[int, ...]]]
+    each: list[tuple[Operand, ...]]
+    fixed: list[Operand]
 
     @property
     def layers(self) -> list[str]:
@@ -55,12 +55,12 @@ class Loop:
         return any(step.is_backward for step in self.iterations[0])
 
     @property
-    def reads(self) -> list[Value]:
+    def reads(self) -> list[Operand]:
         """All that must be known before it starts."""
         return [*(first for first, _, _ in self.carries), *itertools.chain(*self.each), *self.fixed]
 
 
-def roll(steps: list[Step]) -> list[Step | Loop]:
+def reroll(steps: list[Instruction]) -> list[Instruction | Loop]:
     """Replace steps that repeat by loops, those with the most iterations first."""
     order = {step: i for i, step in enumerate(steps)}
     anchors = [i for i, step in enumerate(steps) if step.layer is not None]
@@ -77,7 +77,7 @@ def roll(steps: list[Step]) -> list[Step | Loop]:
     for first, stop, loop in found:
         if all(stop <= start or end <= first for start, (end, _) in loops.items()):
             loops[first] = stop, loop
-    result: list[Step | Loop] = []
+    result: list[Instruction | Loop] = []
     i = 0
     while i < len(steps):
         if i in loops:
@@ -89,7 +89,7 @@ def roll(steps: list[Step]) -> list[Step | Loop]:
     return result
 
 
-def _best(steps: list[Step], anchors: list[int], order: dict[Step, int]) -> tuple[int, int, Loop] | None:
+def _best(steps: list[Instruction], anchors: list[int], order: dict[Instruction, int]) -> tuple[int, int, Loop] | None:
     """Where the longest loop from the first anchor on starts and stops; of equal ones that with the least steps."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
@@ -106,7 +106,7 @@ def _best(steps: list[Step], anchors: list[int], order: dict[Step, int]) -> tupl
     return best
 
 
-def _alike(steps: list[Step], starts: list[int], length: int) -> list[list[Step]]:
+def _alike(steps: list[Instruction], starts: list[int], length: int) -> list[list[Instruction]]:
     """The longest run of stretches with steps of the same kinds, one right after the other."""
     if starts[0] < 0:
         return []
@@ -122,7 +122,7 @@ def _alike(steps: list[Step], starts: list[int], length: int) -> list[list[Step]
     return spans
 
 
-def _prove(spans: list[list[Step]], order: dict[Step, int]) -> Loop | None:
+def _prove(spans: list[list[Instruction]], order: dict[Instruction, int]) -> Loop | None:
     """The loop that these iterations are, or as many of the first of them as are one."""
     while len(spans) > 1:
         proof = _Proof(spans, order)
@@ -135,19 +135,19 @@ def _prove(spans: list[list[Step]], order: dict[Step, int]) -> Loop | None:
 class _Proof:
     """Where each source comes from, if that is the same for the iterations; else for how many of them it is."""
 
-    def __init__(self, spans: list[list[Step]], order: dict[Step, int]) -> None:
+    def __init__(self, spans: list[list[Instruction]], order: dict[Instruction, int]) -> None:
         self._start, self._order = order[spans[0][0]], order
         self._numbers = [{step: number for number, step in enumerate(span)} for span in spans]
-        self.carries: dict[tuple[Value, int, tuple[int, ...]], int] = {}
-        self.each: dict[tuple[Value, ...], int] = {}
-        self.fixed: dict[Value, int] = {}
-        self.slots: list[list[Slot]] = []
+        self.carries: dict[tuple[Operand, int, tuple[int, ...]], int] = {}
+        self.each: dict[tuple[Operand, ...], int] = {}
+        self.fixed: dict[Operand, int] = {}
+        self.slots: list[list[Source]] = []
         self.holds = len(spans)
         for number in range(len(spans[0])):
             per_source = zip(*(span[number].sources for span in spans), strict=True)
             self.slots.append([self._slot(values) for values in per_source])
 
-    def _slot(self, values: tuple[Value, ...]) -> Slot:
+    def _slot(self, values: tuple[Operand, ...]) -> Source:
         first, own = values[0], self._made(0, values[0])
         handed = self._made(0, values[1])
         holds = {
@@ -162,22 +162,22 @@ class _Proof:
         kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
         self.holds = max(1, min(self.holds, lengths[kind]))
         if kind == "own":
-            return Slot(kind, *(own or (0, ())))
+            return Source(kind, *(own or (0, ())))
         if kind == "carry":
-            return Slot(kind, _index(self.carries, (first, *(handed or (0, ())))))
-        return Slot(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
+            return Source(kind, _index(self.carries, (first, *(handed or (0, ())))))
+        return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
-    def _made(self, iteration: int, value: Value) -> tuple[int, tuple[int, ...]] | None:
+    def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
         """Which step of an iteration has made a value, and its path."""
         number = self._numbers[iteration].get(value.source)  # pyright: ignore[reportArgumentType]
         return None if number is None else (number, value.path)
 
-    def _is_before(self, value: Value) -> bool:
+    def _is_before(self, value: Operand) -> bool:
         """Whether a value is known before the loop starts."""
         return isinstance(value.source, int) or self._order[value.source] < self._start
 
 
-def _prefix(values: tuple[Value, ...], test: Callable[[int, Value], bool]) -> int:
+def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 

@@ -1,9 +1,9 @@
 """TODO _scan.restarts."""
 
-from torch_shard._scan.siblings import Kind, Siblings
+from torch_shard._scan.siblings import CallKind, Siblings
 
 
-class Again(BaseException):
+class Restart(BaseException):
     """The capture must start again, knowing more; no `except Exception` of a model stops it."""
 
     def learn(self, groups: list[Siblings]) -> None:
@@ -11,7 +11,7 @@ class Again(BaseException):
         raise NotImplementedError
 
 
-class Refused(Again):
+class Refused(Restart):
     """The layers of a group, or of all groups, cannot be regions."""
 
     def __init__(self, group: Siblings | None, why: str) -> None:
@@ -23,7 +23,7 @@ class Refused(Again):
             group.refuse(self._why)
 
 
-class NewKind(Again):
+class NewKind(Restart):
     """A call is another program than those before."""
 
     def __init__(self, group: Siblings, number: int) -> None:
@@ -31,10 +31,10 @@ class NewKind(Again):
 
     def learn(self, groups: list[Siblings]) -> None:
         """It begins a kind of its own."""
-        self._group.add_kind(self._number, Kind())
+        self._group.add_kind(self._number, CallKind())
 
 
-class Unbundled(Again):
+class Unbundled(Restart):
     """Parameters of layers are used outside of them."""
 
     def learn(self, groups: list[Siblings]) -> None:

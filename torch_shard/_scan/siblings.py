@@ -23,7 +23,7 @@ LEAST = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class CallKind:
     """What is known of the calls of one program.
 
     Attributes:
@@ -49,7 +49,7 @@ class Siblings:
     path: str
     members: dict[int, str]
     refused: str | None = None
-    kinds: dict[int, Kind] = dataclasses.field(default_factory=lambda: {0: Kind()})
+    kinds: dict[int, CallKind] = dataclasses.field(default_factory=lambda: {0: CallKind()})
     used: dict[int, tuple[bool, ...]] = dataclasses.field(default_factory=dict)
     bundled: bool = True
 
@@ -57,7 +57,7 @@ class Siblings:
         """Let each member be captured by itself; the first reason stays."""
         self.refused = self.refused or why
 
-    def add_kind(self, number: int, kind: Kind) -> None:
+    def add_kind(self, number: int, kind: CallKind) -> None:
         """Let a call begin a kind of its own."""
         self.kinds[number] = kind
         if len(self.kinds) > MOST_KINDS:

@@ -105,7 +105,7 @@ def kind_of(where: str, kind: Any) -> ArgKind:
     )
 
 
-class Kinds:
+class ArgKinds:
     """The kinds of all arguments, by position and by name."""
 
     def __init__(self, f: Callable[..., Any], argtypes: Sequence[Kind], kwargtypes: Mapping[str, Kind]) -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from torch_shard._capture import current_watch
+from torch_shard._capture import current_mode
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.convert import adopt_torch_nodes
 
@@ -28,9 +28,9 @@ def sizes_of(name: str, axis: Any) -> dict[str, int]:
             "work inside a function that is mapped over a named axis: jax_shard_map(f, mesh=...) binds the axes of its "
             f"mesh, jax_pmap(f, axis_name={unbound!r}), jax_vmap(f, axis_name={unbound!r}) and tpmap their axis_name."
         )
-    watch = current_watch()
-    if watch is not None:
-        watch.axes.update(sizes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    capture_mode = current_mode()
+    if capture_mode is not None:
+        capture_mode.axes.update(sizes)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return sizes  # pyright: ignore[reportReturnType]
 
 

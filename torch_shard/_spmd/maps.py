@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.random import fold_axes
-from torch_shard._interop import CLOSURE, Compiled, Pure, Reader, adapt, pure_of, shift
+from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
 from torch_shard._sharding import check_mesh
 from torch_shard._spmd.check_maps import (
     as_devices,
@@ -159,7 +159,7 @@ def jax_pmap(
 
         return checked
 
-    return adapt(fn, Compiled(_folding(pure_of(fn), fold_in_axes, "jax_pmap"), compile_for))
+    return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes, "jax_pmap"), compile_for))
 
 
 def jax_shard_map(
@@ -249,7 +249,7 @@ def jax_shard_map(
         check_places("jax_shard_map", names, args, mesh)
         return compiled(key, *args)
 
-    compiled = Compiled(pure, compile_for)
+    compiled = PerClosure(pure, compile_for)
     return adapt(fn, mapped)
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._common.static import Static
-from torch_shard._interop import Compiled, Pure, adapt, pure_of
-from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, Kind, Kinds, is_typed_key, kind_of
+from torch_shard._interop import PerClosure, Pure, adapt, pure_of
+from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, Kind, is_typed_key, kind_of
 from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places
 
 
@@ -60,10 +60,10 @@ def tpmap(
         [0.0625, 0.0625]
     """
     check_axis_name("tpmap", axis_name)
-    kinds = Kinds(f, argtypes, kwargtypes or {})
+    kinds = ArgKinds(f, argtypes, kwargtypes or {})
     join = _join_of(wrap_return)
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
-    compiled = Compiled(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
+    compiled = PerClosure(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
 
     def checked(key: Any, /, *args: Any, **kwargs: Any) -> Any:
         check_outermost("tpmap")
@@ -101,7 +101,7 @@ def _words(key: Any) -> jax.Array:
     return jax.random.key_data(key) if is_typed_key(key) else key
 
 
-def _mapped(run: Pure, mesh: Mesh, kinds: Kinds) -> Pure:
+def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
     """The function of whole arguments, of one that runs on each device."""
     (axis,) = mesh.axis_names
 
@@ -136,7 +136,7 @@ def _spread(kind: ArgKind, value: Any, num_devices: int) -> Any:
     return jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
 
 
-def _check_rows(kinds: Kinds, rows: Any, num_devices: int) -> None:
+def _check_rows(kinds: ArgKinds, rows: Any, num_devices: int) -> None:
     """Refuse what kinds of one's own have spread into another number of rows than there are devices."""
     for name, kind, tree in kinds.items(*rows):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if kind.spread else ():

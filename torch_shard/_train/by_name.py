@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from torch_shard._sharding import Layout, Stacks, as_dicts, stack_dicts
-from torch_shard._train.vectorize import Program, Slot, Value, assemble
+from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
 
 def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
@@ -38,8 +38,8 @@ def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
         return stack_dicts(fn(*as_dicts(args)), layout)
     leaves = jax.tree.map(_by_name, args, is_leaf=lambda node: isinstance(node, Stacks))
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(lambda leaf: leaf.struct, leaves))
-    program = Program()
-    consts = [Slot(Value(const), None) for const in jaxpr.consts]
+    program = RowProgram()
+    consts = [RowSlot(RowValue(const), None) for const in jaxpr.consts]
     slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
     program.run()
     shapes, tree = jax.tree.flatten(out)
@@ -52,28 +52,28 @@ def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
 class _Leaf:
     """A leaf of the arguments by name: where it is found, and its type."""
 
-    slot: Slot
+    slot: RowSlot
     struct: jax.ShapeDtypeStruct
 
 
 def _by_name(node: Any) -> Any:
     """A `Stacks` as a dict of leaves by name, an array as a leaf."""
     if not isinstance(node, Stacks):
-        return _leaf(Value(node), None)
+        return _leaf(RowValue(node), None)
     found: dict[str, Any] = {}
     for group, stored in zip(node.layout.groups, node.arrays, strict=True):
         if len(group) == 1:
             found[group[0]] = jax.tree.map(_by_name, stored)
         else:
-            value = Value(stored, list(range(len(group))))
+            value = RowValue(stored, list(range(len(group))))
             found |= {name: _leaf(value, row) for row, name in enumerate(group)}
     return found
 
 
-def _leaf(value: Value, row: int | None) -> _Leaf:
+def _leaf(value: RowValue, row: int | None) -> _Leaf:
     aval = jax.typeof(value.array)
     shape = aval.shape if row is None else aval.shape[1:]
-    return _Leaf(Slot(value, row), jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
+    return _Leaf(RowSlot(value, row), jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Result:
 
     shape: tuple[int, ...]
     dtype: Any
-    slots: list[Slot]
+    slots: list[RowSlot]
 
     @classmethod
     def stack(cls, rows: list["_Result"]) -> "_Result":

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_shard._capture import Spec, note_modules
 from torch_shard._lowering import FlatFn
-from torch_shard._scan import Bundle, Regions, Unit, units_of
+from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
 
@@ -56,7 +56,7 @@ class JointLoss:
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
-    def __call__(self, regions: Regions | None = None) -> tuple[FlatFn, list[Spec]]:
+    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[FlatFn, list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
 
         Args:
@@ -89,7 +89,7 @@ class JointLoss:
         tensor = self._held.all[unit]
         return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
 
-    def _tensors(self, given: dict[Unit, torch.Tensor], regions: Regions | None) -> dict[str, torch.Tensor]:
+    def _tensors(self, given: dict[Unit, torch.Tensor], regions: LayerInterceptor | None) -> dict[str, torch.Tensor]:
         """What the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
         for unit, tensor in given.items():

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import Guard, ModuleFlags, PlainAttributes, flags_hold
-from torch_shard._lowering import Program, ambient, compiler_options
+from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
+from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
-    Repeats,
-    Rolled,
-    Row,
-    Rows,
+    LayerOptions,
+    RolledLoss,
     Siblings,
+    StackRow,
+    StackRows,
     Unit,
     array_of,
     capture_layers,
@@ -47,9 +47,9 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program, Rolled | None, list[Siblings]],
+        captured: tuple[Program, RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
-        guard: Guard,
+        guard: ValueGuard,
     ) -> None:
         program, rolled, self.groups = captured
         self.report = report(self.groups, rolled)
@@ -123,9 +123,9 @@ class LossProgram:
         return LossOutputs(
             loss=array_of(loss),
             metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
-            grads=Rows(by_name),
-            buffers=Rows(zip(shape.buffers, buffers, strict=True)),
-            written=Rows(written),
+            grads=StackRows(by_name),
+            buffers=StackRows(zip(shape.buffers, buffers, strict=True)),
+            written=StackRows(written),
         )
 
     def _by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -158,13 +158,13 @@ class _Inputs:
     def all(self) -> list[jax.Array]:
         return [self[number,] for number in range(len(self._units) + len(self._others))]
 
-    def row(self, at: tuple[int, ...]) -> Row | None:
+    def row(self, at: tuple[int, ...]) -> StackRow | None:
         """Of which stack an input is a row, if it is one."""
         name = self._name(at)
         if name is None or not isinstance(self._tensors, Stacks):
             return None
         found = self._tensors.row(name)
-        return None if found is None else Row(*found)
+        return None if found is None else StackRow(*found)
 
 
 _CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" = weakref.WeakKeyDictionary()
@@ -178,7 +178,7 @@ def loss_program(
     compute_dtype: torch.dtype | None = None,
     train: bool,
     caller: str,
-    repeats: Repeats,
+    repeats: LayerOptions,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -194,16 +194,16 @@ def loss_program(
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, repeats, ambient())
+    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, repeats, capture_settings())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
         options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
         joint = JointLoss(model, loss_fn, signature, **options)
         what = f"{caller}: the loss"
-        guard, captured = Guard(model, loss_fn), capture_layers(model, loss_fn, repeats, joint, what)
+        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, repeats, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
-            guard = Guard(model, loss_fn)  # it counted once more
+            guard = ValueGuard(model, loss_fn)  # it counted once more
         programs[key] = LossProgram(captured, model, guard)
     return programs[key]
 

@@ -6,7 +6,7 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._scan import Repeats
+from torch_shard._scan import LayerOptions
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.train_step import EvalStep, TrainStep
 
@@ -87,7 +87,7 @@ def make_train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss']
     """
-    repeats = Repeats(scan_layers, remat)
+    repeats = LayerOptions(scan_layers, remat)
     options = (mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
     return TrainStep(model, loss_fn, optimizer, *options)
 
@@ -119,5 +119,5 @@ def make_eval_step(
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
     """
-    repeats = Repeats(scan_layers)
+    repeats = LayerOptions(scan_layers)
     return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, repeats, compile_cache=compile_cache)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.validate import check_kind
 from torch_shard._device import BatchLayout, put
-from torch_shard._lowering import ambient
-from torch_shard._scan import REMAT, Repeats
+from torch_shard._lowering import capture_settings
+from torch_shard._scan import REMAT, LayerOptions
 from torch_shard._sharding import LossFn, ResolvedPlan, ShardingPlan, check_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, flatten_batch, leaf_paths
 from torch_shard._train.compile_cache import CompileCache
@@ -49,7 +49,7 @@ class Step:
         plan: ShardingPlan,
         spec: PartitionSpec | None,
         compute_dtype: torch.dtype | None,
-        repeats: Repeats,
+        repeats: LayerOptions,
         accumulate_steps: int = 1,
         compile_cache: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Step:
         self._check_requires_grad()
         leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
-        key = (signature, flags, ambient(), guard)
+        key = (signature, flags, capture_settings(), guard)
         compiled = self._compiled.get(key)
         reason = compiled.outdated() if compiled else None
         if compiled is None or reason:
@@ -233,7 +233,7 @@ def _check_compute_dtype(caller: str, dtype: Any) -> None:
         )
 
 
-def _check_repeats(caller: str, repeats: Repeats) -> None:
+def _check_repeats(caller: str, repeats: LayerOptions) -> None:
     if not isinstance(repeats.scan, bool) and repeats.scan != "auto":
         raise ValueError(f'{caller}: scan_layers must be True, False or "auto", got {repeats.scan!r}.')
     is_budget = isinstance(repeats.remat, int) and not isinstance(repeats.remat, bool) and repeats.remat > 0

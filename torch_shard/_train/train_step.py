@@ -11,7 +11,7 @@ import optax
 import torch
 
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
-from torch_shard._scan import Repeats, Siblings
+from torch_shard._scan import LayerOptions, Siblings
 from torch_shard._sharding import Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.loss_program import LossProgram
@@ -195,7 +195,7 @@ class TrainStep(Step):
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
-        repeats = Repeats(self.repeats.scan)
+        repeats = LayerOptions(self.repeats.scan)
         return EvalStep(self.model, self.loss_fn, *self._asked, repeats, compile_cache=self._compile_directory)
 
     def export(self, state: TrainState) -> torch.nn.Module:

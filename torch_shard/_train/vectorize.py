@@ -108,7 +108,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-class Value:
+class RowValue:
     """What an operation computes: one array, or one for each of some rows, stacked."""
 
     def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
@@ -135,10 +135,10 @@ class Value:
         return self.array[np.array(at)]
 
 
-class Slot(NamedTuple):
+class RowSlot(NamedTuple):
     """Where a variable of the jaxpr is found: a value, and which row of it."""
 
-    value: Value
+    value: RowValue
     row: int | None
 
     def take(self) -> Any:
@@ -146,9 +146,9 @@ class Slot(NamedTuple):
         return self.value.take(self.row)
 
 
-def assemble(slots: Iterable[Slot]) -> jax.Array:
+def assemble(slots: Iterable[RowSlot]) -> jax.Array:
     """Several variables of one type, stacked."""
-    pieces: list[tuple[Value, list[Any]]] = []
+    pieces: list[tuple[RowValue, list[Any]]] = []
     for value, row in slots:
         if not pieces or pieces[-1][0] is not value:
             pieces.append((value, []))
@@ -164,8 +164,8 @@ class _Operation:
     jaxpr: Jaxpr
     """Where the equation comes from."""
     eqn: JaxprEqn
-    inputs: list[Slot]
-    outputs: list[Value]
+    inputs: list[RowSlot]
+    outputs: list[RowValue]
     rows: set[int] = dataclasses.field(default_factory=set)
 
     def run(self) -> None:
@@ -220,12 +220,12 @@ class _Reduction:
     """A chain of additions (or the like) over different rows."""
 
     name: str
-    inputs: list[Slot]
-    output: Value
+    inputs: list[RowSlot]
+    output: RowValue
 
     def run(self) -> None:
         combine, reduce = _REDUCTIONS[self.name]
-        rows: dict[Value, list[int]] = {}
+        rows: dict[RowValue, list[int]] = {}
         terms: list[Any] = []
         for value, row in self.inputs:
             if row is None or row in rows.get(value, ()):
@@ -238,21 +238,21 @@ class _Reduction:
             self.output.array = combine(self.output.array, term)
 
 
-class Program:
+class RowProgram:
     """Operations in an order in which they can run: each is made after those that make what it takes."""
 
     def __init__(self) -> None:
         self.operations: list[_Operation | _Reduction] = []
         self._alike = Alike()
         self._known: dict[Hashable, _Operation] = {}
-        self._constants: dict[Hashable, Value] = {}
+        self._constants: dict[Hashable, RowValue] = {}
 
     def run(self) -> None:
         """Compute all values."""
         for operation in self.operations:
             operation.run()
 
-    def add(self, jaxpr: Jaxpr, inputs: Iterable[Slot]) -> list[Slot]:
+    def add(self, jaxpr: Jaxpr, inputs: Iterable[RowSlot]) -> list[RowSlot]:
         """Take in a jaxpr.
 
         Args:
@@ -272,28 +272,28 @@ class Program:
                 self._add_chain(jaxpr, chain, slots)
         return [self._slot(v, slots) for v in jaxpr.outvars]
 
-    def _slot(self, atom: Any, slots: dict[Var, Slot]) -> Slot:
+    def _slot(self, atom: Any, slots: dict[Var, RowSlot]) -> RowSlot:
         if not isinstance(atom, Literal):
             return slots[atom]
         dtype = atom.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
         return self._constant(literal_key(atom), atom.val, dtype)
 
-    def _constant(self, key: Hashable, value: Any, dtype: Any = None) -> Slot:
+    def _constant(self, key: Hashable, value: Any, dtype: Any = None) -> RowSlot:
         if key not in self._constants:
-            self._constants[key] = Value(value if dtype is None else jnp.asarray(value, dtype))
-        return Slot(self._constants[key], None)
+            self._constants[key] = RowValue(value if dtype is None else jnp.asarray(value, dtype))
+        return RowSlot(self._constants[key], None)
 
-    def _add_chain(self, jaxpr: Jaxpr, chain: "_Chain", slots: dict[Var, Slot]) -> None:
+    def _add_chain(self, jaxpr: Jaxpr, chain: "_Chain", slots: dict[Var, RowSlot]) -> None:
         terms, end = [self._slot(term, slots) for term in chain.terms], chain.eqns[-1]
         if len({slot.row for slot in terms} - {None}) > 1:
-            reduction = _Reduction(end.primitive.name, terms, Value())
+            reduction = _Reduction(end.primitive.name, terms, RowValue())
             self.operations.append(reduction)
-            slots[end.outvars[0]] = Slot(reduction.output, None)
+            slots[end.outvars[0]] = RowSlot(reduction.output, None)
         else:
             for eqn in chain.eqns:
                 self._add(jaxpr, eqn, slots)
 
-    def _add(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, Slot]) -> None:
+    def _add(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot]) -> None:
         rows = {slots[v].row for v in _variables(eqn)} - {None}
         lines_up = len(rows) == 1 and not eqn.effects and not self._alike.is_random(eqn)
         body = _body(eqn)
@@ -306,9 +306,9 @@ class Program:
         row = rows.pop() if lines_up else None
         if row is not None:
             operation.rows.add(row)
-        slots.update((v, Slot(value, row)) for v, value in zip(_results(eqn), operation.outputs, strict=True))
+        slots.update((v, RowSlot(value, row)) for v, value in zip(_results(eqn), operation.outputs, strict=True))
 
-    def _operation(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, Slot], lines_up: bool) -> _Operation:
+    def _operation(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot], lines_up: bool) -> _Operation:
         """The one that does this, made unless it is known."""
 
         def describe(atom: Any) -> Hashable:
@@ -321,7 +321,7 @@ class Program:
         key = lines_up, self._alike.key(eqn), tuple(map(describe, eqn.invars)), drops
         if eqn.effects or key not in self._known:
             inputs = [slots[v] for v in _variables(eqn)]
-            self._known[key] = _Operation(jaxpr, eqn, inputs, [Value() for _ in _results(eqn)])
+            self._known[key] = _Operation(jaxpr, eqn, inputs, [RowValue() for _ in _results(eqn)])
             self.operations.append(self._known[key])
         return self._known[key]
 
