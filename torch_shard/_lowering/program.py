@@ -31,7 +31,8 @@ class Program:
         fn: FlatFn,
         specs: Sequence[Spec],
         what: str,
-        others: Collection[Any] = (),
+        *,
+        others: Collection[object] = (),
         inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
     ) -> None:
         self._inner = inner
@@ -84,7 +85,7 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
     )
 
 
-def capture_settings() -> tuple[Any, ...]:
+def capture_settings() -> tuple[object, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())
