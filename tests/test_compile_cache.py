@@ -160,20 +160,27 @@ def test_without_a_directory_nothing_is_written(monkeypatch: pytest.MonkeyPatch)
     assert updates == []
 
 
-def test_a_failed_compilation_puts_the_settings_back(tmp_path: Path) -> None:
+def test_a_failed_compilation_puts_the_settings_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = make(tmp_path)
     state = step.init()
-    compiled, _ = step._prepare(BATCH)
+    jit, failed = jax.jit, []
 
-    def fail(*_: Any) -> Any:
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-        raise RuntimeError("no")
+    def failing_once(fn: Any, **options: Any) -> Any:
+        jitted = jit(fn, **options)
 
-    jitted, compiled.jitted = compiled.jitted, fail
+        def call(*args: Any) -> Any:
+            if failed:
+                return jitted(*args)
+            failed.append(jax.config.jax_compilation_cache_dir)
+            raise RuntimeError("no")
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", failing_once)
     with pytest.raises(RuntimeError, match="no"):
         step(state, BATCH)
+    assert failed == [str(tmp_path)]
     assert jax.config.jax_compilation_cache_dir is None
-    compiled.jitted = jitted
     step(state, BATCH)
     assert any("train_step" in name for name in entries(tmp_path))
 

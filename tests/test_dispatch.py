@@ -58,7 +58,7 @@ def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
     state, _ = step(state, (x, 0))
     jax.block_until_ready(state)
     state, running = step(state, (x, LONG))
-    _, arrays = step._prepare((2 * x, 0))
+    arrays = step.put((2 * x, 0)).arrays
     jax.block_until_ready(arrays)
     assert not running["loss"].is_ready()
     np.testing.assert_array_equal(arrays[0], 2 * x)

@@ -129,7 +129,7 @@ def test_loops_of_ones_own_see_the_same_numbers_afterwards(kind):
     wanted = torch.rand(3), random.random(), np.random.get_state()[2]
     torch.manual_seed(0)
     random.seed(0)
-    list(itertools.islice(Batches(batches, seed=0, caller="fit").starting_at(3), 9))
+    list(itertools.islice(Batches(batches, seed=0).starting_at(3), 9))
     found = torch.rand(3), random.random(), np.random.get_state()[2]
     assert torch.equal(found[0], wanted[0])
     assert found[1:] == wanted[1:]
@@ -137,18 +137,18 @@ def test_loops_of_ones_own_see_the_same_numbers_afterwards(kind):
 
 def test_every_epoch_sees_every_row_in_another_order():
     batches = DataLoader(torch.arange(40), batch_size=8, shuffle=True)
-    drawn = list(itertools.islice(Batches(batches, seed=0, caller="fit").starting_at(0), 10))
+    drawn = list(itertools.islice(Batches(batches, seed=0).starting_at(0), 10))
     first, second = torch.cat(drawn[:5]), torch.cat(drawn[5:])
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(40))
     assert first.tolist() != second.tolist()
-    other = torch.cat(list(itertools.islice(Batches(batches, seed=1, caller="fit").starting_at(0), 5)))
+    other = torch.cat(list(itertools.islice(Batches(batches, seed=1).starting_at(0), 5)))
     assert other.tolist() != first.tolist()
 
 
 def test_samplers_are_told_the_epoch():
     sampler = torch.utils.data.DistributedSampler(range(40), num_replicas=1, rank=0, shuffle=True)
     batches = DataLoader(torch.arange(40), batch_size=8, sampler=sampler)
-    list(itertools.islice(Batches(batches, seed=0, caller="fit").starting_at(5), 6))
+    list(itertools.islice(Batches(batches, seed=0).starting_at(5), 6))
     assert sampler.epoch == 2
 
 
@@ -233,7 +233,7 @@ def test_evaluation_in_bfloat16_adds_up_in_float():
     state, batches = step.init(seed=0), [part.bfloat16() for part in DATA[:40].split(8)]
     evaluate = step.evaluation()
     wanted = np.mean([float(evaluate(state, batch)["loss"]) for batch in batches])
-    assert Evaluation(evaluate, Batches(batches, seed=0, caller="fit"))(state) == {"loss": pytest.approx(wanted, 1e-12)}
+    assert Evaluation(evaluate, Batches(batches, seed=0))(state) == {"loss": pytest.approx(wanted, 1e-12)}
 
 
 def test_metrics_and_evaluation(step, tmp_path):
@@ -269,7 +269,7 @@ def test_evaluation_weighs_rows(step):
     """A shorter last batch counts for its rows."""
     state, found = step.init(seed=0), {}
     mesh_rows = [DATA[:16], DATA[16:24]]
-    evaluation = ts._fit.Evaluation(step.evaluation(), Batches(mesh_rows, seed=0, caller="fit"))
+    evaluation = ts._fit.Evaluation(step.evaluation(), Batches(mesh_rows, seed=0))
     found = evaluation(state)
     whole = step.evaluation()(state, DATA[:24])
     assert found["loss"] == pytest.approx(float(whole["loss"]), rel=1e-5)  # float32 sums in another order

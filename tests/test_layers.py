@@ -14,16 +14,13 @@ import torch_shard as ts
 from tests.cases import Case, chosen, make_mesh, regression, squared_error
 from tests.eager import assert_follows, eager_trajectory
 from tests.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Keeping, Layered, Stack
-from torch_shard._scan.reroll import Loop
 
 EVERYWHERE = ts.ShardingPlan({}, default=P())
 
 
 def _loops(step: Any) -> tuple[tuple[int, int], ...]:
-    (compiled,) = step._compiled.values()
-    rolled = compiled.program.rolled
-    loops: list[Loop] = [] if rolled is None else rolled.loops
-    return tuple((len(loop.iterations), len(loop.layers) // len(loop.iterations)) for loop in loops)
+    (program,) = step.programs
+    return tuple((loop.num_iterations, len(loop.layers) // loop.num_iterations) for loop in program.loops)
 
 
 @pytest.mark.parametrize("layered", LAYERED, ids=lambda layered: layered.case.name)

@@ -89,14 +89,14 @@ def test_make_mesh_counts_the_devices_that_it_is_given():
 
 def test_check_mesh_returns_an_auto_mesh_itself():
     for mesh in (make_mesh(batch=4, model=2), Mesh(np.array(jax.devices()), ("batch",))):
-        assert check_mesh(mesh, caller="place") is mesh
+        assert check_mesh(mesh) is mesh
 
 
 @pytest.mark.parametrize("thing", [{"batch": 4}, None, AbstractMesh((8,), ("batch",))], ids=str)
 def test_check_mesh_refuses_what_is_no_mesh(thing):
     name = type(thing).__name__
-    with pytest.raises(TypeError, match=rf"place: mesh must be a jax.sharding.Mesh, got {name}. Build one with"):
-        check_mesh(thing, caller="place")
+    with pytest.raises(TypeError, match=rf"torch_shard: mesh must be a jax.sharding.Mesh, got {name}. Build one with"):
+        check_mesh(thing)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_check_mesh_refuses_what_is_no_mesh(thing):
 )
 def test_check_mesh_refuses_other_axes_with_reason_and_fix(kinds, found):
     mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=kinds)
-    with pytest.raises(ValueError, match=f"place: every mesh axis must be Auto, .*, but {found}. ") as caught:
-        check_mesh(mesh, caller="place")
+    with pytest.raises(ValueError, match=f"torch_shard: every mesh axis must be Auto, .*, but {found}. ") as caught:
+        check_mesh(mesh)
     assert "jax.make_mesh gives Explicit axes by default" in str(caught.value)
     assert "torch_shard.make_mesh(batch=4, model=2) or pass axis_types=(AxisType.Auto,) * 2" in str(caught.value)
 

@@ -63,22 +63,22 @@ HOLDERS = {
 @pytest.mark.filterwarnings("ignore:os.fork")
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_generators_that_a_loader_holds_begin_anew_with_each_epoch(kind):
-    whole = list(itertools.islice(Batches(HOLDERS[kind](), seed=0, caller="fit").starting_at(0), 13))
+    whole = list(itertools.islice(Batches(HOLDERS[kind](), seed=0).starting_at(0), 13))
     assert not np.array_equal(whole[0], whole[5])
     same = HOLDERS[kind]()
     for start, stop in ((0, 7), (7, 13)):  # the same object twice, and a new one as in another process
         for held in (same, HOLDERS[kind]()):
-            found = itertools.islice(Batches(held, seed=0, caller="fit").starting_at(start), stop - start)
+            found = itertools.islice(Batches(held, seed=0).starting_at(start), stop - start)
             np.testing.assert_array_equal(list(found), whole[start:stop])
 
 
 def test_numbers_of_a_held_generator_are_left_as_they_were():
     held = Shuffled()
     wanted = np.random.default_rng(0).random(3)
-    list(itertools.islice(Batches(held, seed=0, caller="fit").starting_at(0), 7))
+    list(itertools.islice(Batches(held, seed=0).starting_at(0), 7))
     np.testing.assert_array_equal(held.order.random(3), wanted)
 
 
 def test_batches_in_the_order_of_chance_are_told_of(caplog):
-    Batches(DataLoader(range(8), num_workers=1, in_order=False), seed=0, caller="fit")
+    Batches(DataLoader(range(8), num_workers=1, in_order=False), seed=0)
     assert "in_order=False, so chance decides the order" in caplog.text
