@@ -1,0 +1,34 @@
+"""Every tutorial runs to its last assert; so does the code in the README."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
+
+
+def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
+    environment = {**os.environ, "MPLBACKEND": "Agg", "XLA_FLAGS": ""}  # no windows, compiled as users do
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_tutorial(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert path.read_text().rstrip().splitlines()[-1].startswith("assert")
+    run(str(path), cwd=tmp_path)
+
+
+def test_the_code_of_the_readme_runs(tmp_path: pathlib.Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(blocks))
+    run(str(program), cwd=tmp_path)
