@@ -269,7 +269,7 @@ def test_evaluation_weighs_rows(step):
     """A shorter last batch counts for its rows."""
     state, found = step.init(seed=0), {}
     mesh_rows = [DATA[:16], DATA[16:24]]
-    evaluation = ts._fit.Evaluation(step.evaluation(), Batches(mesh_rows, seed=0, caller="fit"))
+    evaluation = Evaluation(step.evaluation(), Batches(mesh_rows, seed=0, caller="fit"))
     found = evaluation(state)
     whole = step.evaluation()(state, DATA[:24])
     assert found["loss"] == pytest.approx(float(whole["loss"]), rel=1e-5)  # float32 sums in another order
@@ -479,7 +479,7 @@ def test_processes_stop_together(tmp_path):
         f"""
         import itertools, signal
         from pathlib import Path
-        from tests import test_fit as t
+        from tests.fit import test_fit as t
 
         directory = Path({str(tmp_path)!r})
 
