@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 import torch
+import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.tables.cases import BATCH, CASE, WHOLE, Dropping, make_mesh, make_step, squared_error
 
 FACTOR = 1.0
 
@@ -136,3 +138,61 @@ def test_what_the_loss_itself_changes(depends: bool) -> None:
     for _ in range(2):
         state, _ = step(state, torch.ones(8, 8))
     assert step.num_compiles == 1
+
+
+def test_plain_attributes_are_read_at_each_step() -> None:
+    case = CASE["buffers"]
+    model, (batch,) = case.model(), case.batches(1)
+    step = make_step(case, optimizer=optax.sgd(0.0), model=model)
+    state, first = step(step.init(), batch)
+    model.shift.add_(1)
+    _, second = step(state, batch)
+    assert abs(float(first["loss"]) - float(second["loss"])) > 1e-3
+    assert step.num_compiles == 1
+
+
+def test_a_teacher_beside_the_model_is_followed() -> None:
+    """Its parameters are read at each step, and so is its mode."""
+    torch.manual_seed(0)
+    teacher, model = Dropping(), nn.Linear(16, 16)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return F.mse_loss(model(x), target)
+
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state, x = step.init(), torch.randn(BATCH, 16)
+    state, training = step(state, x)
+    teacher.eval()
+    state, evaluating = step(state, x)
+    np.testing.assert_allclose(evaluating["loss"], loss_fn(model, x).item(), rtol=1e-5)
+    assert float(training["loss"]) != float(evaluating["loss"])
+    with torch.no_grad():
+        teacher.layer.weight.zero_()
+    state, moved = step(state, x)
+    np.testing.assert_allclose(moved["loss"], loss_fn(model, x).item(), rtol=1e-5)
+
+
+def test_numbers_of_the_model_may_change(caplog: pytest.LogCaptureFixture) -> None:
+    class Annealed(nn.Linear):
+        beta = 1.0
+
+        def __init__(self) -> None:
+            super().__init__(8, 4)
+            self.beta, self.shift = 1.0, torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.beta * super().forward(x) + self.shift
+
+    torch.manual_seed(0)
+    model, batch = Annealed(), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.0), mesh=make_mesh((8, 1)), plan=WHOLE)
+    state, _ = step(step.init(), batch)
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        for beta, shift in [(0.5, torch.zeros(4)), (0.5, torch.ones(4))]:
+            model.beta, model.shift = beta, shift
+            state, metrics = step(state, batch)
+            np.testing.assert_allclose(metrics["loss"], squared_error(model, batch).item(), rtol=1e-5)
+    assert "the attribute beta has another value" in caplog.text
+    assert "the attribute shift has another value" in caplog.text

@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.tables.cases import make_mesh
+from tests.tables.cases import WHOLE, make_mesh, squared_error
 from tests.tables.semantics import WIDTH, built
 
 
@@ -192,3 +192,16 @@ def test_a_tensor_that_a_capture_left_behind_without_a_value_is_named() -> None:
     ts.jax_jit(fn)(torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"(?s)test_side_effects.py.*earlier capture left behind.*lru_cache"):
         ts.jax_jit(lambda x: fn(x))(torch.ones(3))
+
+
+def test_writes_to_plain_attributes_are_taken_back_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    model = Keeps(8, 4)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+    assert not hasattr(model, "last")
+    assert "forward writes the plain attribute last" in caplog.text

@@ -1,21 +1,25 @@
 """What a capture keeps, refuses and leaves alone."""
 
+import random
 import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.errors import refuses
 from tests.tables.odd import odd
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.interpreter import missing_lowerings
 from torch_shard._lowering.ops import keeps_whole
 
 aten = torch.ops.aten
+
 X = torch.tensor([0.5, -1.0, 2.0])
 
 
@@ -174,3 +178,9 @@ def test_sixty_four_bits_when_jax_has_them() -> None:
         out = ts.jax_grad(lambda x: (x**3).sum())(x)
         assert out.dtype is torch.float64
         torch.testing.assert_close(out.cpu(), 3 * x**2)
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["random", "numpy"])
+def test_python_random_numbers_are_refused(draw: Any) -> None:
+    with refuses("draws from Python's `random` or from numpy.random", NotImplementedError):
+        ts.jax_jit(lambda x: x * draw())(torch.ones(2))

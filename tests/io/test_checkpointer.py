@@ -521,7 +521,9 @@ def test_norm_of_half_precision_loses_no_terms():
     np.testing.assert_allclose(float(metrics["grad_norm"]), float(wanted), rtol=2**-8)
 
 
-@pytest.mark.parametrize("moment", ["torch_shard._io.checkpointer.find_damage", "torch_shard._io.checkpointer.read_head"])
+@pytest.mark.parametrize(
+    "moment", ["torch_shard._io.checkpointer.find_damage", "torch_shard._io.checkpointer.read_head"]
+)
 def test_checkpoint_that_its_writer_removes_is_no_trouble_to_a_reader(moment, copied, step, monkeypatch, caplog):
     """While it is read, another process saves a newer one and removes it."""
     name = moment.rpartition(".")[2]

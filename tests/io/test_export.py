@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import CASES, make_mesh
+from tests.tables.cases import CASES, WHOLE, make_mesh
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._io import export as _tensor_writer
 
 GPT, BUFFERS = (next(case for case in CASES if case.name == name) for name in ("gpt", "buffers"))
-WHOLE = ts.ShardingPlan({}, default=P())
 LLAMA, GPT2 = ({model.name: model for model in HF_MODELS}[name] for name in ("Llama", "GPT2"))
 
 

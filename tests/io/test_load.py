@@ -14,12 +14,11 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.processes import run_processes
-from tests.tables.cases import CASES, MESHES, make_mesh
+from tests.tables.cases import CASES, MESHES, WHOLE, make_mesh
 from torch_shard._io import formats as _tensor_files
 from torch_shard._io import load as _weights
 
 GPT, TIED, BUFFERS = (next(case for case in CASES if case.name == name) for name in ("gpt", "tied", "buffers"))
-WHOLE = ts.ShardingPlan({}, default=P())
 LINEAR = ts.ShardingPlan({"weight": P("batch", "model")}, default=P())
 
 

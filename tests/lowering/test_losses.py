@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.tables.cases import WHOLE, make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -91,3 +91,16 @@ def test_logits_far_from_zero_lose_nothing() -> None:
     found, grad = ts.jax_jit(ts.jax_value_and_grad(lambda x: F.cross_entropy(x, target)))(logits)
     torch.testing.assert_close(found.cpu(), loss.detach(), rtol=1e-6, atol=0)  # a rounding or two
     torch.testing.assert_close(grad.cpu(), torch.autograd.grad(loss, leaf)[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_label_out_of_range_is_loud() -> None:
+    """torch raises; a compiled program cannot, so the loss is not a number."""
+    step = ts.make_train_step(
+        nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE
+    )
+    labels = torch.zeros(8, dtype=torch.int64)
+    state, metrics = step(step.init(), (torch.ones(8, 8), labels))
+    assert np.isfinite(metrics["loss"])
+    labels[3] = 4
+    _, metrics = step(state, (torch.ones(8, 8), labels))
+    assert np.isnan(metrics["loss"])

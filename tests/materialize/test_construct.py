@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.materialize.test_materialize import WHOLE, Holder, assert_equal, values
-from tests.tables.cases import Block, make_mesh, mlp, resnet
+from tests.materialize.test_materialize import Holder, assert_equal, values
+from tests.tables.cases import WHOLE, Block, make_mesh, mlp, resnet
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:

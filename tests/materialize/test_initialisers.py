@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import init
 
 import torch_shard as ts
-from tests.materialize.test_materialize import WHOLE, Buffer, values
-from tests.tables.cases import GPT, chosen, make_mesh
+from tests.materialize.test_materialize import Buffer, values
+from tests.tables.cases import GPT, WHOLE, chosen, make_mesh
 from torch_shard._capture import replacements as _initialisers
 from torch_shard._lowering.ops import random as _random
 

@@ -15,11 +15,10 @@ from torch.nn import init
 from torch.nn.utils import parametrizations
 
 import torch_shard as ts
-from tests.tables.cases import CASES, MESHES, chosen, make_mesh
+from tests.tables.cases import CASES, MESHES, WHOLE, chosen, make_mesh
 from tests.tables.models import MODELS
 from torch_shard._materialize.threefry import FUSED, counters
 
-WHOLE = ts.ShardingPlan({}, default=P())
 SPLIT = ts.ShardingPlan({"w": P("batch", "model")})
 
 

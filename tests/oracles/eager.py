@@ -1,14 +1,16 @@
 """The oracle: what eager torch does over some steps, and the comparison of a compiled run with it."""
 
+import copy
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import torch
+from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import Case, make_mesh
+from tests.tables.cases import WHOLE, Case, make_mesh
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
@@ -82,3 +84,20 @@ def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
     for name, moment in state.opt_state[1][0].trace.items():
         assert moment.sharding.is_equivalent_to(resolved[name], moment.ndim), name
     jax.block_until_ready(state)
+
+
+def agrees_with_torch(model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)) -> None:
+    """SGD with momentum, several steps: every parameter against eager torch."""
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=make_mesh(sizes), plan=WHOLE)
+    state, wanted = step.init(), copy.deepcopy(model)
+    sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        state, metrics = step(state, batch)
+        sgd.zero_grad()
+        loss = loss_fn(wanted, batch)
+        loss.backward()
+        sgd.step()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    for name, parameter in wanted.named_parameters():
+        found = state.tensors[name]
+        np.testing.assert_allclose(found, parameter.detach(), rtol=1e-4, atol=1e-5, err_msg=name)

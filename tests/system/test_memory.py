@@ -9,14 +9,12 @@ import optax
 import pytest
 import torch
 import torch.nn.functional as F
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.tables.cases import WHOLE, make_mesh
 
 DEPTH, WIDTH, HEADS, LENGTH, BATCH = 24, 32, 4, 32, 8
-WHOLE = ts.ShardingPlan({}, default=P())
 
 
 class Layer(nn.Module):

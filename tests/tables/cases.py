@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,17 @@ def chosen(values: Iterable[Any], keep: Container[Any]) -> list[Any]:
     return [pytest.param(value, id=str(value), marks=[] if value in keep else pytest.mark.slow) for value in values]
 
 
+WHOLE = ts.ShardingPlan({}, default=P())  # every device holds all
 ONE_MESH = chosen(MESHES, [(4, 2)])
 
 
 def make_mesh(sizes: tuple[int, int]) -> Any:
     return ts.make_mesh(batch=sizes[0], model=sizes[1])
+
+
+def make_step(case: Any, sizes: tuple[int, int] = (4, 2), optimizer: Any = None, model: nn.Module | None = None) -> Any:
+    optimizer = optimizer or optax.adam(1e-2)
+    return ts.make_train_step(model or case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan)
 
 
 def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -223,6 +230,15 @@ class Cuts(nn.Module):
         return self.out(self.a(x) * target + self.b(x).detach() * self.c(x) + self.c(x).data)[:, :4]
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(16, 16), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x))
+
+
 class Writes(nn.Module):
     """In-place writes through views: chained views, transposes, diagonals, slices, reshapes, narrows."""
 
@@ -258,3 +274,4 @@ CASES = [
     Case("cuts", Cuts, regression(8, out=4), {"*.weight": P("model")}),
     Case("writes", Writes, regression(8, out=4), {"a.weight": P("model")}),
 ]
+CASE = {case.name: case for case in CASES}

@@ -12,13 +12,11 @@ import optax
 import pytest
 import torch
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh, squared_error
+from tests.tables.cases import WHOLE, make_mesh, squared_error
 
-WHOLE = ts.ShardingPlan({}, default=P())
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
 RUN = """

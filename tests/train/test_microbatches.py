@@ -16,10 +16,9 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import LEARNING_RATE, MOMENTUM, assert_close, optimizer
-from tests.tables.cases import CASES, ONE_MESH, make_mesh, squared_error
+from tests.tables.cases import CASES, ONE_MESH, WHOLE, make_mesh, squared_error
 
 CASE = {case.name: case for case in CASES}
-WHOLE = ts.ShardingPlan({}, default=P())
 
 
 def make(model: nn.Module, loss_fn: Any, n: int, sizes: Any = (4, 2), optimizer: Any = None, **options: Any) -> Any:

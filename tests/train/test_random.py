@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard as ts
 from tests.oracles.eager import record_grads
-from tests.tables.cases import chosen, make_mesh
+from tests.tables.cases import BATCH, Dropping, chosen, make_mesh
 
 WIDTH = 16
+
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
@@ -160,3 +161,29 @@ def test_states_of_the_generator_replay_draws() -> None:
     first, second, again = (out.cpu() for out in ts.jax_jit(fn)(torch.zeros(4)))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+
+
+def masks(sizes: tuple[int, int], seed: int) -> list[np.ndarray]:
+    """Which outputs were dropped in three steps."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
+        out = model(x)
+        return out.square().mean(), {"kept": (out != 0)}
+
+    plan = ts.ShardingPlan({"layer.weight": P("model")}, default=P())
+    torch.manual_seed(0)
+    step = ts.make_train_step(Dropping(), loss_fn, optax.sgd(0.0), mesh=make_mesh(sizes), plan=plan)
+    state, found = step.init(seed=seed), []
+    for _ in range(3):
+        state, metrics = step(state, torch.ones(BATCH, 16))
+        found.append(np.array(metrics["kept"]))
+    return found
+
+
+def test_dropout_differs_by_step_repeats_by_seed_and_is_the_same_on_every_mesh() -> None:
+    first = masks((8, 1), seed=0)
+    assert not np.array_equal(first[0], first[1])
+    assert 0.2 < np.mean(first) < 0.8  # 384 fair coins
+    for sizes in [(8, 1), (4, 2), (1, 8), (1, 1)]:
+        assert np.array_equal(first, masks(sizes, seed=0)), sizes
+    assert not np.array_equal(first, masks((8, 1), seed=1))

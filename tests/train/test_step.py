@@ -1,5 +1,7 @@
 """A call of the step: nothing waits for the device, and the quick checks before it overlook nothing."""
 
+import logging
+import re
 from typing import Any
 
 import jax
@@ -8,13 +10,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
-
-WHOLE = ts.ShardingPlan({}, default=P())
+from tests.oracles.errors import refuses
+from tests.tables.cases import CASE, WHOLE, make_mesh, make_step, squared_error
 
 
 def make(model: nn.Module, loss_fn: Any, sizes: tuple[int, int] = (4, 2)) -> Any:
@@ -175,3 +175,119 @@ def test_flags_are_read_at_each_call() -> None:
         step(state, x)
     model[0].bias.requires_grad_(True)
     step(state, x)
+
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiles() -> Any:
+    """The durations of the backend compilations since the test began."""
+    found: list[float] = []
+
+    def note(event: str, duration: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_five_steps_compile_once(compiles: list[float]) -> None:
+    case = CASE["gpt"]
+    step = make_step(case)
+    state = step.init(seed=0)
+    jax.block_until_ready(state)
+    compiles.clear()
+    for batch in case.batches(5):
+        state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    assert len(compiles) == 1
+    assert step.num_compiles == 1
+
+
+def test_a_second_step_for_the_same_model_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    make_step(case, model=model).lower(make_step(case, model=model).init(), batch)
+    monkeypatch.setattr("torch_shard._lowering.program.capture", None)  # a capture would fail now
+    step = make_step(case, sizes=(8, 1), model=model)
+    step(step.init(), batch)
+
+
+def test_another_batch_shape_compiles_again_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASE["mlp"]
+    step = make_step(case)
+    state = step.init()
+    x, y = case.batches(1)[0]
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        state, _ = step(state, (x, y))
+        assert not caplog.records
+        for _ in range(2):
+            state, _ = step(state, (x[:4], y[:4]))
+    (record,) = caplog.records
+    assert re.search(r"make_train_step compiles again: .*shape=\(8, 12\).* is now .*shape=\(4, 12\)", record.message)
+
+
+def test_a_model_on_the_jax_device_keeps_its_values() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
+    ts.place(model, make_mesh((4, 2)), case.plan)
+    step = make_step(case, model=model)
+    _, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    assert torch.isfinite(model[0].weight.detach().cpu()).all()  # the step did not donate the model's own arrays
+
+
+def test_parameters_added_after_the_step_was_made() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    model.append(nn.Linear(4, 4))
+    with refuses("parameters or buffers were added to the model or removed.*Make a new step"):
+        step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+
+
+def test_requires_grad_changed_behind_the_step() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    step = make_step(case, model=model)
+    state, _ = step(step.init(), batch)
+    model[0].weight.requires_grad_(False)
+    with refuses(r"requires_grad of 0\.weight has changed since the step was made.*Make a new step"):
+        step(state, batch)
+
+
+def test_a_batch_may_be_written_to_while_the_step_runs() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
+    step = make_step(case, optimizer=optax.sgd(0.0), model=model)
+    state = step.init()
+    for _ in range(5):
+        buffer = [x.clone() for x in batch]
+        state, metrics = step(state, tuple(buffer))
+        for x in buffer:
+            x.mul_(1e6)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_tensors_that_share_memory_are_refused_by_name() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.arange(16.0)
+            self.register_buffer("whole", base)
+            self.register_buffer("part", base[4:12])
+            self.layer = nn.Linear(8, 4)
+
+    with refuses("whole and part share memory", NotImplementedError):
+        ts.make_train_step(Views(), squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+
+
+def test_parts_of_one_storage_are_not_shared_memory() -> None:
+    model = nn.Linear(8, 4)
+    storage = torch.randn(36)
+    model.weight, model.bias = nn.Parameter(storage[:32].view(4, 8)), nn.Parameter(storage[32:])
+    ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
