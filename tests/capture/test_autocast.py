@@ -17,6 +17,7 @@ from tests.tables.cases import chosen, make_mesh
 
 # bfloat16 has 8 bits: a rounding is up to 2^-9 of a value, and a result meets a handful of them.
 BFLOAT16 = 2e-2
+
 PLAN = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
 
 
@@ -159,51 +160,3 @@ def test_float64_needs_x64_and_is_then_exact() -> None:
         np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=1e-12)
         for name, parameter in eager.named_parameters():
             np.testing.assert_allclose(state.opt_state[0][name], parameter.grad, atol=1e-13, err_msg=name)
-
-
-VALUES = {
-    "float": torch.tensor([0.5, -2.0, 3.0]),
-    "bfloat16": torch.tensor([0.5, -2.0, 3.0]).bfloat16(),
-    "half": torch.tensor([0.5, -2.0, 3.0]).half(),
-    "long": torch.tensor([1, 2, -3]),
-    "byte": torch.tensor([250, 2, 3], dtype=torch.uint8),
-    "bool": torch.tensor([True, True, True]),  # no zero, to divide by
-    "scalar_float": torch.tensor(1.5),
-    "scalar_long": torch.tensor(3),
-    "complex": torch.tensor([1 + 1j, 2j, 3.0]),
-}
-PYTHON: dict[str, Any] = {"int": 2, "float": 1.5, "bool": True}
-OPERATIONS: dict[str, Any] = {
-    "add": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "sub": lambda a, b: a - b * 1,
-    "eq": lambda a, b: a == b,
-    "where": lambda a, b: torch.where(torch.tensor([True, False, True]), a, b),
-    "cat": lambda a, b: torch.cat([torch.atleast_1d(a), torch.atleast_1d(torch.as_tensor(b))]),
-}
-
-
-@pytest.mark.parametrize(("operation", "x64"), [*((name, True) for name in OPERATIONS), ("add", False)])
-def test_promotion_is_torchs(operation: str, x64: bool) -> None:
-    """Every pair of kinds: value and dtype."""
-
-    def apply(operation: Any, a: Any, b: Any) -> Any:
-        try:
-            return operation(a, b)
-        except RuntimeError:
-            return None
-
-    pairs = [(a, b) for a in VALUES.values() for b in [*VALUES.values(), *PYTHON.values()]]
-    run = lambda: [apply(OPERATIONS[operation], a, b) for a, b in pairs]  # noqa: E731
-    with jax.enable_x64(x64):
-        found = [None if out is None else out.cpu() for out in ts.jax_jit(run)()]
-    for pair, out, wanted in zip(pairs, found, run(), strict=True):
-        if wanted is not None:  # (a few pairs that torch refuses have a plain meaning: bool - float)
-            assert out is not None, pair
-            shorter = out.dtype is torch.int32 and not x64  # JAX holds torch's int64 in 32 bits then
-            wanted = wanted.int() if shorter else wanted
-            torch.testing.assert_close(out, wanted, rtol=ROUNDING.get(wanted.dtype, 1e-6), atol=0)
-
-
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -1,6 +1,7 @@
 """Functions that captures write in another way than PyTorch: over their arguments, against eager torch."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_shard as ts
+from torch_shard._capture import replacements as _initialisers
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # float32 sums and logarithms of sums, in another order
+
 Case = tuple[str, Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]
 
 
@@ -70,3 +73,21 @@ def test_a_target_of_the_adaptive_log_softmax_that_is_no_class_is_loud() -> None
     net = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [3, 7], div_value=2.0).requires_grad_(False)
     output = ts.jax_jit(lambda x, y: net(x, y).output)(torch.randn(3, 8), torch.tensor([0, 12, -1])).cpu()
     assert output.isnan().tolist() == [False, True, True]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("end", [0, 1])
+def test_no_outlier_at_the_ends_of_a_wide_interval(
+    end: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes of the first and the last of the numbers that are drawn: eight million to one, each."""
+
+    def extreme(x: torch.Tensor, *ends: float, generator: Any = None) -> torch.Tensor:
+        return x.fill_(ends[end])
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", extreme)
+    drawn = _initialisers.trunc_normal_(torch.empty(3, dtype=dtype), 0, 0.02, -2, 2)
+    assert 5 * 0.02 < drawn.abs().max() < 6 * 0.02

@@ -1,11 +1,14 @@
-"""`as_strided` against eager torch: of tensors that do not lie in memory in the order of their indices."""
+"""Graphs without copies, and `as_strided` against eager torch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import torch_shard as ts
+from torch_shard._capture.trace import Spec, capture
+from torch_shard._lowering.ops import keeps_whole
 
 READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda x: (2 * x).as_strided((3, 3), (4, 1)),
@@ -46,3 +49,28 @@ def test_memory_that_no_tensor_fills_is_refused() -> None:
 
     with pytest.raises(NotImplementedError, match=r"strides \(8, 2\), whose memory .* cannot reconstruct"):
         ts.jax_jit(read)(torch.randn(3, 4))
+
+
+aten = torch.ops.aten
+
+
+def graph_of(fn: Any, *shapes: tuple[int, ...]) -> Any:
+    return capture(lambda *args: ([fn(*args)], None), [Spec(s, torch.float32) for s in shapes], keep=keeps_whole)
+
+
+def targets(graph: Any) -> list[Any]:
+    return [n.target for n in graph.module.graph.nodes if n.op == "call_function"]
+
+
+def test_batch_dims_of_products_stay_apart() -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ k
+
+    found = targets(graph_of(attention, (2, 3, 4, 5), (2, 3, 4, 5)))
+    assert found.count(aten.matmul.default) == 2
+    assert not {aten.bmm.default, aten.view.default, aten.reshape.default} & set(found)
+
+
+def test_copies_and_aliases_disappear() -> None:
+    graph = graph_of(lambda x: (x.clone().detach().contiguous().view(3, 1).view(3) + 1).clone(), (3,))
+    assert targets(graph) == [aten.add.Tensor]

@@ -6,22 +6,18 @@ import subprocess
 import sys
 
 import numpy as np
-import optax
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import torch_shard as ts
-from torch_shard._common.files import replacing
 from torch_shard._demo import proof as proving
 from torch_shard._demo import run as running
 from torch_shard._demo.files import load_weights
-from torch_shard._demo.model import GPT, loss_fn
-from torch_shard._demo.run import PLAN, Settings, draw_validation
-from torch_shard._demo.text import VOCABULARY, Corpus, decode, draw_batch, encode, read_corpus
+from torch_shard._demo.model import loss_fn
+from torch_shard._demo.run import Settings, draw_validation
+from torch_shard._demo.text import read_corpus
 from torch_shard.cli import app
-
-SMALL = {"vocab_size": len(VOCABULARY), "context": 16, "width": 32, "num_layers": 1, "num_heads": 4}
 
 
 def call(*arguments):
@@ -167,77 +163,6 @@ def test_exit_code_says_whether_the_proof_holds(holds, tmp_path, monkeypatch):
     monkeypatch.setattr("torch_shard._demo.report.run_demo", lambda run, console: holds)
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == (0 if holds else 1)
-
-
-def prove_small(corpus):
-    torch.manual_seed(0)
-    batches = [draw_batch(corpus.validation, batch_size=8, context=16, seed=(0, i)) for i in range(10)]
-    return proving.prove(GPT(**SMALL), batches, mesh=ts.make_mesh(batch=4, model=2), plan=PLAN)
-
-
-def test_proof_holds(corpus):
-    proof = prove_small(corpus)
-    assert proof.holds
-    assert proof.losses[-1] < proof.losses[0]
-
-
-def test_proof_fails_if_the_step_leaves_out_weight_decay(corpus, monkeypatch):
-    adamw = optax.adamw
-    monkeypatch.setattr(optax, "adamw", lambda *args, **kwargs: adamw(*args, **kwargs | {"weight_decay": 0.0}))
-    assert not prove_small(corpus).holds
-
-
-def test_corpus_is_real_and_split_by_file(corpus):
-    assert len(corpus.train) > 5 * len(corpus.validation) > 0
-    assert "import " in decode(torch.from_numpy(corpus.validation[:100_000]))
-    assert 3 < corpus.unigram_entropy < np.log(len(VOCABULARY))
-
-
-def test_unigram_entropy_of_two_equal_tokens_is_log_two():
-    tokens = np.array([5, 9, 9, 5], np.uint8)
-    assert Corpus(tokens, tokens, 1).unigram_entropy == pytest.approx(np.log(2))
-
-
-def test_text_survives_encoding():
-    text = "def f(x):\n    if x:\n        return '~'\n"
-    assert decode(encode(text)) == text
-    assert decode(encode("é\r")) == "??"
-    assert len(encode(text)) < len(text)
-
-
-def test_targets_are_inputs_one_position_on():
-    inputs, targets = draw_batch(np.arange(50, dtype=np.uint8), batch_size=3, context=8, seed=(0, 1))
-    assert inputs.shape == targets.shape == (3, 8)
-    assert torch.equal(targets, inputs + 1)
-    again, _ = draw_batch(np.arange(50, dtype=np.uint8), batch_size=3, context=8, seed=(0, 1))
-    assert torch.equal(inputs, again)
-
-
-def test_model_sees_no_later_token():
-    model = GPT(**SMALL).eval()
-    tokens = torch.randint(len(VOCABULARY), (1, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 10:] = 0
-    torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10])
-
-
-def test_mesh_by_default_takes_all_devices(monkeypatch):
-    assert dict(running.choose_mesh(None).shape) == {"batch": 4, "model": 2}
-    monkeypatch.setattr("jax.device_count", lambda: 3)
-    assert dict(running.choose_mesh(None).shape) == {"batch": 3, "model": 1}
-
-
-def test_batch_is_rounded_up_to_the_mesh(corpus, tmp_path):
-    settings = Settings(steps=1, out=tmp_path, num_layers=1, axis_sizes={"batch": 3, "model": 2})
-    assert running.Run(settings, corpus).batch_size == 18
-
-
-def test_file_that_fails_half_way_leaves_the_old_one(tmp_path):
-    file = tmp_path / "kept.txt"
-    file.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(file) as partial:
-        partial.write_text(f"new {1 / 0}")
-    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("kept.txt", "old")]
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.device.test_tensor import assert_same
 from tests.tables.cases import CASES, MESHES, make_mesh
 from torch_shard._device import placement as _placement
 
@@ -110,3 +111,13 @@ def test_sharded_params_of_a_placed_model() -> None:
     plan = ts.ShardingPlan({"weight": P(None, "model")}, default=P())
     model = ts.place(nn.Linear(8, 4), mesh, plan)
     assert model.weight.jax().sharding == NamedSharding(mesh, P(None, "model"))
+
+
+def test_loading_a_state_dict_keeps_the_layout() -> None:
+    plan = ts.ShardingPlan({"weight": jax.sharding.PartitionSpec("model")}, default=jax.sharding.PartitionSpec())
+    model, source = nn.Linear(4, 4), nn.Linear(4, 4)
+    ts.place(model, ts.make_mesh(batch=4, model=2), plan)
+    layout = model.weight.sharding
+    model.load_state_dict(source.state_dict())
+    assert model.weight.sharding == layout
+    assert_same(model.weight.detach(), source.weight.detach())

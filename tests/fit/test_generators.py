@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.tables.runs import LOADERS
 from torch_shard._fit.data import Batches
 
 
@@ -82,3 +83,18 @@ def test_numbers_of_a_held_generator_are_left_as_they_were():
 def test_batches_in_the_order_of_chance_are_told_of(caplog):
     Batches(DataLoader(range(8), num_workers=1, in_order=False), seed=0, caller="fit")
     assert "in_order=False, so chance decides the order" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "augmented"])
+def test_loops_of_ones_own_see_the_same_numbers_afterwards(kind):
+    """The generators of the process are left as they were."""
+    batches = LOADERS[kind]()
+    torch.manual_seed(0)
+    random.seed(0)
+    wanted = torch.rand(3), random.random(), np.random.get_state()[2]
+    torch.manual_seed(0)
+    random.seed(0)
+    list(itertools.islice(Batches(batches, seed=0, caller="fit").starting_at(3), 9))
+    found = torch.rand(3), random.random(), np.random.get_state()[2]
+    assert torch.equal(found[0], wanted[0])
+    assert found[1:] == wanted[1:]

@@ -1,4 +1,4 @@
-"""debug_print: each line as often as the code runs, by what eager Python would print."""
+"""What adapted functions do besides: lines printed, as often as the code runs; random states, read and set."""
 
 import collections
 import functools
@@ -23,6 +23,7 @@ def speak(x: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.arange(4.0)
+
 ONCE: dict[str, Callable[[], Any]] = {
     "eager": lambda: speak(X),
     "eager, with gradients": lambda: speak(X.to("jax").requires_grad_()).backward(),
@@ -135,3 +136,24 @@ def test_unused_calls_into_jax_without_effects_are_dead_code() -> None:
 def test_a_print_demands_no_key() -> None:
     fn = ts.jax_jit(speak)
     assert ts.jax_view(lambda x: fn(x) + 1)(jnp.arange(4.0)) == 15
+
+
+def test_seeding_within_a_captured_function_is_refused() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand(2)
+
+    with pytest.raises(NotImplementedError, match=r"(?s)test_effects\.py.*seeded within a captured function"):
+        ts.jax_jit(fn)(torch.ones(2))
+
+
+def test_states_of_the_generator_replay_draws() -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        state = torch.get_rng_state()
+        first, second = torch.rand(4), torch.rand(4)
+        torch.set_rng_state(state)
+        return [x + first, x + second, x + torch.rand(4)]
+
+    first, second, again = (out.cpu() for out in ts.jax_jit(fn)(torch.zeros(4)))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)

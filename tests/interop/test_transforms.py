@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,28 +13,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from torch_shard.collectives import axis_size
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32, sums in another order
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found.detach().cpu(), wanted.detach(), **CLOSE)
-
-
-def wavy(x: torch.Tensor) -> torch.Tensor:
-    """Its derivatives differ where torch cuts them: detach and no_grad."""
-    with torch.no_grad():
-        weight = x.cos()
-    return (x.sin() * weight * x * x.detach()).sum()
-
-
-X = torch.tensor([0.3, -1.2, 2.0])
-
-
-def torch_grad(fn: Any, x: torch.Tensor) -> torch.Tensor:
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(fn(x), x, create_graph=True)[0]
+from tests.oracles.derivatives import X, assert_close, torch_grad, wavy
 
 
 @pytest.mark.parametrize("argument", [X, X.numpy(), X.to("jax")], ids=["cpu", "numpy", "jax"])
@@ -83,20 +60,6 @@ def _grad_sum(fn: Any, x: torch.Tensor) -> torch.Tensor:
 def test_compositions_equal_torch(name: str) -> None:
     adapt, oracle = COMPOSITIONS[name]
     assert_close(adapt(wavy)(X), oracle(wavy)(X))
-
-
-@pytest.mark.parametrize("inner", ["plain", "grad"])
-def test_vmap_equals_a_loop(inner: str) -> None:
-    fn, oracle = (wavy, wavy) if inner == "plain" else (ts.jax_grad(wavy), lambda x: torch_grad(wavy, x))
-    rows = torch.stack([X, 2 * X, -X])
-    assert_close(ts.jax_vmap(fn)(rows), torch.stack([oracle(row) for row in rows]))
-    assert_close(ts.jax_jit(ts.jax_vmap(fn))(rows), torch.stack([oracle(row) for row in rows]))
-
-
-def test_vmap_takes_axes() -> None:
-    fn = ts.jax_vmap(lambda a, b: a @ b, in_axes=(1, None), out_axes=1)
-    a, b = torch.randn(3, 4), torch.randn(3, 2)
-    assert_close(fn(a, b), (a.T @ b).T)
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
@@ -180,77 +143,6 @@ def test_nested_calls_draw_their_own_numbers() -> None:
     assert not torch.equal(grad1.cpu(), grad2.cpu())
 
 
-def test_training_mode_is_read_at_each_call() -> None:
-    model, x = Noisy(), torch.ones(4, 64)
-    fn = ts.jax_jit(model)
-    assert (fn(x) == 0).any()
-    model.eval()
-    assert_close(fn(x), model(x))
-    model.train()
-    assert (fn(x) == 0).any()
-
-
-def test_closed_over_parameters_are_read_at_each_call() -> None:
-    model = nn.Linear(3, 2)
-    fn = ts.jax_jit(lambda x: model(x))
-    assert_close(fn(X), model(X))
-    with torch.no_grad():
-        model.weight.add_(1)
-    assert_close(fn(X), model(X))
-    model.to("jax")
-    assert_close(fn(X), model.to("cpu")(X))
-
-
-def test_the_source_documents_loop_trains() -> None:
-    """jax_value_and_grad, and optax through call_jax, in one jitted torch function."""
-    torch.manual_seed(0)
-    model, optimizer = nn.Linear(3, 1), optax.adam(1e-2)
-    x, y = torch.randn(16, 3), torch.randn(16, 1)
-
-    def loss_fn(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
-
-    @ts.jax_jit
-    def train_step(weights: dict, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss, grads = ts.jax_value_and_grad(loss_fn)(weights, x, y)
-        updates, opt_state = ts.call_jax(optimizer.update, grads, opt_state, weights)
-        return loss, ts.call_jax(optax.apply_updates, weights, updates), opt_state
-
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    opt_state = ts.call_jax(optimizer.init, weights)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(4):
-        loss, weights, opt_state = train_step(weights, opt_state, x, y)
-        wanted = F.mse_loss(model(x), y)
-        adam.zero_grad()
-        wanted.backward()
-        adam.step()
-        assert_close(loss, wanted)
-    assert_close(weights["weight"], model.weight)
-
-
-def test_jax_functions_inside_torch_have_jax_gradients() -> None:
-    fn = ts.jax_jit(ts.jax_grad(lambda x: ts.call_jax(jnp.sinc, x * 2).sum()))
-    assert_close(fn(X), 2 * torch.from_numpy(np.array(jax.vmap(jax.grad(jnp.sinc))(2 * X.numpy()))))
-    assert_close(ts.torch_view(jnp.cumsum)(X), X.cumsum(0))
-    assert_close(ts.jax_jit(lambda x: x.apply_jax(jnp.cumsum) + 1)(X), X.cumsum(0) + 1)
-
-
-def test_torch_functions_inside_jax_have_torch_gradients() -> None:
-    fn = ts.jax_view(wavy)
-    found = jax.jit(jax.grad(lambda x: fn(x) * 2))(jnp.asarray(X.numpy()))
-    assert_close(torch.from_numpy(np.array(found)), 2 * torch_grad(wavy, X))
-    assert_close(ts.torch_view(ts.call_torch(torch.sin, jnp.asarray(X.numpy()))), X.sin())
-
-
-def test_a_torch_function_in_jax_needs_a_key_to_draw() -> None:
-    fn = ts.jax_view(lambda x: F.dropout(x, 0.5))
-    with pytest.raises(ValueError, match=r"draws random numbers: pass it a key \(key=jax.random.key\(seed\)\)"):
-        fn(jnp.ones(4))
-    key = jax.random.key(0)
-    assert jnp.array_equal(fn(jnp.ones(64), key=key), fn(jnp.ones(64), key=key))
-
-
 @pytest.mark.parametrize("as_expression", [True, False])
 def test_a_sharding_constraint_inside_jit(as_expression: bool) -> None:
     mesh = ts.make_mesh(x=4, y=2)
@@ -325,128 +217,3 @@ def test_unhashable_static_values_are_named() -> None:
 
     with pytest.raises(TypeError, match="argument of type Odd, which is neither a tensor nor hashable"):
         ts.jax_grad(lambda x, o: x.sum())(X, Odd())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own jvp
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.vmap])
-def test_torchs_own_transforms_of_what_closes_over_parameters(transform: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        out = model(x).sin()
-        return out if transform is torch.vmap else out.sum()
-
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(ts.jax_jit(transform(fn))(x).cpu(), transform(fn)(x).detach())
-
-
-def test_a_key_is_needed_only_where_an_adapted_function_within_draws() -> None:
-    fn = ts.jax_view(lambda x: ts.jax_jit(ts.jax_vmap(torch.sin))(x))
-    assert_close(ts.torch_view(fn(jnp.ones(3))), torch.ones(3).sin())
-    with pytest.raises(ValueError, match="draws random numbers: pass it a key"):
-        ts.jax_view(lambda x: ts.jax_jit(torch.rand_like)(x))(jnp.ones(3))
-    assert ts.jax_view(fn) is fn
-
-
-LOOPS = {
-    "given": lambda view, x: ts.call_jax(jax.lax.fori_loop, 0, 3, view, x),
-    "within": lambda view, x: ts.call_jax(lambda x: jax.lax.fori_loop(0, 3, view, x), x),
-    "jit": lambda view, x: ts.call_jax(lambda x: jax.jit(view)(2, jax.jit(view)(1, jax.jit(view)(0, x))), x),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_of_jax_over_torch_functions_read_what_these_close_over(name: str) -> None:
-    """JAX keeps the trace of a body by its identity, and with it the values of the first call."""
-    fn = ts.jax_view(lambda x, w: LOOPS[name](ts.jax_view(lambda i, c: c * w), x))
-    compiled = jax.jit(lambda x, w: fn(x, w))
-    x = jnp.ones(2)
-    for run in (fn, compiled):
-        for w in (2.0, 3.0):
-            assert run(x, x * w).tolist() == [w**3] * 2
-    grad = jax.grad(lambda w: fn(x, w).sum())
-    assert grad(x * 2).tolist() == [12.0] * 2
-    assert jax.jit(grad)(x * 3).tolist() == [27.0] * 2
-
-
-def test_views_given_to_loops_of_jax_read_their_tensors_at_each_call() -> None:
-    w = torch.full((2,), 2.0)
-    body = ts.jax_view(lambda i, c: c * w)
-    for _ in range(2):
-        assert_close(ts.call_jax(jax.lax.fori_loop, 0, 3, body, torch.ones(2)), w**3)
-        w += 1
-
-
-class Sine(torch.autograd.Function):
-    """Its own derivative is twice torch's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad * ctx.saved_tensors[0].cos()
-
-
-UNSEEN = {
-    "autograd.Function": Sine.apply,
-    "vmap": lambda w: torch.func.vmap(lambda row, w: row * w.sum(), in_dims=(0, None))(w, w),
-    "grad": torch.func.grad(lambda w: (w.sin() * w).sum()),
-    "vjp": lambda w: torch.func.vjp(torch.sin, w)[1](w)[0],
-}
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_what_is_closed_over_has_its_gradient_where_no_torch_function_is_called(name: str) -> None:
-    def loss(adapt: Any, w: torch.Tensor) -> torch.Tensor:
-        return (adapt(lambda x: UNSEEN[name](w) * x)(X) ** 2).sum()
-
-    assert_close(ts.jax_grad(lambda w: loss(ts.jax_jit, w))(X), torch_grad(lambda w: loss(lambda f: f, w), X))
-
-
-def test_a_view_within_one_call_is_captured_for_each_size_of_an_axis() -> None:
-    view = ts.jax_view(lambda x: x * axis_size("i"))
-
-    def both(x: jax.Array) -> Any:
-        return [jax.vmap(view, axis_name="i")(x[:n]) for n in (2, 3)]
-
-    for found, size in zip(ts.jax_jit(lambda x: ts.call_jax(both, x))(torch.ones(3)), (2, 3), strict=True):
-        assert_close(found, torch.full((size,), float(size)))
-
-
-@pytest.mark.parametrize("device", ["cpu", "jax"])
-def test_eager_gradients_reach_what_an_adapted_function_closes_over(device: str) -> None:
-    torch.manual_seed(0)
-    model, x, traces = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), torch.randn(2, 3), []
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        traces.append(1)
-        return model(x)[torch.tensor([0, 1, 0])].square().sum()
-
-    leaf = x.clone().requires_grad_()
-    model.eval()
-    wanted = torch.autograd.grad(loss(leaf), [leaf, *model.parameters()])
-    model.to(device)
-    fn, counts = ts.jax_jit(loss), []
-    for _ in range(3):
-        leaf = x.to(device).clone().requires_grad_()
-        found = torch.autograd.grad(fn(leaf), [leaf, *model.parameters()])
-        for f, w in zip(found, wanted, strict=True):
-            assert f.device.type == leaf.device.type
-            assert_close(f, w)
-        counts.append(len(traces))
-    assert len(set(counts)) == 1  # captured for the first call only
-    model.train()
-    dropped = torch.stack([fn(leaf).detach().cpu() for _ in range(8)])
-    assert len(dropped.unique()) > 1
-
-
-def test_literals_of_functions_that_close_over_what_is_differentiated() -> None:
-    def loss(jit: Any, c: torch.Tensor) -> torch.Tensor:
-        inner = jit(lambda x: torch.zeros(4, 3).index_put((torch.tensor([0, 1]),), c).square().sum() + x)
-        return inner(c.sum())
-
-    assert_close(ts.jax_grad(lambda c: loss(ts.jax_jit, c))(X), torch_grad(lambda c: loss(lambda f: f, c), X))

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import torch_shard as ts
-from torch_shard._lowering.ops import LOWERINGS, RANDOM
 
 CLOSE = {"rtol": 2e-4, "atol": 1e-4}  # float32; sums of up to some hundred terms, gradients squared twice
+
 Case = tuple[str, Callable[..., torch.Tensor], list[tuple[int, ...]]]
 
 
@@ -135,70 +135,3 @@ def test_value_and_gradients_equal_eager_torch(fn: Callable[..., torch.Tensor], 
     torch.testing.assert_close(found_value.cpu(), value.detach(), **CLOSE)
     for grad, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad.cpu(), other, **CLOSE)
-
-
-DRAWS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {
-    "rand": (lambda: torch.rand(20_000), 0.5, 1 / 12**0.5),
-    "randn": (lambda: torch.randn(20_000), 0.0, 1.0),
-    "rand_like": (lambda: torch.rand_like(torch.ones(20_000)), 0.5, 1 / 12**0.5),
-    "randn_like": (lambda: torch.randn_like(torch.ones(20_000)), 0.0, 1.0),
-    "randint": (lambda: torch.randint(2, 6, (20_000,)).float(), 3.5, 1.25**0.5),
-    "randint_like": (lambda: torch.randint_like(torch.ones(20_000), 4), 1.5, 1.25**0.5),
-    "randperm": (lambda: torch.randperm(20_000).float(), 9_999.5, 20_000 / 12**0.5),
-    "bernoulli": (lambda: torch.bernoulli(torch.full((20_000,), 0.3)), 0.3, 0.21**0.5),
-    "bernoulli_": (lambda: torch.empty(20_000).bernoulli_(0.3), 0.3, 0.21**0.5),
-    "normal_": (lambda: torch.empty(20_000).normal_(2, 3), 2.0, 3.0),
-    "normal": (lambda: torch.normal(torch.full((20_000,), 2.0), 3.0), 2.0, 3.0),
-    "uniform_": (lambda: torch.empty(20_000).uniform_(-1, 3), 1.0, 4 / 12**0.5),
-    "exponential_": (lambda: torch.empty(20_000).exponential_(2.0), 0.5, 0.5),
-    "geometric_": (lambda: torch.empty(20_000).geometric_(0.4), 2.5, 0.6**0.5 / 0.4),
-    "log_normal_": (lambda: torch.empty(20_000).log_normal_(0, 0.25).log(), 0.0, 0.25),
-    "poisson": (lambda: torch.poisson(torch.full((20_000,), 3.0)), 3.0, 3.0**0.5),
-    "multinomial": (lambda: torch.multinomial(torch.tensor([1.0, 2.0, 1.0]), 20_000, True).float(), 1.0, 0.5**0.5),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_random_operators_have_torchs_distribution(name: str) -> None:
-    draw, mean, deviation = DRAWS[name]
-    torch.manual_seed(0)
-    jitted = ts.jax_jit(lambda x: draw() + x)
-    drawn, again = (jitted(torch.zeros(())).cpu() for _ in range(2))
-    assert not torch.equal(drawn, again)
-    assert drawn.shape == draw().shape
-    assert drawn.dtype == draw().dtype
-    assert abs(drawn.mean() - mean) < 6 * deviation / len(drawn) ** 0.5  # six standard errors
-    assert abs(drawn.std() / deviation - 1) < 0.1
-
-
-def test_draws_without_replacement_do_not_repeat() -> None:
-    weights = torch.tensor([[1.0, 0.0, 2.0, 3.0]]).repeat(50, 1)
-    drawn = ts.jax_jit(lambda w: torch.multinomial(w, 3))(weights).cpu()
-    assert (drawn.sort(-1).values == torch.tensor([0, 2, 3])).all()
-    permutation = ts.jax_jit(lambda x: torch.randperm(100) + x)(torch.tensor(0)).cpu()
-    assert sorted(permutation.tolist()) == list(range(100))
-
-
-def test_every_random_operator_takes_a_key() -> None:
-    seeded = {op for op in LOWERINGS if torch.Tag.nondeterministic_seeded in op.tags}
-    assert seeded <= RANDOM
-
-
-CASTS: dict[str, Callable[[], torch.Tensor]] = {
-    "uint8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.uint8),
-    "int8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.int8),
-    "int16": lambda: torch.tensor([40000.0, -3.0, 1.5]).to(torch.int16),
-    "bool": lambda: torch.tensor([0.0, -0.0, 0.5, torch.nan]).bool(),
-    "complex to real": lambda: torch.tensor([1 + 2j, 2j]).real,
-    "cumsum of uint8": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0).int(),
-    "cumsum of bool": lambda: torch.tensor([[True, False, True]]).cumsum(-1).int(),
-    "cumprod of int8": lambda: torch.full((3,), 20, dtype=torch.int8).cumprod(0).int(),
-    "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
-    "sum of bools": lambda: torch.tensor([True, False]) + torch.tensor([True, False]),
-}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_conversions_and_totals_have_torchs_dtypes(name: str) -> None:
-    found = ts.jax_jit(lambda x: (CASTS[name](), x)[0])(torch.ones(()))
-    torch.testing.assert_close(found.cpu(), CASTS[name](), rtol=0, atol=0)

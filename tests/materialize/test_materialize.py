@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations
 import torch_shard as ts
 from tests.tables.cases import CASES, MESHES, WHOLE, chosen, make_mesh
 from tests.tables.models import MODELS
-from torch_shard._materialize.threefry import FUSED, counters
 
 SPLIT = ts.ShardingPlan({"w": P("batch", "model")})
 
@@ -149,6 +148,7 @@ def test_numbers_depend_on_the_name_alone() -> None:
 
 
 MODELS_BY_NAME = {case.name: case for case in (*CASES, *MODELS)}
+
 OFTEN = ("gpt", "resnet_train", "lstm", "tied", "frozen", "buffers", "diffusion")
 
 
@@ -224,14 +224,6 @@ def test_compiles_do_not_grow_with_depth() -> None:
     assert counts[1] == counts[2] <= 4  # a program for each kind of entry, of 48
 
 
-def test_bits_are_those_of_jax() -> None:
-    for shape in ((), (5,), (3, 4, 5)):
-        found, wanted = (jax.random.bits(jax.random.key(7, impl=kind), shape) for kind in (FUSED, None))
-        assert (found == wanted).all()
-    high, low = counters((3, 5, 2, 4), limit=16)  # two words, as for more than 2**32 elements
-    assert len(set(zip(high.flatten().tolist(), low.flatten().tolist(), strict=True))) == 120
-
-
 @pytest.mark.slow
 def test_all_of_torch_nn() -> None:
     from tests.tables.nn_table import ROWS
@@ -262,6 +254,7 @@ def hf(name: str) -> Any:
 
 
 OTHERS = ["Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Mixtral", "DeepseekV3", "GptOss", "Bert", "T5", "Bart"]
+
 SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in (*OTHERS, "ViT", "CLIP", "Whisper", "Mamba", "Bloom")]
 
 

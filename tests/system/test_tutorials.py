@@ -2,13 +2,13 @@
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
@@ -24,11 +24,3 @@ def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
 def test_tutorial(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert path.read_text().rstrip().splitlines()[-1].startswith("assert")
     run(str(path), cwd=tmp_path)
-
-
-def test_the_code_of_the_readme_runs(tmp_path: pathlib.Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    program = tmp_path / "readme.py"
-    program.write_text("\n".join(blocks))
-    run(str(program), cwd=tmp_path)

@@ -142,27 +142,6 @@ def test_a_checkpoint_draws_the_same_numbers_again(where: str, use_reentrant: bo
     np.testing.assert_allclose(grad, out, rtol=1e-6)
 
 
-def test_seeding_within_a_captured_function_is_refused() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(3)
-        return x + torch.rand(2)
-
-    with pytest.raises(NotImplementedError, match=r"(?s)test_random\.py.*seeded within a captured function"):
-        ts.jax_jit(fn)(torch.ones(2))
-
-
-def test_states_of_the_generator_replay_draws() -> None:
-    def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        state = torch.get_rng_state()
-        first, second = torch.rand(4), torch.rand(4)
-        torch.set_rng_state(state)
-        return [x + first, x + second, x + torch.rand(4)]
-
-    first, second, again = (out.cpu() for out in ts.jax_jit(fn)(torch.zeros(4)))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
 def masks(sizes: tuple[int, int], seed: int) -> list[np.ndarray]:
     """Which outputs were dropped in three steps."""
 

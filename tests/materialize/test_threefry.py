@@ -15,10 +15,10 @@ from torch.nn import init
 import torch_shard as ts
 from tests.materialize.test_materialize import Buffer, values
 from tests.tables.cases import GPT, WHOLE, chosen, make_mesh
-from torch_shard._capture import replacements as _initialisers
-from torch_shard._lowering.ops import random as _random
+from torch_shard._materialize.threefry import FUSED, counters
 
 NUM = 1 << 20
+
 DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "normal": lambda x: x.normal_(0.5, 0.02),
     "uniform": lambda x: x.uniform_(-1, 2),
@@ -33,6 +33,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bernoulli": lambda x: x.copy_(torch.bernoulli(torch.full(x.shape, 1e-3, dtype=x.dtype))),
     "multinomial": lambda x: x.copy_(torch.multinomial(torch.ones(8, dtype=x.dtype), NUM, replacement=True)),
 }
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -66,28 +67,6 @@ def test_numbers_below_one_stay_below_one(dtype: torch.dtype) -> None:
     assert found.min() >= 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("end", [0, 1])
-def test_no_outlier_at_the_ends_of_a_wide_interval(
-    end: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What comes of the first and the last of the numbers that are drawn: eight million to one, each."""
-
-    def extreme(x: torch.Tensor, *ends: float, generator: Any = None) -> torch.Tensor:
-        return x.fill_(ends[end])
-
-    monkeypatch.setattr(torch.Tensor, "uniform_", extreme)
-    drawn = _initialisers.trunc_normal_(torch.empty(3, dtype=dtype), 0, 0.02, -2, 2)
-    assert 5 * 0.02 < drawn.abs().max() < 6 * 0.02
-
-
-def test_noise_of_gumbel_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.random, "exponential", lambda key, shape, dtype: np.zeros(shape, dtype))
-    drawn = np.asarray(_random.exponential(None, np.zeros(3, np.float32)))
-    assert (drawn > 0).all()
-    assert np.isfinite(np.log(drawn)).all()
-
-
 def test_no_two_entries_are_correlated() -> None:
     make: Any = lambda: nn.Sequential(GPT(num_layers=4), nn.LSTM(16, 16, 2), *(nn.Linear(16, 16) for _ in range(8)))  # noqa: E731
     found = values(ts.materialize(make, make_mesh((4, 2)), WHOLE))
@@ -99,3 +78,11 @@ def test_no_two_entries_are_correlated() -> None:
     for one, other in pairs:
         bound = 5 / random[one].size ** 0.5  # standard deviations of the correlation of independent numbers
         assert abs(np.corrcoef(random[one], random[other])[0, 1]) < bound, (one, other)
+
+
+def test_bits_are_those_of_jax() -> None:
+    for shape in ((), (5,), (3, 4, 5)):
+        found, wanted = (jax.random.bits(jax.random.key(7, impl=kind), shape) for kind in (FUSED, None))
+        assert (found == wanted).all()
+    high, low = counters((3, 5, 2, 4), limit=16)  # two words, as for more than 2**32 elements
+    assert len(set(zip(high.flatten().tolist(), low.flatten().tolist(), strict=True))) == 120
