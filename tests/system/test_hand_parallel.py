@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +18,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
+from tests.oracles.collectives import count_collectives
 from tests.tables.cases import chosen
 
 TUTORIALS = pathlib.Path(__file__).parents[2] / "tutorials"
 MESHES = [(8, 1), (4, 2), (2, 4)]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32, sums in another order
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
 def define(tutorial: str) -> dict[str, Any]:
@@ -179,9 +178,7 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, sizes: tuple[i
 
 def count(fn: Callable, *args: jax.Array) -> dict[str, int]:
     """How many collectives of each kind the compiled program has."""
-    text = jax.jit(fn).lower(*args).compile().as_text()
-    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
-    return {kind: n for kind, n in counts.items() if n}
+    return count_collectives(jax.jit(fn).lower(*args).compile())
 
 
 @pytest.mark.parametrize("sizes", chosen(MESHES, [(2, 4)]))

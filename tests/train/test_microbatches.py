@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import re
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.collectives import collectives_of
 from tests.oracles.eager import LEARNING_RATE, MOMENTUM, assert_close, optimizer
 from tests.tables.cases import CASES, ONE_MESH, WHOLE, make_mesh, squared_error
 
@@ -247,19 +247,12 @@ def test_the_split_adds_no_communication(sizes: tuple[int, int], name: str) -> N
     """The same collectives as in a step on one microbatch; XLA leaves the gradients' in the loop on the CPU."""
     case = CASE[name]
     parts = case.batches(4)
-    texts = []
+    found: list[collections.Counter[Any]] = []
     for n, batch in ((1, parts[0]), (4, enlarged(parts))):
         step = make(case.model(), case.loss_fn, n, sizes, optax.sgd(0.1), plan=case.plan)
-        texts.append(step.lower(step.init(), batch).compile().as_text())
-    pattern = r"= (.*) (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\("
-    found: list[collections.Counter[tuple[str, str]]] = []
-    for text in texts:  # XLA sends several arrays together, in any order
-        arrays = [
-            (kind, array)
-            for arrays, kind in re.findall(pattern, text)
-            for array in re.findall(r"\w+\[[\d,]*\]", arrays)
-        ]
-        found.append(collections.Counter(arrays))
+        program = collectives_of(step.lower(step.init(), batch).compile())
+        # XLA sends several arrays together, in any order
+        found.append(collections.Counter((one.kind, array) for one in program for array in one.arrays))
     assert found[0] == found[1]
 
 
