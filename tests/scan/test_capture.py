@@ -13,7 +13,9 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.cases import Case, chosen, make_mesh, regression, squared_error
-from tests.tables.layers import DEPTH, FORTH_AND_BACK, LAYERED, WIDTH, Block, Keeping, Layered, Stack
+from tests.tables.layered import FORTH_AND_BACK, LAYERED, Layered
+from tests.tables.layers import DEPTH, WIDTH, Block, Stack
+from tests.tables.layers_with_effects import Keeping
 from torch_shard._scan.reroll import Loop
 
 EVERYWHERE = ts.ShardingPlan({}, default=P())
