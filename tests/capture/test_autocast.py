@@ -1,4 +1,4 @@
-"""Dtypes: autocast regions, mixed precision of a step, models of another dtype, torch's promotion rules."""
+"""Autocast regions, mixed precision of a step, and models of another dtype, against eager torch."""
 
 from typing import Any
 

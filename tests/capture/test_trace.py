@@ -1,4 +1,4 @@
-"""What a capture keeps, refuses and leaves alone."""
+"""What a capture means, and refuses."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command line from outside, and the parts of the demo that its promises rest on."""
+"""The command line from outside."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The loop: to the bit after any stop, in the order of the data, with an orderly end for every kind of trouble."""
+"""The loop: to the bit after any stop, with an orderly refusal of what it cannot do."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What `visualize_sharding` draws, read back from the text and from the pictures."""
+"""What `visualize_sharding` draws, read back from the text."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The adapters against eager torch: values, gradients of every order, randomness, modes, errors."""
+"""The adapters against eager torch: values, gradients of every order, randomness, errors."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, under the model's names, back to the bit, onto any mesh."""
+"""Checkpoints: under the model's names, back to the bit, onto any mesh, by one writer."""
 
 import subprocess
 import sys

@@ -1,14 +1,18 @@
-"""torch-shard convert: from each format to each other, with the values as they were."""
+"""Weights from each format to each other, with the values as they were."""
+
+import pathlib
 
 import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.io.test_formats import WEIGHTS, equal
+from torch_shard._io.convert import convert_weights
 from torch_shard.cli import app
 
 
@@ -91,3 +95,36 @@ def test_what_cannot_be_converted(saved, tmp_path):
         said = " ".join(refused.stderr.replace("│", " ").split())
         assert message in said
     assert not any(tmp_path.iterdir())
+
+
+def test_there_and_back_again(tmp_path: pathlib.Path) -> None:
+    weights = {**WEIGHTS, "half": torch.randn(3).bfloat16(), "flag": torch.tensor(True), "view": torch.randn(4, 6).T}
+    torch.save({**weights, "tied": weights["weight"]}, tmp_path / "a.pt")
+    wanted = {**weights, "tied": weights["weight"]}
+    assert convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors") == tmp_path / "b.safetensors"
+    assert equal(load_file(tmp_path / "b.safetensors"), wanted)
+    convert_weights(tmp_path / "b.safetensors", tmp_path / "c.bin")
+    again = torch.load(tmp_path / "c.bin", weights_only=True)
+    assert equal(again, wanted)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in again.values())  # each stands by itself
+    index = convert_weights(tmp_path / "c.bin", tmp_path / "many", max_shard_bytes=100)
+    assert index == tmp_path / "many" / "model.safetensors.index.json"
+    convert_weights(tmp_path / "many", tmp_path / "d.pth")
+    assert equal(torch.load(tmp_path / "d.pth", weights_only=True), wanted)
+
+
+def test_conversions_that_are_refused(tmp_path: pathlib.Path) -> None:
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"convert: .*b.onnx must end in one of .safetensors, .bin, .pt, .pth"):
+        convert_weights(tmp_path / "a.safetensors", tmp_path / "b.onnx")
+    torch.save({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"holds files of both formats"):
+        convert_weights(tmp_path, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match=r"safetensors cannot hold x: torch.complex128"):
+        convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
+        convert_weights(tmp_path / "nowhere", tmp_path / "b.pt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no weights"):
+        convert_weights(tmp_path / "empty", tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()

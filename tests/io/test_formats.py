@@ -133,7 +133,6 @@ def test_sparse_tensors_are_listed(tmp_path: pathlib.Path) -> None:
 
 
 # Directories and indices, of both kinds.
-
 KINDS = {
     "safetensors": (ts.load_safetensors, save_file, "model-{}.safetensors", "model.safetensors.index.json"),
     "torch": (ts.load_torch, torch.save, "pytorch_model-{}.bin", "pytorch_model.bin.index.json"),
@@ -213,27 +212,9 @@ def test_parts_without_their_index_are_no_whole(kind: str, tmp_path: pathlib.Pat
 
 
 # From one format to the other.
-
-
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     same = all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in wanted.items())
     return found.keys() == wanted.keys() and same
-
-
-def test_there_and_back_again(tmp_path: pathlib.Path) -> None:
-    weights = {**WEIGHTS, "half": torch.randn(3).bfloat16(), "flag": torch.tensor(True), "view": torch.randn(4, 6).T}
-    torch.save({**weights, "tied": weights["weight"]}, tmp_path / "a.pt")
-    wanted = {**weights, "tied": weights["weight"]}
-    assert convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors") == tmp_path / "b.safetensors"
-    assert equal(load_file(tmp_path / "b.safetensors"), wanted)
-    convert_weights(tmp_path / "b.safetensors", tmp_path / "c.bin")
-    again = torch.load(tmp_path / "c.bin", weights_only=True)
-    assert equal(again, wanted)
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in again.values())  # each stands by itself
-    index = convert_weights(tmp_path / "c.bin", tmp_path / "many", max_shard_bytes=100)
-    assert index == tmp_path / "many" / "model.safetensors.index.json"
-    convert_weights(tmp_path / "many", tmp_path / "d.pth")
-    assert equal(torch.load(tmp_path / "d.pth", weights_only=True), wanted)
 
 
 def test_what_a_file_is_shows_in_its_content(tmp_path: pathlib.Path) -> None:
@@ -242,20 +223,3 @@ def test_what_a_file_is_shows_in_its_content(tmp_path: pathlib.Path) -> None:
     convert_weights(tmp_path / "some", tmp_path / "a.pt")
     convert_weights(tmp_path / "other", tmp_path / "a.safetensors")
     assert equal(torch.load(tmp_path / "a.pt", weights_only=True), load_file(tmp_path / "a.safetensors"))
-
-
-def test_conversions_that_are_refused(tmp_path: pathlib.Path) -> None:
-    save_file(WEIGHTS, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"convert: .*b.onnx must end in one of .safetensors, .bin, .pt, .pth"):
-        convert_weights(tmp_path / "a.safetensors", tmp_path / "b.onnx")
-    torch.save({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"holds files of both formats"):
-        convert_weights(tmp_path, tmp_path / "b.pt")
-    with pytest.raises(ValueError, match=r"safetensors cannot hold x: torch.complex128"):
-        convert_weights(tmp_path / "a.pt", tmp_path / "b.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
-        convert_weights(tmp_path / "nowhere", tmp_path / "b.pt")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty holds no weights"):
-        convert_weights(tmp_path / "empty", tmp_path / "b.pt")
-    assert not (tmp_path / "b.pt").exists()

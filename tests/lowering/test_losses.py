@@ -1,4 +1,4 @@
-"""A vocabulary split over the mesh: neither the table nor the logits are ever gathered, and the numbers are torch's."""
+"""Losses over a split vocabulary, where neither table nor logits are ever gathered, and targets that are no class."""
 
 from typing import Any
 

@@ -13,7 +13,6 @@ from torch_shard._scan.siblings import find_siblings, stack_layout
 from torch_shard._sharding.entries import holdings
 
 
-# What is grouped.
 def grouped(model: nn.Module, rules: Any = None) -> set[tuple[str, ...]]:
     plan = ts.ShardingPlan(rules or {}, default=P()).resolve(model, make_mesh((4, 2)))
     specs = {name: sharding.spec for name, sharding in plan.items()}

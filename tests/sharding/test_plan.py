@@ -84,6 +84,7 @@ def glob_oracle(pattern: list[str], name: list[str]) -> bool:
 
 
 names = st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=4)
+
 globs = st.lists(st.sampled_from(["**", "*", "a*", "*b", "*a*", "a", "ab"]), min_size=1, max_size=5)
 
 
@@ -296,3 +297,76 @@ def test_equal_shapes_arrays_and_views_of_one_storage_are_no_tie(mesh):
     for a, b in [((8,), (8,)), (array, array), (rows[0], rows[1])]:
         resolved = ShardingPlan({"a": MODEL}, default=P()).resolve({"a": a, "b": b}, mesh)
         assert (resolved["a"].spec, resolved["b"].spec) == (MODEL, P())
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+def test_local_shapes_and_bytes_are_what_jax_puts_on_each_device(sizes):
+    mesh = make_mesh(batch=sizes[0], model=sizes[1])
+    arrays = {"a": np.ones((64, 8), "float32"), "b": np.ones((32,), "int16"), "c": np.ones((3, 5), "int8")}
+    plan = ShardingPlan({"a": P("model", "batch"), "b": P(("batch", "model"))}, default=P())
+    resolved = plan.resolve(arrays, mesh)
+    placed = jax.device_put(arrays, dict(resolved))
+    for device in mesh.devices.flat:
+        shards = {name: next(s for s in x.addressable_shards if s.device == device) for name, x in placed.items()}
+        assert {name: shard.data.shape for name, shard in shards.items()} == {
+            name: entry.local_shape for name, entry in resolved.entries.items()
+        }
+        assert sum(shard.data.nbytes for shard in shards.values()) == resolved.num_bytes_per_device
+    assert resolved.num_bytes == sum(array.nbytes for array in arrays.values())
+    assert resolved.fraction_replicated == 15 / resolved.num_bytes
+
+
+def test_bytes_count_a_tie_once():
+    weight = torch.zeros(8, 4)
+    entries = {"a": weight, "b": weight, "c": torch.zeros(2)}
+    resolved = ShardingPlan({"a": P("batch"), "c": P()}).resolve(entries, make_mesh(batch=4))
+    assert (resolved.num_bytes, resolved.num_bytes_per_device, resolved.fraction_replicated) == (
+        136,
+        40,
+        8 / 136,
+    )
+    assert ShardingPlan({}).resolve({}, make_mesh(batch=4)).fraction_replicated == 0
+
+
+def read_rows(table: str) -> dict[str, list[str]]:
+    rows = (re.split(r"\s*[│┃]\s*", line)[1:-1] for line in table.splitlines())
+    return {row[0]: row[1:] for row in rows if row}
+
+
+def test_a_resolved_plan_prints_as_a_table_with_nothing_cut():
+    long = "layers." * 40 + "weight"
+    bfloat16 = jax.ShapeDtypeStruct((8, 500), "bfloat16")
+    shapes = {long: bfloat16, "b": torch.zeros(3, 5), "c": np.zeros(2, "int8")}
+    rules = {re.compile("[l][a-z.]*"): P(("batch", "model"), None), "c": P("model")}
+    table = str(ShardingPlan(rules, default=P()).resolve(shapes, make_mesh(batch=4, model=2)))
+    rule = "re.compile('[l][a-z.]*')"  # no rich markup, so the brackets stay
+    assert read_rows(table) == {
+        "name": ["shape", "dtype", "rule", "spec", "local shape", "bytes per device"],
+        long: ["(8, 500)", "bfloat16", rule, "P(('batch', 'model'), None)", "(1, 500)", "1.0 kB"],
+        "b": ["(3, 5)", "float32", "default", "P()", "(3, 5)", "60 bytes"],
+        "c": ["(2,)", "int8", '"c"', "P('model')", "(1,)", "1 byte"],
+    }
+    assert table.splitlines()[0].strip() == "ShardingPlan on mesh (batch=4, model=2)"
+    assert table.splitlines()[-1].strip() == "total 8.1 kB, per device 1.1 kB, replicated 0.7%"
+
+
+def test_the_table_says_where_a_tie_lies_and_admits_unknown_bytes():
+    weight = torch.zeros(8)
+    plan = ShardingPlan({"a": P("batch"), "c": P()})
+    resolved = plan.resolve({"a": weight, "b": weight, "c": (8,)}, make_mesh(batch=4))
+    rows = read_rows(str(resolved))
+    assert rows["b"] == ["(8,)", "float32", '"a"', "P('batch')", "(2,)", "in a"]
+    assert rows["c"] == ["(8,)", "-", '"c"', "P()", "(8,)", "-"]
+    assert (resolved.num_bytes, resolved.num_bytes_per_device, resolved.fraction_replicated) == (None,) * 3
+    assert str(resolved).splitlines()[-1].strip() == "total -, per device -, replicated -"
+
+
+def test_a_resolved_plan_is_a_mapping_that_cannot_change():
+    mesh = make_mesh(batch=4, model=2)
+    resolved = ShardingPlan({"a": P("model")}).resolve({"a": (8,)}, mesh)
+    assert dict(resolved) == {"a": NamedSharding(mesh, P("model"))}
+    assert repr(resolved) == "ResolvedPlan(num_names=1, mesh=(batch=4, model=2))"
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        resolved["a"] = None
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        resolved.entries["a"] = None

@@ -1,4 +1,4 @@
-"""Entries of repeated layers stored together: the mapping, what is grouped, and steps equal to those without."""
+"""Entries of repeated layers stored together: a mapping, and a pytree."""
 
 import copy
 import pickle
@@ -10,7 +10,6 @@ import pytest
 
 from torch_shard._sharding.stacked import Layout, Stacks, stack_dicts
 
-# The mapping.
 GROUPS = (("0.w", "1.w", "2.w"), ("0.b", "1.b"))
 
 NAMES = ("first", "0.w", "0.b", "1.w", "1.b", "2.w")

@@ -1,4 +1,4 @@
-"""Every tutorial runs to its last assert; so does the code in the README."""
+"""Every tutorial runs to its last assert."""
 
 import os
 import pathlib

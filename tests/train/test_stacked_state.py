@@ -16,7 +16,6 @@ import torch_shard as ts
 from tests.tables.cases import BATCH, chosen, make_mesh, squared_error
 
 
-# Steps.
 class Deep(nn.Module):
     """Repeated blocks with parameters, a frozen one, buffers, and what stands alone."""
 

@@ -1,4 +1,4 @@
-"""A call of the step: nothing waits for the device, and the quick checks before it overlook nothing."""
+"""A call of the step: nothing waits, nothing compiles twice, and the quick checks before it overlook nothing."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""The training step: one program, the state where the plan says, randomness, ties, export, and every refusal."""
+"""The training step: its state, its metrics, its evaluation, and losses that it refuses."""
 
 from typing import Any
 
