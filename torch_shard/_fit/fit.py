@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_kind
@@ -24,6 +25,7 @@ from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_n
 logger = logging.getLogger(__name__)
 
 
+@public
 def fit(
     step: TrainStep,
     state: TrainState | None,
@@ -104,13 +106,13 @@ def fit(
     _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
     _check_on_bad_step(on_bad_step)
     _check_seed(seed)
-    check_max_grad_norm("fit", max_grad_norm)
+    check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
     _check_evaluation(eval_loader, eval_every, eval_step)
-    batches = Batches(loader, seed=seed, caller="fit")
+    batches = Batches(loader, seed=seed)
     evaluation = None
     if eval_loader is not None:
-        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed, caller="fit"))
+        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed))
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
@@ -147,17 +149,17 @@ def _check_seed(seed: object) -> None:
 
 
 def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
-    check_kind("fit", "step", step, TrainStep, hint="make_train_step gives one.")
-    check_kind("fit", "state", state, TrainState | None, hint="step.init(seed=0) gives one.")
-    check_kind("fit", "checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
+    check_kind("step", step, TrainStep, hint="make_train_step gives one.")
+    check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
+    check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
     if log is not None:
-        check_directory("fit", "log", log)
+        check_directory("log", log)
 
 
 def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object) -> None:
-    check_kind("fit", "eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
+    check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
-        check_kind("fit", "eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
+        check_kind("eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
     elif eval_every is not None or eval_step is not None:
         raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 
