@@ -2,13 +2,13 @@
 
 import os
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import cast, get_args
+from types import NoneType
+from typing import Any, cast, get_args
 
 from torch_shard._common.caller import caller
 
 
-def check_kind(argument: str, value: object, kind: type | UnionType, *, hint: str = "") -> None:
+def check_kind(argument: str, value: object, kind: Any, *, hint: str = "") -> None:
     """Refuse what is of another type.
 
     Args:

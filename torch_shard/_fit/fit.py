@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def fit(
     step: TrainStep,
     state: TrainState | None,
-    loader: Iterable[PyTree],
+    loader: Iterable[PyTree] | Callable[[int], Iterable[PyTree]],
     *,
     steps: int,
     eval_loader: Iterable[PyTree] | None = None,

@@ -148,7 +148,7 @@ class _Loader:
             refuse_hooks(target)
             refuse_load_hooks(target)
         self._file, self._dtype = file, dtype
-        self._target: torch.nn.Module | Mapping[str, PyTree] = target
+        self._target: Any = target
         self._match = Match(file, target, mesh, dtype)
         try:
             self._shardings, self._plan_fault = dict(plan.resolve(target, mesh)), ""
@@ -247,7 +247,7 @@ class _Loader:
         return {name: found[name] for name in self._target if name in found}
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
