@@ -19,7 +19,12 @@ MOST_ANY = 20  # per 1,000 lines
 
 MOST_POSITIONAL = 4  # without self and cls
 # They have the signatures of what PyTorch calls by position: ATen operators, functions of torch.
-MIRRORS = ("_lowering/ops/", "_capture/replacements.py", "_device/dispatch.py:_rrelu")
+MIRRORS = (
+    "_lowering/ops/",
+    "_capture/replacements.py",
+    "_capture/autocast.py:_init.init",
+    "_device/dispatch.py:_rrelu",
+)
 
 
 def count_any(path):
