@@ -4,6 +4,8 @@
 the rooms, and nothing is wrapped: signatures, doctests, tracebacks and the time of a call stay those of the function.
 """
 
+# pyright: reportPrivateUsage=false  (sys._getframe)
+
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType

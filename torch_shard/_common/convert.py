@@ -5,7 +5,6 @@
 
 import functools
 from collections.abc import Iterable
-from typing import cast
 
 import jax
 import numpy as np
@@ -80,7 +79,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
 def adopt_torch_nodes(tree: PyTree) -> None:
     """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
     for leaf in jax.tree.leaves(tree):
-        kind = cast(type, type(leaf))
+        kind: type[object] = type(leaf)
         node = torch_pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
             jax.tree_util.register_pytree_node(kind, node.flatten_fn, functools.partial(_unflatten, node))

@@ -77,7 +77,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def scalars(metrics: Mapping[str, PyTree]) -> dict[str, float]:
+def scalars(metrics: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Loss and those metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 

@@ -6,7 +6,7 @@ import functools
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -221,7 +221,8 @@ def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
         for batch in batches:
             state, metrics = step(state, batch)
-            found.append(_values(_numbers(metrics), state.opt_state[0], state))
+            (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)  # of `_keep_gradients`, and of the optimizer
+            found.append(_values(_numbers(metrics), kept, state))
     return found
 
 

@@ -279,7 +279,7 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: torch.Tensor | jax.Array | np.ndarray) -> torch.Tensor:
+def _to_cpu(value: PyTree) -> torch.Tensor:
     """The global value of a tensor or array, which other processes may hold parts of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.detach().cpu()

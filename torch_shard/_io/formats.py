@@ -72,15 +72,15 @@ class SafetensorsFile:
         lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
         if lacking:
             raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
-        self._last: tuple[str, object] = "", None
+        self._last: tuple[str, torch.Tensor] | None = None
         spans = {name: fields["data_offsets"] for name, fields in header.items()}
         self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
         self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One of the tensors, mapped by itself; the last one stays so, unless it is large."""
-        if self._last[0] != name:
-            self._last = "", None
+        if self._last is None or self._last[0] != name:
+            self._last = None
             tensor = self._map(name)
             if tensor.nbytes > RUN_BYTES:
                 return tensor

@@ -81,7 +81,7 @@ def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
     return found
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
+def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
     """What can be written: of a random key, its words."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
@@ -108,7 +108,9 @@ def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, jax.
     return found
 
 
-def _describe(where: str, names: tuple[str, ...], array: jax.Array, kind: str = "") -> SavedArray:
+def _describe(
+    where: str, names: tuple[str, ...], array: jax.Array | jax.ShapeDtypeStruct, kind: str = ""
+) -> SavedArray:
     array = _plain(array)
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):

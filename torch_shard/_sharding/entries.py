@@ -204,4 +204,4 @@ def _swapped(value: PyTree, new: Mapping[int, torch.Tensor]) -> PyTree:
         for key, item in pairs:
             if (replaced := _swapped(item, new)) is not item:
                 held[key] = replaced
-    return value
+    return cast(PyTree, value)

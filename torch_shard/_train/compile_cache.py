@@ -30,9 +30,7 @@ class CompileCache:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        if directory is not None and not isinstance(directory, str | os.PathLike):
-            kind = type(directory).__name__
-            raise TypeError(f"{caller()}: compile_cache must be a path or None, got {kind}.")
+        _check_path(directory)
         if directory is not None and not os.fspath(directory):
             raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
@@ -69,6 +67,11 @@ class CompileCache:
                 yield
             finally:
                 _configure(before)
+
+
+def _check_path(directory: object) -> None:
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"{caller()}: compile_cache must be a path or None, got {type(directory).__name__}.")
 
 
 def _configure(settings: Mapping[str, object]) -> None:

@@ -1,7 +1,6 @@
 """The makers of the steps that train and evaluate, with what their options mean."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportMissingTypeStubs=false  (optax has none)
 
 import os
 

@@ -1,7 +1,8 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +110,7 @@ class StateLayout:
             unsaved=unsaved_buffers(model),
             wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
-        self._structure = jax.tree.structure(self.shardings)
+        self._structure: object = jax.tree.structure(self.shardings)
         self.structs = self._structs()
 
     def _structs(self) -> TrainState:
@@ -137,7 +138,7 @@ class StateLayout:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         params = {name: self._tensors[name] for name in self.params.names}
 
-        def placed(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def placed(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._plan[names[-1]] if fits else replicated
@@ -226,7 +227,7 @@ class StateLayout:
             )
 
 
-def _type(value: torch.Tensor | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
+def _type(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype as JAX holds them."""
     dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
     return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)

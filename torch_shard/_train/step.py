@@ -157,6 +157,7 @@ class Step:
         )
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
+            assert state is not None
             program = self._within(self.layers.remat, loss, state, placed, max_grad_norm=key.max_grad_norm)
         else:
             program = self._jitted(loss, placed, key.max_grad_norm)
@@ -173,13 +174,13 @@ class Step:
         self,
         budget: int,
         loss: LossProgram,
-        state: TrainState | None,
+        state: TrainState,
         placed: list[jax.Array],
         *,
         max_grad_norm: float | None,
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""
-        found = {}
+        found: dict[str, int] = {}
         for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
             program = self._jitted(loss.with_remat(choice), placed, max_grad_norm)
             with self._cache.active():
@@ -228,7 +229,7 @@ class Step:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
-    def _normal(self, state: TrainState | None) -> TrainState | None:
+    def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
         return state
 

@@ -1,7 +1,8 @@
 """Steps that are not taken: a state is kept where the loss or a gradient is no good."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 
@@ -88,8 +89,8 @@ def check_max_grad_norm(value: object) -> None:
     Raises:
         ValueError: It is not a positive number.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and value > 0):
+    is_positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if value is not None and not is_positive:
         raise ValueError(
             f"{caller()}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."

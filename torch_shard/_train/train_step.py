@@ -1,11 +1,13 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import jax
 import numpy as np
@@ -47,8 +49,7 @@ class TrainStep(Step):
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
         self.optimizer, self._donated = optimizer, False
-        takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-        self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
+        self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
@@ -145,7 +146,7 @@ class TrainStep(Step):
         """
         check_max_grad_norm(max_grad_norm)
         program, arrays = self._prepare(batch, state, max_grad_norm)
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
@@ -167,7 +168,9 @@ class TrainStep(Step):
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
         ) -> PyTree:  # by name, whatever is stored together
-            updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
+            updates, opt_state = self.optimizer.update(
+                grads, opt_state, params, **({"value": loss} if self._takes_value else {})
+            )
             updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)

@@ -1,12 +1,12 @@
 """When two equations of a jaxpr do the same: keys that are equal only for equal primitives and parameters."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +47,11 @@ class Alike:
         return self._random[id(jaxpr)]
 
     def _freeze(self, value: object) -> Hashable:
+        kind = type(value)
         if isinstance(value, dict):
-            return tuple((name, self._freeze(v)) for name, v in sorted(value.items()))
+            return tuple((name, self._freeze(v)) for name, v in sorted(cast(dict[str, object], value).items()))
         if isinstance(value, (tuple, list)):
-            return (type(value), *map(self._freeze, value))
+            return (kind, *map(self._freeze, cast(Iterable[object], value)))
         if isinstance(value, ClosedJaxpr):
             return self._of_jaxpr(value.jaxpr), tuple(map(self._freeze, value.consts))
         if isinstance(value, Jaxpr):
@@ -99,7 +100,7 @@ def _context(eqn: JaxprEqn) -> Hashable:
     return tuple(getattr(ctx, name, None) for name in ("compute_type", "threefry_partitionable", "xla_metadata"))
 
 
-def _bits(value: ArrayLike) -> Hashable:
+def _bits(value: ArrayLike | np.generic) -> Hashable:
     if isinstance(value, jax.Array):
         return "identity", id(value)
     array = np.asarray(value)
@@ -117,8 +118,8 @@ def _is_hashable(value: object) -> bool:
 class RowValue:
     """What an operation computes: one array, or one for each of some rows, stacked."""
 
-    def __init__(self, array: ArrayLike | None = None, rows: list[int] | None = None) -> None:
-        self.array, self.rows = array, rows
+    def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
+        self.array, self.rows = array, rows  # None until it is computed
         self._taken: dict[int, jax.Array] = {}
 
     def take(self, row: int | None) -> jax.Array:
@@ -154,7 +155,7 @@ class RowSlot(NamedTuple):
 
 def assemble(slots: Iterable[RowSlot]) -> jax.Array:
     """Several variables of one type, stacked."""
-    pieces: list[tuple[RowValue, list[int | None]]] = []
+    pieces: list[tuple[RowValue, list[Any]]] = []
     for value, row in slots:
         if not pieces or pieces[-1][0] is not value:
             pieces.append((value, []))
