@@ -4,7 +4,8 @@
 the rooms, and nothing is wrapped: signatures, doctests, tracebacks and the time of a call stay those of the function.
 """
 
-# pyright: reportPrivateUsage=false  (sys._getframe)
+# sys._getframe has no public name.
+# pyright: reportPrivateUsage=false
 
 import sys
 from collections.abc import Callable

@@ -99,9 +99,9 @@ def _is_stacks(node: object) -> bool:
     return isinstance(node, Stacks)
 
 
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, jax.Array]:
+def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, PyTree]:
     """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, jax.Array] = {}
+    found: dict[SavedArray, PyTree] = {}
     for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
         for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
             found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)

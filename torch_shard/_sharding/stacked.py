@@ -1,7 +1,7 @@
 """Arrays by name, some of them stored together: one array for the same entry of every repeated layer."""
 
 # JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import dataclasses
 import functools

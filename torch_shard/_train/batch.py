@@ -90,4 +90,5 @@ def _describe(leaf: PyTree) -> object:
 
 def leaf_paths(batch: PyTree) -> list[str]:
     """Where each leaf of a batch stands, for messages."""
-    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
+    return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]

@@ -1,5 +1,8 @@
 """Compiled programs kept on disk between processes: JAX's own compilation cache, for our programs alone."""
 
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false
+
 import contextlib
 import os
 import tempfile

@@ -10,6 +10,9 @@ gathers though they are even), what a piece is cut into further once it is not e
 dims that are split over an axis of the batch (XLA gathers such weights first).
 """
 
+# What the nodes of a graph hold, torch.fx types as anything.
+# pyright: reportUnknownArgumentType=false
+
 import dataclasses
 import itertools
 import math

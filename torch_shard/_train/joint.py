@@ -196,7 +196,7 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
 def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
     pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
-    loss, metrics = pair if len(pair) == 2 else (out, {})
+    loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     if not is_scalar or not isinstance(metrics, dict):
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ class LossProgram:
             if isinstance(unit, str):
                 found[unit] = grad
             else:
-                members = grad if isinstance(grad, list) else [None] * len(unit.names)
+                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(unit.names)
                 found |= zip(unit.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
 

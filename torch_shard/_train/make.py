@@ -1,6 +1,7 @@
 """The makers of the steps that train and evaluate, with what their options mean."""
 
-# pyright: reportMissingTypeStubs=false  (optax has none)
+# optax has no stubs.
+# pyright: reportMissingTypeStubs=false
 
 import os
 

@@ -6,7 +6,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,8 +138,10 @@ class StateLayout:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         params = {name: self._tensors[name] for name in self.params.names}
 
-        def placed(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
+        def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            names = [
+                str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params
+            ]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._plan[names[-1]] if fits else replicated
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -192,7 +194,7 @@ class StateLayout:
         def init_opt_state(params: Stacks) -> PyTree:
             return run_by_name(self._optimizer.init, params, layout=self.params)
 
-        return jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params)
+        return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
     def normal(self, state: TrainState) -> TrainState:
         """A state as it is stored: what was replaced by plain dicts is stacked.
@@ -218,7 +220,7 @@ class StateLayout:
 
     def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
-        found, wanted = (jax.tree.structure(tree) for tree in (opt_state, self._opt_state))
+        found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
             raise ValueError(

@@ -1,7 +1,7 @@
 """When two equations of a jaxpr do the same: keys that are equal only for equal primitives and parameters."""
 
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import collections
 import dataclasses
