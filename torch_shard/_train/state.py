@@ -53,7 +53,7 @@ class TrainState:
     params: Mapping[str, jax.Array]
     frozen: Mapping[str, jax.Array]
     buffers: Mapping[str, jax.Array]
-    opt_state: optax.OptState
+    opt_state: Any
     key: jax.Array
     num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
