@@ -5,7 +5,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -44,8 +43,8 @@ def reference_kernels() -> Iterator[None]:
 def _substituted() -> Iterator[None]:
     thread = threading.get_ident()
 
-    def choose(original: Callable[..., Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def choose(original: Callable[..., object], substitute: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
 
         return call

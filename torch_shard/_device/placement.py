@@ -1,5 +1,6 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
     ShardingPlan,
@@ -25,7 +28,7 @@ from torch_shard._sharding import (
 )
 
 
-def put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
     """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
     if isinstance(value, JaxTensor):
         value = value.jax()
@@ -35,7 +38,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 
-def put_rows(values: list[Any], sharding: NamedSharding) -> jax.Array:
+def put_rows(values: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
     """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
     stacked = stack_sharding(sharding)
     if any(isinstance(value, JaxTensor | jax.Array) for value in values):
@@ -58,7 +61,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in stacks}
 
 
-def refuse_meta(tensors: dict[str, Any]) -> None:
+def refuse_meta(tensors: Mapping[str, object]) -> None:
     """Refuse entries that have no values.
 
     Raises:
@@ -90,7 +93,7 @@ def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @public
-def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
+def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     """Put each entry of a module or a state_dict onto its shards.
 
     One entry moves at a time, and its old storage is let go: no second copy of the model exists.
@@ -135,7 +138,7 @@ def _entry(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 @public
-def gather(model_or_tree: Any) -> Any:
+def gather(model_or_tree: PyTree) -> PyTree:
     """Bring a placed module, or a pytree of tensors and arrays, back to ordinary CPU tensors, an entry at a time.
 
     Args:
@@ -154,13 +157,13 @@ def gather(model_or_tree: Any) -> Any:
     return model_or_tree
 
 
-def _gather_node(node: Any) -> Any:
+def _gather_node(node: PyTree) -> PyTree:
     if isinstance(node, Stacks):
         return to_host_by_name(node)
     return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     return to_host(value.jax() if isinstance(value, JaxTensor) else value)
@@ -185,7 +188,7 @@ class BatchLayout:
             self._shardings[ndim] = NamedSharding(self.mesh, PartitionSpec(*tuple(self.spec)[:ndim]))
         return self._shardings[ndim]
 
-    def check(self, leaves: list[Any], paths: list[str]) -> None:
+    def check(self, leaves: list[PyTree], paths: list[str]) -> None:
         """Refuse a batch that does not divide.
 
         Args:
@@ -209,11 +212,11 @@ class BatchLayout:
                 "(DataLoader(drop_last=True))."
             )
 
-    def put(self, leaves: list[Any]) -> list[jax.Array]:
+    def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""
         return [self._put(leaf) for leaf in leaves]
 
-    def _put(self, leaf: Any) -> jax.Array:
+    def _put(self, leaf: PyTree) -> jax.Array:
         array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
         if not isinstance(array, jax.Array):
             # A copy, as the caller may write to its batch while the step still runs; not by `device_put`, whose Python

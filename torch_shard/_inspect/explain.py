@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from torch_shard._capture import Captured, capture
 from torch_shard._common.caller import public
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 from torch_shard._train import JointLoss, LossShape, flatten_batch
@@ -75,7 +75,7 @@ class Explanation:
 
 
 @public
-def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True) -> Explanation:
+def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, train: bool = True) -> Explanation:
     """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
 
     Args:
@@ -122,7 +122,7 @@ def _operators(graph: Captured[LossShape]) -> tuple[Operator, ...]:
     return tuple(sorted(found, key=lambda op: (op.lowering != "none", -op.count, op.name)))
 
 
-def _lowering_of(op: Any) -> str:
+def _lowering_of(op: torch._ops.OpOverload) -> str:
     if op in LOWERINGS:
         return "torch_shard"
     return "none" if find_lowering(op) is None else "torchax"

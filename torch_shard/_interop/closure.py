@@ -20,7 +20,7 @@ class Closure(threading.local):
         self.readers: list[Reader] = []
 
     @property
-    def token(self) -> Any:
+    def token(self) -> object:
         """The call from a capture into JAX that is being traced, or None."""
         return self.readers[-1].token if self.readers else None
 
@@ -65,7 +65,7 @@ class Reader:
         self,
         tensors: Sequence[torch.Tensor],
         values: Sequence[jax.Array],
-        token: Any = None,
+        token: object = None,
         *,
         partial: bool = False,
     ) -> None:

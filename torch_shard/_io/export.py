@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_path
 from torch_shard._device import JaxTensor, refuse_meta
 from torch_shard._io.formats import DTYPES, Stored
@@ -163,7 +164,7 @@ def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 @public
 def export_safetensors(
-    state: Any,
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
     path: str | os.PathLike[str],
     *,
     max_shard_bytes: int = SHARD_BYTES,
@@ -213,7 +214,7 @@ def export_safetensors(
 
 
 @public
-def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
+def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], path: str | os.PathLike[str]) -> Path:
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
     Args:
@@ -234,7 +235,9 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _collect(state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def _collect(
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
+) -> tuple[Mapping[str, PyTree], dict[str, PyTree]]:
     """The values, and shape and dtype of those that are to be written: each tensor under one name."""
     if isinstance(state, torch.nn.Module):
         values, unsaved = holdings(state).all, unsaved_buffers(state)
@@ -264,19 +267,19 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _struct(value: Any) -> Any:
+def _struct(value: PyTree) -> PyTree:
     """An array's shape and dtype: what is a row of a stack need not be cut out for that."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array | np.ndarray) else value
 
 
-def _dtype_of(state: Any, name: str, struct: Any) -> torch.dtype:
+def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     """An entry's dtype in torch, where JAX may hold it in fewer bits."""
     if isinstance(state, TrainState) and name in state.wide:
         return torch.int64
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array | np.ndarray) -> torch.Tensor:
     """The global value of a tensor or array, which other processes may hold parts of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.detach().cpu()
@@ -286,7 +289,7 @@ def _to_cpu(value: Any) -> torch.Tensor:
     return to_host(array)
 
 
-def _write_once(write: Callable[[Iterator[torch.Tensor]], Any], tensors: Iterator[torch.Tensor]) -> None:
+def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
     """Let the first process write; all of them go through the tensors, which gathers those on several processes."""
     if jax.process_count() == 1:
         write(tensors)

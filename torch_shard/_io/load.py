@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
@@ -25,7 +26,7 @@ Source = str | os.PathLike[str]
 @public
 def load_safetensors(
     path: Source,
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -33,7 +34,7 @@ def load_safetensors(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load safetensors straight onto their shards: each reads its own slice, and nothing is whole on host or device.
 
     All names, shapes, dtypes and the plan are checked before anything moves. Of several processes, each reads what its
@@ -79,14 +80,14 @@ def load_safetensors(
     """
     hint = "Tensors by name are for load_torch, which takes a mapping too." if isinstance(path, Mapping) else ""
     file = open_safetensors(check_path("path", path, hint=hint))
-    loader = _Loader(file, model_or_names, mesh, plan, dtype)
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
 
 @public
 def load_torch(
     path: Source | Mapping[str, torch.Tensor],
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -94,7 +95,7 @@ def load_torch(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load what `torch.save` wrote straight onto its shards, as `load_safetensors` does.
 
     The file is read with `weights_only=True`, so that it cannot run code, and mapped, where its format allows that
@@ -120,14 +121,21 @@ def load_torch(
         TypeError: An argument is of the wrong kind.
     """
     file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
-    return _Loader(file, model_or_names, mesh, plan, dtype).run(rename, allow_missing, allow_unused)
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
+    return loader.run(rename, allow_missing, allow_unused)
 
 
 class _Loader:
     """One load: check all, then read entry by entry."""
 
     def __init__(
-        self, file: TensorFile, target: Any, mesh: Mesh, plan: ShardingPlan, dtype: torch.dtype | None
+        self,
+        file: TensorFile,
+        target: torch.nn.Module | Mapping[str, PyTree],
+        *,
+        mesh: Mesh,
+        plan: ShardingPlan,
+        dtype: torch.dtype | None,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(
@@ -147,7 +155,9 @@ class _Loader:
         except ValueError as error:
             self._shardings, self._plan_fault = {}, str(error)
 
-    def run(self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed) -> Any:
+    def run(
+        self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed
+    ) -> torch.nn.Module | dict[str, torch.Tensor]:
         check_kind("rename", rename, Mapping | Callable | None)
         for option, given in (("allow_missing", allow_missing), ("allow_unused", allow_unused)):
             check_kind(option, given, Iterable | bool, hint="Give names or globs, or True for all.")
@@ -209,7 +219,7 @@ class _Loader:
                 yield entry, array
                 before = array
 
-    def _keep(self, name: str, value: Any) -> torch.Tensor | None:
+    def _keep(self, name: str, value: object) -> torch.Tensor | None:
         """An entry that the file lacks, with the values that it has, if any."""
         if isinstance(value, torch.Tensor):
             value = value.detach()

@@ -153,7 +153,7 @@ def capture_layers(
     while any(group.refused is None for group in groups):
         regions = LayerInterceptor(groups, modules)
         try:
-            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
+            program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
             rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
             if repeats.scan is True and not rolled.loops:
                 raise Refused(None, ALONE)

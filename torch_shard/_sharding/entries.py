@@ -1,18 +1,22 @@
 """What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
 
+# What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 
 from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 
-LossFn = Callable[..., Any]
+LossFn = Callable[..., PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +48,14 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
+def _named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    return cast(Iterator[tuple[str, nn.Module]], module.named_modules(remove_duplicate=remove_duplicate))
+
+
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
     names: dict[int, list[tuple[str, bool]]] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in _named_modules(module, remove_duplicate=False):
         for leaf, buffer in owner._buffers.items():
             saved = leaf not in owner._non_persistent_buffers_set
             names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
@@ -61,7 +69,7 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     Args:
         tensors: As in `Holdings.all`; those on the jax device are left out.
     """
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.numel():
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -78,7 +86,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         module: Left as it is; its tensors are not copied.
         values: One tensor for each name of `holdings`; ties and `requires_grad` are the module's.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, tensor in holdings(module).all.items():
         value = values[name].to(tensor.dtype)  # JAX may have held an int64 in 32 bits
         is_param = isinstance(tensor, nn.Parameter)
@@ -116,8 +124,8 @@ def refuse_load_hooks(module: nn.Module) -> None:
     """
     hooked = [
         name or type(module).__name__
-        for name, m in module.named_modules()
-        for hook in m._load_state_dict_pre_hooks.values()
+        for name, m in _named_modules(module)
+        for hook in cast(dict[int, Callable[..., object]], m._load_state_dict_pre_hooks).values()
         if not getattr(hook, "hook", hook).__module__.startswith("torch.")
     ]
     if hooked:
@@ -140,7 +148,7 @@ def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor
     for m in module.modules():
         for held in (m._parameters, m._buffers):
             for key in [key for key, found in held.items() if found is tensor]:
-                held[key] = value  # pyright: ignore[reportArgumentType]
+                cast(dict[str, torch.Tensor | None], held)[key] = value
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
@@ -185,14 +193,15 @@ def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     return swap(module, {id(tensor): empty})[id(tensor)]
 
 
-def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+def _swapped(value: PyTree, new: Mapping[int, torch.Tensor]) -> PyTree:
     if isinstance(value, torch.Tensor):
         return new.get(id(value), value)
     if type(value) is tuple:
-        return tuple(_swapped(item, new) for item in value)
+        return tuple(_swapped(item, new) for item in cast(tuple[PyTree, ...], value))
     if isinstance(value, list | dict):
-        pairs = list(enumerate(value) if isinstance(value, list) else value.items())
+        held = cast(dict[object, PyTree], value)  # or a list, which is written to by position
+        pairs = list(held.items() if isinstance(value, dict) else enumerate(cast(list[PyTree], value)))
         for key, item in pairs:
             if (replaced := _swapped(item, new)) is not item:
-                value[key] = replaced
+                held[key] = replaced
     return value

@@ -1,5 +1,8 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import copy
 import dataclasses
 import weakref
@@ -12,6 +15,8 @@ import torch
 
 from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
 from torch_shard._common.caller import caller
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
@@ -36,7 +41,7 @@ class LossOutputs:
     """What a loss program gives back, as arrays by name."""
 
     loss: jax.Array
-    metrics: dict[str, Any]
+    metrics: dict[str, PyTree]
     grads: Mapping[str, jax.Array]
     buffers: Mapping[str, jax.Array]
     written: Mapping[str, jax.Array]
@@ -100,7 +105,7 @@ class LossProgram:
         found = (self.units[position] for position in self.program.graph.written if position < len(self.units))
         return [unit for unit in found if isinstance(unit, str)]
 
-    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
+    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options that the program needs to be right on these devices."""
         regions = () if self.rolled is None else self.rolled.graphs
         platforms = {device.platform for device in mesh.devices.flat}
@@ -108,7 +113,7 @@ class LossProgram:
 
     def run(
         self,
-        key: Any,
+        key: Key,
         tensors: Mapping[str, jax.Array],
         batch: Sequence[jax.Array],
         closure: Sequence[jax.Array],
@@ -168,7 +173,7 @@ class _Inputs:
         return None if found is None else StackRow(*found)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" = weakref.WeakKeyDictionary()
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[object, LossProgram]]" = weakref.WeakKeyDictionary()
 
 
 def loss_program(
@@ -217,7 +222,7 @@ def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
         )
 
 
-def _identity(fn: LossFn) -> Any:
+def _identity(fn: LossFn) -> object:
     try:
         return weakref.ref(fn)
     except TypeError:

@@ -1,5 +1,8 @@
 """The makers of the steps that train and evaluate, with what their options mean."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
 
 import optax

@@ -1,9 +1,11 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.types import PyTree
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
@@ -120,8 +123,8 @@ class TrainStep(Step):
 
     @speaks_as(None)
     def __call__(
-        self, state: TrainState, batch: Any, *, max_grad_norm: float | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """Train by one step.
 
         Args:
@@ -154,20 +157,24 @@ class TrainStep(Step):
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
         if not self._programs and any(group.refused for group in program.groups):
             self._store(program.groups)  # layers that are no loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
-        def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
+        ) -> PyTree:  # by name, whatever is stored together
             updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
-            updated: Any = optax.apply_updates(params, updates)
+            updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)
 
-        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
+        def train_step(
+            state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
+        ) -> tuple[TrainState, dict[str, PyTree]]:
             layout.check_opt_state(state.opt_state)
             key = jax.random.fold_in(state.key, state.step)
             out = run(key, state.tensors, batch, closure)
@@ -189,7 +196,7 @@ class TrainStep(Step):
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
             if max_grad_norm is None:
                 return new, metrics
-            verdict = judge(out.loss, grads, norm, max_grad_norm, buffers)
+            verdict = judge(out.loss, grads, norm, max_grad_norm=max_grad_norm, buffers=buffers)
             return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
 
         return jax.jit(
@@ -222,7 +229,7 @@ class EvalStep(Step):
     caller, train = "make_eval_step", False
 
     @speaks_as(None)
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.
 
         Args:
@@ -237,8 +244,8 @@ class EvalStep(Step):
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
-    ) -> Callable[..., Any]:
-        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, Any]:
+    ) -> Callable[..., PyTree]:
+        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
