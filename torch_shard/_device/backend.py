@@ -84,13 +84,37 @@ def _run(op: Any, policy: object, *args: Any, **kwargs: Any) -> Any:
 
 
 def enable_globally() -> None:
-    """Accepted for programs written for torchax: tensors on the jax device always work."""
+    """Do nothing: accepted for programs written for torchax. Tensors on the jax device always work.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.enable_globally()
+        >>> torch.ones(2).to("jax").sum().item()
+        2.0
+    """
 
 
 def disable_globally() -> None:
-    """Accepted for programs written for torchax; see `enable_globally`."""
+    """Do nothing: accepted for programs written for torchax. Tensors on the jax device still work.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.disable_globally()
+        >>> torch.ones(2).to("jax").sum().item()
+        2.0
+    """
 
 
 def jax_device() -> contextlib.AbstractContextManager[None]:
-    """A scope for eager work on jax-device tensors, which needs none; see `enable_globally`."""
+    """Open a scope that does nothing: accepted for programs written for torchax.
+
+    Returns:
+        A context manager. Eager work on jax-device tensors needs none, inside it or outside.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> with ts.jax_device():
+        ...     torch.ones(2).to("jax").sum().item()
+        2.0
+    """
     return contextlib.nullcontext()

@@ -141,6 +141,17 @@ def gather(model_or_tree: Any) -> Any:
 
     Returns:
         The module; or the pytree, with CPU tensors that share no memory with the arrays, by name in plain dicts.
+
+    Raises:
+        NotImplementedError: A parameter has hooks.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = ts.make_mesh(batch=1, model=1)
+        >>> placed = ts.place(torch.nn.Linear(4, 2), mesh, ts.ShardingPlan({"weight": P("model")}, default=P()))
+        >>> placed.weight.device.type, ts.gather(placed).weight.device.type
+        ('jax', 'cpu')
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))

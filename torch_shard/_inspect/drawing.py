@@ -32,6 +32,16 @@ class Drawing:
     Attributes:
         heading: What is drawn, where that is more than one array; else empty.
         grids: One for all arrays that lie alike.
+
+    Example:
+        >>> import jax, torch_shard as ts
+        >>> drawing = ts.visualize_sharding(jax.numpy.zeros(2), name="w")
+        >>> print(drawing)
+        w (2,) float32
+        ┌───────┐
+        │ CPU 0 │
+        │ [:]   │
+        └───────┘
     """
 
     heading: str

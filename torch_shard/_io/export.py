@@ -184,7 +184,7 @@ def export_safetensors(
         The path of the file, or of the index of several.
 
     Raises:
-        TypeError: It is none of these, or the metadata are no strings.
+        TypeError: `state` is none of these, or the metadata are not strings.
         ValueError: A tensor has no values (on the meta device) or a dtype that safetensors lack; or the state was
             donated to a step.
         NotADirectoryError: `path` is a file of another kind.
@@ -214,15 +214,22 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
     Args:
-        state: As for `export_safetensors`.
+        state: A `TrainState` (parameters and buffers, without the optimiser), a module on any device, or a mapping of
+            names to tensors and arrays; global shapes are written, whatever the sharding.
         path: A file. It takes the place of an older one when it is whole.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: As `export_safetensors`.
-        ValueError: A tensor has no values (on the meta device).
+        TypeError: `state` is none of these, or its names are not strings.
+        ValueError: A tensor has no values (on the meta device); or the state was donated to a step.
+
+    Example:
+        >>> import os, tempfile, torch, torch_shard as ts
+        >>> path = ts.export_torch(torch.nn.Linear(4, 2), os.path.join(tempfile.mkdtemp(), "weights.pt"))
+        >>> sorted(torch.load(path, weights_only=True))
+        ['bias', 'weight']
     """
     path = check_path("export_torch", "path", path)
     values, structs = _collect("export_torch", state)

@@ -147,9 +147,9 @@ class ShardingPlan:
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> from torch_shard._mesh import make_mesh
-        >>> plan = ShardingPlan({"**.weight": P("model", None)}, default=P())
-        >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, make_mesh(batch=4, model=2))
+        >>> import torch_shard as ts
+        >>> plan = ts.ShardingPlan({"**.weight": P("model", None)}, default=P())
+        >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, ts.make_mesh(batch=4, model=2))
         >>> resolved.entries["up.weight"].local_shape
         (4, 16)
     """

@@ -30,7 +30,7 @@ class ArgKind:
             returned.
         check: Says what is wrong with a leaf, for that number of devices, or None. Leaves are arrays, with a `shape`,
             or Python numbers.
-        needs_leaves: Whether an argument without any tensor is an error.
+        needs_leaves: True makes an argument without any tensor an error.
 
     Example:
         >>> import torch, torch_shard as ts

@@ -65,6 +65,11 @@ def gather_from_jax_processes(tree: Any) -> list[Any]:
 
     Raises:
         ValueError: An array is spread over processes. Where one process fails, all raise.
+
+    Example:
+        >>> import jax.numpy as jnp, torch_shard as ts
+        >>> ts.gather_from_jax_processes({"loss": jnp.float32(0.5), "host": "a"})  # one process, so one tree
+        [{'host': 'a', 'loss': tensor(0.5000)}]
     """
     adopt_torch_nodes(tree)
     return _exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
@@ -95,7 +100,7 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         tree: A pytree of tensors, arrays and numbers, of the same structure in all processes.
         rtol: How far replicas may differ, relative to the most common value.
         atol: How far they may differ besides.
-        device_axis: Whether the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
+        device_axis: True where the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
 
     Raises:
         AssertionError: In every process: each leaf whose replicas differ, where they are, and by how much.

@@ -122,7 +122,7 @@ class Step:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
-            batch: As for the step.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
 
         Raises:
             ValueError: It does not divide over the mesh.

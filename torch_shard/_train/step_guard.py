@@ -17,7 +17,7 @@ class Verdict:
     """What a guarded step found.
 
     Attributes:
-        skipped: Whether the state was kept, bool scalar.
+        skipped: True where the state was kept, bool scalar.
         finite: For each stored array of the trainable parameters whether its gradient is finite: bool (), or (n,) for
             the rows of a stack.
         buffers: Likewise of the buffers whether they stay finite where they were.
