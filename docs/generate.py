@@ -7,6 +7,7 @@ import jupytext
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+BEFORE = "<!-- before -->"
 COPIED = {
     "operators.md": "tests/op_coverage.md",
     "architecture.md": "ARCHITECTURE.md",
@@ -24,6 +25,13 @@ def on_files(files: Files, config: Any) -> Files:
             text = text.replace(f"]({name})", f"]({name.lower()})")
         files.append(File.generated(config, page, content=text.replace("](docs/", "](")))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show what the examples of a page begin with, where the page says so; mkdocs calls this."""
+    code = "".join(f"    {line}" for line in (ROOT / "docs/before.py").read_text().splitlines(keepends=True))
+    first = f'??? abstract "These examples begin with"\n\n    ```python\n{code}    ```'
+    return markdown.replace(BEFORE, first)
 
 
 def as_page(tutorial: Path) -> str:

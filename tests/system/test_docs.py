@@ -16,6 +16,7 @@ from torch_shard import collectives
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_text())
+BEFORE = "<!-- before -->"  # where a page shows the lines of before.py
 
 NAMES = {f"torch_shard.{name}": getattr(torch_shard, name) for name in torch_shard.__all__ if name != "collectives"}
 NAMES |= {f"torch_shard.collectives.{name}": getattr(collectives, name) for name in collectives.__all__}
@@ -64,10 +65,10 @@ def test_the_first_line_is_an_imperative_or_a_noun_phrase(name):
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_runs(path, tmp_path):
-    """All blocks of a page are one program, after the lines that every page takes for granted."""
-    blocks = re.findall(r"^ *```python\n(.*?)```", path.read_text(), re.DOTALL | re.MULTILINE)
+    """All blocks of a page are one program."""
+    text = path.read_text().replace(BEFORE, f"```python\n{(DOCS / 'before.py').read_text()}```")
     program = tmp_path / f"{path.stem}.py"
-    program.write_text("\n".join([(DOCS / "before.py").read_text(), *blocks]))
+    program.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)))
     environment = {**os.environ, "MPLBACKEND": "Agg"}
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=600, cwd=tmp_path, env=environment
