@@ -281,7 +281,7 @@ assert fn(torch.zeros(6), 0).shape == (6,)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown kind": (
         lambda: ts.tpmap(torch.sin, "i", ["brodcast"]),
-        r"argtypes\[0\] is 'brodcast', which is no kind of argument\. Did you mean 'broadcast'? The kinds are",
+        r"argtypes\[0\] is 'brodcast', which is not a kind of argument\. Did you mean 'broadcast'? The kinds are",
     ),
     "unknown kind of a keyword": (
         lambda: ts.tpmap(torch.sin, "i", [], {"x": 3}),

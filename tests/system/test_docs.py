@@ -30,7 +30,7 @@ def members(name):
         return {name: found}
     written = {key: value for key, value in vars(found).items() if not key.startswith("_") or key == "__call__"}
     methods = {f"{name}.{key}": getattr(value, "__func__", value) for key, value in written.items()}
-    return {key: value for key, value in methods.items() if inspect.isfunction(value)}
+    return {key: value for key, value in methods.items() if inspect.isfunction(value) and value.__doc__}
 
 
 def test_every_public_name_has_a_page():
@@ -52,7 +52,7 @@ def test_help_says_what_every_argument_is(name):
     for key, function in members(name).items():
         text = inspect.getdoc(function) or ""
         given = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
-        missing = [p for p in given if not re.search(rf"^ +\**{p}: \w", text, re.MULTILINE)]
+        missing = [p for p in given if not re.search(rf"^ +\**{p}: \S", text, re.MULTILINE)]
         assert not missing, key
         assert not re.search(r": (Likewise|As for|The same as for)\b", text), key
 
@@ -71,6 +71,13 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, path.stem, module := types.ModuleType(path.stem))
     exec(compile(code.replace(EIGHT_DEVICES, ""), str(path), "exec"), vars(module))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_table():
+    table, readme = ((ROOT / page).read_text() for page in ("tests/op_coverage.md", "README.md"))
+    right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))
+    said = re.search(r"([\d.]+ %) of the operators are right\s+forward and ([\d.]+ %) backward", readme)
+    assert said.groups() == (right["forward"], right["gradient"])
 
 
 def test_links_between_pages_lead_somewhere():

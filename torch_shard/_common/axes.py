@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 
 def size_of(axis: Any) -> int | None:
-    """How many indices a named axis has here; None where it is not bound."""
+    """Number of indices that a named axis has here; None where it is not bound."""
     try:
         return lax.axis_size(axis)
     except (NameError, KeyError):
@@ -40,7 +40,7 @@ def tracked_axes() -> dict[Any, int]:
 
 
 def still_hold(sizes: Mapping[Any, int]) -> bool:
-    """Whether all these axes are bound here, with these sizes."""
+    """Tell whether all these axes are bound here, with these sizes."""
     return all(size_of(axis) == size for axis, size in sizes.items())
 
 

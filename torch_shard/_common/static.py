@@ -20,7 +20,7 @@ class Static:
 
 
 def _exact(value: Any) -> Any:
-    """What is equal only for values that mean the same to a program."""
+    """A key that is equal only for values that mean the same to a program."""
     if isinstance(value, tuple):
         return type(value), *map(_exact, value)
     return type(value), repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan

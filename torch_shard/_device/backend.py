@@ -1,4 +1,4 @@
-"""What `torch.jax` is: the functions that PyTorch asks of a device type."""
+"""The module `torch.jax`: the functions that PyTorch asks of a device type."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from torch_shard._common.random import GENERATOR
 
 
 class DeviceModule:
-    """What torch asks of a device type. It says that no device is there: that keeps CPU torch as it is."""
+    """Functions that torch asks of a device type. They say that no device is there: that keeps CPU torch as it is."""
 
     def is_available(self) -> bool:
         return False
@@ -71,7 +71,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _run(op: Any, policy: object, *args: Any, **kwargs: Any) -> Any:
-    """What autocast does: products in the lower precision, the float32 operators in float32."""
+    """Run an operator as autocast does: products in the lower precision, the float32 operators in float32."""
     wanted = torch.get_autocast_dtype("jax") if policy is _PRODUCT else torch.float32
     changes = (torch.float32,) if policy is _PRODUCT else LOWER
 

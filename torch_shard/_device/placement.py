@@ -175,7 +175,7 @@ def _to_cpu(value: Any) -> torch.Tensor:
 
 
 class BatchLayout:
-    """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
+    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says."""
 
     def __init__(self, mesh: Mesh, spec: PartitionSpec | None, caller: str) -> None:
         self.mesh, self.caller = check_mesh(mesh, caller=caller), caller

@@ -232,7 +232,7 @@ class _Loop:
         return state
 
     def _between(self, state: TrainState, position: int) -> None:
-        """What is due after this batch."""
+        """Do what is due after this batch."""
         if self.evaluation and (position == self.steps or (self.eval_every and position % self.eval_every == 0)):
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))

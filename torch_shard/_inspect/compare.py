@@ -26,7 +26,7 @@ MAX_ROWS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one value is from its reference, as `max |a - b|` over the largest entry of the reference.
+    """Distance of one value from its reference, as `max |a - b|` over the largest entry of the reference.
 
     Attributes:
         kind: "loss", "metric", "gradient", "parameter" or "buffer".
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare_with_torch` found; print it with `rich.print` or `print`.
+    """Differences that `compare_with_torch` found; print it with `rich.print` or `print`.
 
     Attributes:
         rows: One for each loss, metric, gradient, parameter and buffer, the largest difference first.
@@ -188,7 +188,7 @@ def compare_batches(
     compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Comparison:
-    """As `compare_with_torch`, with a batch for each step."""
+    """Do as `compare_with_torch` does, with a batch for each step."""
     alone = make_mesh(devices=[mesh.devices.flat[0]], **dict.fromkeys(mesh.axis_names, 1))
     optimizer = optax.chain(_keep_gradients(), optimizers[0])
     options["compute_dtype"] = compute_dtype

@@ -1,4 +1,4 @@
-"""What a capture of a loss consists of: operators, their lowerings, what was skipped and what has none."""
+"""The parts of a capture of a loss: operators, their lowerings, what was skipped and what has none."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain_capture` found; print it with `rich.print`.
+    """Findings of `explain_capture`; print it with `rich.print`.
 
     Attributes:
         operators: By number of nodes, the refused ones first.

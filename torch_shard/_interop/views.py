@@ -49,7 +49,7 @@ _DRAWING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _CallSite:
-    """What torch functions below a call into JAX close over: further arguments of the call, with gradients.
+    """Tensors that torch functions below a call into JAX close over: further arguments of it, with gradients.
 
     Attributes:
         token: The programs below the call belong to it.
@@ -63,7 +63,7 @@ class _CallSite:
         self.flags: list[ModuleFlags] = []
 
     def fits(self, settings: Any) -> bool:
-        """Whether the programs that belong to it mean the same now."""
+        """Tell whether the programs that belong to it mean the same now."""
         return self.settings == settings and all(map(flags_hold, self.flags))
 
 
@@ -71,7 +71,7 @@ _SITES: weakref.WeakKeyDictionary[Any, list[_CallSite]] = weakref.WeakKeyDiction
 
 
 def _site_of(pure: Callable[..., Any]) -> _CallSite:
-    """Of a function that is called again and again, so that its programs are kept."""
+    """The call site of a function that is called again and again, so that its programs are kept."""
     sites, settings = _SITES.setdefault(pure, []), capture_settings()
     found = next((site for site in sites if site.fits(settings)), None)
     if found is None:
@@ -253,7 +253,7 @@ def pure_of(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_adapted(fn: Callable[..., Any]) -> bool:
-    """Whether `fn` is a JAX transform of a torch callable already."""
+    """Tell whether `fn` is a JAX transform of a torch callable already."""
     return hasattr(fn, "_torch_shard_pure")
 
 

@@ -23,7 +23,7 @@ from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._train import TrainState
 
 SHARD_BYTES = 5 * 10**9
-"""Of one file, by default: as Hugging Face has it."""
+"""Size of one file by default, as Hugging Face has it."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -45,7 +45,7 @@ def split(stored: Mapping[str, Stored], max_shard_bytes: int) -> list[list[str]]
 
 
 class Export:
-    """Where an export goes: one file, or several with an index beside them.
+    """The files of an export: one, or several with an index beside them.
 
     Attributes:
         result: The one file, or the index.

@@ -175,7 +175,7 @@ class _Loader:
             raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
 
     def _find_value_faults(self, entry: TargetEntry) -> Iterator[str]:
-        """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
+        """Faults that only bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
         if not entry.sources:
             return
         (first, *others), parts = entry.sources, self._parts(entry)
@@ -253,7 +253,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
 
 
 def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
-    """Whether the same part of two tensors is equal to the bit."""
+    """Tell whether the same part of two tensors is equal to the bit."""
     if file.stored[name] != file.stored[other]:
         return False
     pairs = zip(read_runs(file, name, part), read_runs(file, other, part), strict=True)

@@ -30,7 +30,7 @@ def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
 
 
 def to_save(arrays: Mapping[SavedArray, Any]) -> ocp.args.Composite:
-    """What orbax is to save."""
+    """Arguments of orbax for a save."""
     return _by_item(arrays, ocp.args.PyTreeSave)
 
 

@@ -36,7 +36,7 @@ def _name(node: Node) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """How one tensor comes about.
+    """The slice of a graph that makes one tensor.
 
     Two slices are equal if they are the same up to where their random numbers and their inputs come from.
 
@@ -63,7 +63,7 @@ class Slice:
 
     @property
     def is_fill(self) -> bool:
-        """Whether it is one number everywhere."""
+        """Tell whether it is one number everywhere."""
         return not self.inputs and all(_name(node) in _FILLS for node in self.nodes)
 
     def run(self, inputs: Sequence[Any], call: Callable[[Node, Callable[[Node], Any]], Any]) -> Any:
@@ -146,7 +146,7 @@ class _Named:
 
 
 def call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[Node], Any]) -> Any:
-    """What a node does in eager torch, unwritten memory being filled with these numbers."""
+    """Run a node in eager torch, unwritten memory being filled with these numbers."""
     if node in fills:
         fake = node.meta["val"]
         return torch.full(fake.shape, fills[node], dtype=fake.dtype)
@@ -156,7 +156,7 @@ def call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[Nod
 
 
 def is_constant(node: Node) -> bool:
-    """Whether PyTorch knows the value before anything runs, and JAX has no operator for it."""
+    """Tell whether PyTorch knows the value before anything runs, and JAX has no operator for it."""
     return node.target is aten.linspace.default
 
 

@@ -1,4 +1,4 @@
-"""What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
+"""Entries of a module by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which entry is split how: rules from names to specs, checked against shapes before anything moves."""
+"""Plans of how entries are split: rules from names to specs, checked against shapes before anything moves."""
 
 import difflib
 import math
@@ -22,7 +22,7 @@ from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec,
 
 @dataclass(frozen=True)
 class ResolvedEntry:
-    """What a plan decided for one name.
+    """A plan's decision for one name.
 
     Attributes:
         shape: Global shape.
@@ -309,7 +309,7 @@ def group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
 
 
 def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
-    """Whether a name is what a rule says: an exact name, a glob or a regex."""
+    """Tell whether a name is what a rule says: an exact name, a glob or a regex."""
     if isinstance(key, re.Pattern):
         return key.fullmatch
     if "*" not in key:

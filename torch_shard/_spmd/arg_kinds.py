@@ -1,4 +1,4 @@
-"""How the arguments of a function under `tpmap` reach the devices, and whether they suit that."""
+"""Kinds of arguments under `tpmap`: how they reach the devices, and whether they suit that."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ Check = Callable[[Any, int], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class ArgKind:
-    """How an argument of a function under `tpmap` reaches the devices.
+    """The way in which an argument of a function under `tpmap` reaches the devices.
 
     The strings that `tpmap` takes are names of such objects; make your own for another way.
 
@@ -100,7 +100,7 @@ def kind_of(where: str, kind: Any) -> ArgKind:
     close = difflib.get_close_matches(str(kind), KINDS, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise ValueError(
-        f"tpmap: {where} is {kind!r}, which is no kind of argument. {hint}The kinds are "
+        f"tpmap: {where} is {kind!r}, which is not a kind of argument. {hint}The kinds are "
         f"{', '.join(map(repr, KINDS))}, or an ArgKind of your own."
     )
 
@@ -122,7 +122,7 @@ class ArgKinds:
         self._what = getattr(f, "__qualname__", type(f).__name__)
 
     def map(self, fn: Callable[[ArgKind, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `fn` makes of each kind and its argument, as `(args, kwargs)`."""
+        """Apply `fn` to each kind and its argument; gives `(args, kwargs)`."""
         found = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
         return found, {name: fn(self._named[name], value) for name, value in kwargs.items()}
 
@@ -158,7 +158,7 @@ class ArgKinds:
 
 
 def _faults(name: str, kind: ArgKind, value: Any, num_devices: int) -> Iterator[str]:
-    """What is wrong with an argument of this kind."""
+    """Faults of an argument of this kind."""
     if kind is STATIC:
         yield from _static_faults(name, value)
         return

@@ -15,7 +15,7 @@ from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find
 
 
 def is_spec(value: Any) -> bool:
-    """Whether it is one spec, and not a tree of them."""
+    """Tell whether it is one spec, and not a tree of them."""
     return isinstance(value, P)
 
 
@@ -118,7 +118,7 @@ def _raise_all(heading: str, faults: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """How many rows are mapped, and along which dim of each leaf of the arguments."""
+    """Number of mapped rows, and the dim of each leaf of the arguments that they lie along."""
 
     size: int
     axes: tuple[int | None, ...]
@@ -134,7 +134,7 @@ def check_mapped(
     static: Collection[int] = (),
     limit: int | None = None,
 ) -> Mapped:
-    """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
+    """Find how arguments are mapped; refuse mapped dims that are missing, differ in size, or exceed the devices.
 
     Args:
         caller: Begins the error.
@@ -243,7 +243,7 @@ def check_rows(caller: str, result: Any, out_axes: Any) -> Any:
 
 
 def check_axes(caller: str, argument: str, axes: Any) -> None:
-    """Refuse what are no mapped dims."""
+    """Refuse what is not a mapped dim."""
     if not all(isinstance(axis, int) for axis in jax.tree.leaves(axes)):
         raise TypeError(f"{caller}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
 

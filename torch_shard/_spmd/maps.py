@@ -283,7 +283,7 @@ def _axes_of(in_axes: Any, num_args: int, caller: str, fn: Any) -> tuple[Any, ..
 
 
 def names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
-    """What the arguments of a callable are called, for errors."""
+    """Names of the arguments of a callable, for errors."""
     try:
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
     except (TypeError, ValueError):

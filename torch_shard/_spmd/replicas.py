@@ -157,7 +157,7 @@ class _Replica:
 
 
 def _table(tree: Any, device_axis: bool, values: dict[Any, Any]) -> tuple[dict[str, str], list[_Replica]]:
-    """What each leaf is, and the replicas that this process holds; how to read one for each digest goes to `values`."""
+    """Describe each leaf and the replicas that this process holds; how to read one of each goes to `values`."""
     leaves: dict[str, str] = {}
     replicas = []
     process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
@@ -255,7 +255,7 @@ class _Failure:
 
 
 def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
-    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
+    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
     failure = None

@@ -24,7 +24,7 @@ class CompileCache:
         caller: The public function, for errors.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
@@ -49,7 +49,7 @@ class CompileCache:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """What is compiled within is taken from the directory, or written to it however small it is."""
+        """Take what is compiled within from the directory, or write it there however small it is."""
         if self.directory is None:
             yield
             return

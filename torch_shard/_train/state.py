@@ -79,7 +79,7 @@ KINDS = ("params", "frozen", "buffers")
 
 
 class StateLayout:
-    """How the states of one step are stored.
+    """The storage of the states of one step.
 
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.

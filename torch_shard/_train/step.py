@@ -1,4 +1,4 @@
-"""What training and evaluation steps share: batches onto the mesh, one compiled program per signature."""
+"""The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
 import dataclasses
 import logging
@@ -36,7 +36,7 @@ class Placed:
 
 
 class Step:
-    """What training and evaluation share: one compiled program per signature of the batch."""
+    """The common part of training and evaluation: one compiled program per signature of the batch."""
 
     caller: str
     train: bool
@@ -83,11 +83,11 @@ class Step:
         self._compiled: dict[Any, Compiled] = {}
         self._checked: set[BatchSignature] = set()
         self.num_compiles = 0
-        """How many programs were compiled so far."""
+        """Number of programs that were compiled so far."""
 
     @property
     def draws_random(self) -> bool:
-        """Whether a program that was compiled so far draws random numbers."""
+        """Tell whether a program that was compiled so far draws random numbers."""
         return any(compiled.random for compiled in self._compiled.values())
 
     def _prepare(self, batch: Any, state: Any = None, guard: float | None = None) -> tuple["Compiled", list[jax.Array]]:
@@ -199,7 +199,7 @@ class Step:
         raise NotImplementedError
 
     def report(self) -> str:
-        """Which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
+        """Say which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
 
         With a number of bytes as `remat`, also what that chose.
         """
@@ -210,7 +210,7 @@ class Step:
         return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
-        """What to say where no layers were looked at."""
+        """Say why no layers were looked at."""
         if not self.repeats.wanted:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.repeats.least} numbered siblings that look alike."
@@ -243,7 +243,7 @@ def _check_repeats(caller: str, repeats: LayerOptions) -> None:
 
 
 def _difference(key: tuple, earlier: tuple) -> str:
-    """What differs between the signatures of two programs."""
+    """Say what differs between the signatures of two programs."""
     (signature, flags, settings, guard), (old, old_flags, old_settings, old_guard) = key, earlier
     if flags != old_flags:
         return "modules were switched between train() and eval()"
@@ -269,9 +269,9 @@ class Compiled:
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self.random, self.report = program.random, program.report
         self.fused: list[str] = []
-        """What to say of projections that are split across their pieces."""
+        """Warnings about projections that are split across their pieces."""
         self.chosen: list[str] = []
-        """What a budget of bytes chose."""
+        """The choice that a budget of bytes made."""
         self._placed: list[tuple[int, jax.Array]] = [(-1, None)] * len(self._tensors)  # pyright: ignore
 
     def closure(self) -> list[jax.Array]:

@@ -157,7 +157,7 @@ class TrainStep(Step):
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
         if not self._compiled and any(group.refused for group in program.groups):
-            self._store(program.groups)  # layers that are no loop are better stored one by one
+            self._store(program.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
         def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
