@@ -1,5 +1,6 @@
 """Pages that are made while the documentation is built: tutorials, operators, and the files beside the README."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ COPIED = {
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages; mkdocs calls this."""
     pages = {page: (ROOT / source).read_text() for page, source in COPIED.items()}
+    pages["operators.md"] = re.sub(r"^\| (\w[\w.]*) \|", r"| `\1` |", pages["operators.md"], flags=re.MULTILINE)
     tutorials = {f"tutorials/{path.stem}.md": as_page(path) for path in sorted((ROOT / "tutorials").glob("*.py"))}
     for page, text in {**pages, **tutorials}.items():
         for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
