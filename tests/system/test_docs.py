@@ -74,7 +74,7 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
 
 
 def test_the_figures_of_the_readme_are_those_of_the_table():
-    table, readme = ((ROOT / page).read_text() for page in ("tests/op_coverage.md", "README.md"))
+    table, readme = ((ROOT / page).read_text() for page in ("tests/tables/op_coverage.md", "README.md"))
     right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))
     said = re.search(r"([\d.]+ %) of the operators are right\s+forward and ([\d.]+ %) backward", readme)
     assert said.groups() == (right["forward"], right["gradient"])
