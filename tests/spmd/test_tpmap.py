@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown kind of a keyword": (
         lambda: ts.tpmap(torch.sin, "i", [], {"x": 3}),
-        r"kwargtypes\['x'\] is 3, which is no kind",
+        r"kwargtypes\['x'\] is 3, which is not a kind",
     ),
     "one kind as argtypes": (
         lambda: ts.tpmap(torch.sin, "i", "shard"),
@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no argtypes": (lambda: ts.tpmap(torch.sin, "i", None), r"as \['shard', 'broadcast'\]; got None"),
     "a kind in a list": (
         lambda: ts.tpmap(torch.sin, "i", [["shard"]]),
-        r"argtypes\[0\] is \['shard'\], which is no kind",
+        r"argtypes\[0\] is \['shard'\], which is not a kind",
     ),
     "kwargtypes without names": (
         lambda: ts.tpmap(torch.sin, "i", [], ["shard"]),
