@@ -14,7 +14,7 @@ from torch_shard._capture import Captured, capture
 from torch_shard._common.caller import public
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
-from torch_shard._train import JointLoss, flatten_batch
+from torch_shard._train import JointLoss, LossShape, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +116,13 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
         num_nodes=graph.num_nodes,
         closure=tuple(tuple(t.shape) for t in graph.closure),
         written=len(graph.written),
-        unreached=graph.aux.without_grad,
+        unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
     )
 
 
-def _operators(graph: Captured) -> tuple[Operator, ...]:
+def _operators(graph: Captured[LossShape]) -> tuple[Operator, ...]:
     nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     counts = collections.Counter(node.target for node in nodes)
     first = {node.target: node for node in reversed(nodes)}

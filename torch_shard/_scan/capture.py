@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import Contents, Spec, reached_by
-from torch_shard._lowering import FlatFn, Program, draws_random
+from torch_shard._capture import Aux, Contents, Spec, TensorFn, reached_by
+from torch_shard._lowering import Program, draws_random
 from torch_shard._scan.bundles import Unit, names_of
 from torch_shard._scan.execute import Inputs, execute
 from torch_shard._scan.instructions import Instruction, Members, instructions_of
@@ -76,7 +76,7 @@ class RolledLoss:
         remat: What is computed again in the backward pass, one of `REMAT`.
     """
 
-    def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
+    def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
         steps, self._outputs = instructions_of(program.graph.module, calls, remat)
         self._items: list[Instruction | Loop] = reroll(steps) if scan else list(steps)
@@ -129,9 +129,9 @@ def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
     repeats: LayerOptions,
-    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
+    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
-) -> tuple[Program, RolledLoss | None, list[Siblings]]:
+) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:

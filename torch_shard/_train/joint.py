@@ -9,9 +9,8 @@ import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, note_modules
+from torch_shard._capture import Spec, TensorFn, note_modules
 from torch_shard._common.caller import caller
-from torch_shard._lowering import FlatFn
 from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
@@ -55,7 +54,7 @@ class JointLoss:
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
-    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[FlatFn, list[Spec]]:
+    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
 
         Args:

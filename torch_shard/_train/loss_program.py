@@ -28,7 +28,7 @@ from torch_shard._scan import (
 )
 from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.joint import JointLoss
+from torch_shard._train.joint import JointLoss, LossShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program, RolledLoss | None, list[Siblings]],
+        captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
         guard: ValueGuard,
     ) -> None:

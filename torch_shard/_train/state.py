@@ -60,13 +60,13 @@ class TrainState:
         (['bias', 'weight'], (1, 4), 0)
     """
 
-    step: Any
-    params: Mapping[str, Any]
-    frozen: Mapping[str, Any]
-    buffers: Mapping[str, Any]
-    opt_state: Any
-    key: Any
-    num_batches: Any
+    step: jax.Array
+    params: Mapping[str, jax.Array]
+    frozen: Mapping[str, jax.Array]
+    buffers: Mapping[str, jax.Array]
+    opt_state: optax.OptState
+    key: jax.Array
+    num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
