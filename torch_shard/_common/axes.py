@@ -29,7 +29,7 @@ Pulled = tuple[T, Callable[[T], tuple[jax.Array, ...]]]
 
 
 def size_of(axis: str) -> int | None:
-    """How many indices a named axis has here; None where it is not bound."""
+    """Number of indices that a named axis has here; None where it is not bound."""
     try:
         return lax.axis_size(axis)
     except (NameError, KeyError):
@@ -50,7 +50,7 @@ def tracked_axes() -> dict[str, int]:
 
 
 def still_hold(sizes: Mapping[str, int]) -> bool:
-    """Whether all these axes are bound here, with these sizes."""
+    """Tell whether all these axes are bound here, with these sizes."""
     return all(size_of(axis) == size for axis, size in sizes.items())
 
 

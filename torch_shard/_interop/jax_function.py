@@ -25,7 +25,7 @@ FlatJaxFn = Callable[..., list[jax.Array]]
 _HANDLES = itertools.count()
 
 _FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
-"""What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+"""Functions that the opaque operators of a captured graph call, and the shapes and dtypes that they return."""
 
 
 @torch.library.custom_op("torch_shard::call", mutates_args=())
@@ -120,7 +120,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
-    """What `fn` does and returns for arrays like these; what they vary over is known when the graph is lowered."""
+    """Trace `fn` for arrays like these; what they vary over is known when the graph is lowered."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*shapes)
     except (TypeError, ValueError):

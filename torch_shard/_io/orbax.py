@@ -31,7 +31,7 @@ def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRest
 
 
 def to_save(arrays: Mapping[SavedArray, jax.Array]) -> ocp.args.Composite:
-    """What orbax is to save."""
+    """Arguments of orbax for a save."""
     return _by_item(arrays, ocp.args.PyTreeSave)
 
 

@@ -20,7 +20,7 @@ from torch_shard._common.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class BatchSignature:
-    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
+    """The part of a batch that a program depends on: its structure, and per leaf a `Spec` or a plain value."""
 
     tree: object
     leaves: tuple[object, ...]
@@ -89,6 +89,6 @@ def _describe(leaf: PyTree) -> object:
 
 
 def leaf_paths(batch: PyTree) -> list[str]:
-    """Where each leaf of a batch stands, for messages."""
+    """Path of each leaf of a batch, for messages."""
     leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
     return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]

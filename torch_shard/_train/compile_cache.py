@@ -28,7 +28,7 @@ class CompileCache:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
@@ -51,7 +51,7 @@ class CompileCache:
 
     @contextlib.contextmanager
     def active(self) -> Generator[None, None, None]:
-        """What is compiled within is taken from the directory, or written to it however small it is."""
+        """Take what is compiled within from the directory, or write it there however small it is."""
         if self.directory is None:
             yield
             return

@@ -39,7 +39,7 @@ _RESHAPES = {"view", "_unsafe_view", "reshape"}
 _COPIES = {"_to_copy", "lift_fresh_copy"}  # beside those that PyTorch tags as pointwise
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
-"""Where the two factors begin in the arguments."""
+"""Positions of the two factors in the arguments."""
 
 MOST_SHOWN = 6
 
@@ -64,7 +64,7 @@ class Split:
         )
 
     def is_even(self, rows: torch.Tensor) -> bool:
-        """Whether every shard holds as many of these rows."""
+        """Tell whether every shard holds as many of these rows."""
         counts = torch.bincount(rows.flatten() // (self.shape[self.dim] // self.num_shards), minlength=self.num_shards)
         return bool((counts == counts[0]).all())
 
@@ -160,7 +160,7 @@ class _Follow:
         """By the split and the shape that it was cut in: for each piece, by its first row and size, if it is even."""
 
     def found(self) -> Iterable[Fused]:
-        """Of those that are cut into several pieces, of most of them: a crop or a few rows move little."""
+        """Projections that are cut into several pieces, of most of them: a crop or a few rows move little."""
         for (split, shape), pieces in self._cuts.items():
             sizes = tuple(size for _, size in sorted(pieces))
             is_partition = len(sizes) > 1 and 0.5 <= sum(sizes) / math.prod(shape) <= 1

@@ -26,7 +26,7 @@ RESERVED = ("loss", "grad_norm", "guard")
 
 @dataclasses.dataclass(frozen=True)
 class LossShape:
-    """How to read the flat inputs and outputs of the capture."""
+    """The order of the flat inputs and outputs of the capture."""
 
     units: list[Unit]
     grads: list[Unit]
@@ -94,7 +94,7 @@ class JointLoss:
         return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
 
     def _tensors(self, given: dict[Unit, torch.Tensor], regions: LayerInterceptor | None) -> dict[str, torch.Tensor]:
-        """What the module is to hold instead of its own, by name."""
+        """Tensors that the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
         for unit, tensor in given.items():
             if isinstance(unit, Bundle):
@@ -194,7 +194,7 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
 
 
 def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
+    """Split what a loss function returned into a scalar and metrics, or say what it should return."""
     pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
     loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
@@ -230,7 +230,7 @@ class _Around(nn.Module):
         self.model = model
 
     def forward(self, run: Callable[[nn.Module], T]) -> T:
-        """What `run` returns."""
+        """Return what `run` returns."""
         return run(self.model)
 
 

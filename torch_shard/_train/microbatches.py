@@ -23,7 +23,7 @@ from torch_shard._train.loss_program import LossOutputs, LossProgram
 
 
 class Microbatches:
-    """How a batch falls into microbatches, and how a program runs over them.
+    """Microbatches of a batch, and a program's run over them.
 
     Every device keeps the rows that it has: of a leaf of `B` rows over `d` shards, microbatch `k` of `n` takes the
     `k`-th `n`-th of each shard, so that each is spread over the whole mesh and no row moves. Scalars are shared.
@@ -80,7 +80,7 @@ class Microbatches:
         return self._layout.mesh.size // one
 
     def signature(self, batch: BatchSignature) -> BatchSignature:
-        """That of one microbatch of a batch."""
+        """Signature of one microbatch of a batch."""
         leaves = tuple(self._of_one(leaf) if isinstance(leaf, Spec) and leaf.shape else leaf for leaf in batch.leaves)
         return dataclasses.replace(batch, leaves=leaves)
 
@@ -138,7 +138,7 @@ class Microbatches:
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """What sums are taken in."""
+    """The dtype that sums are taken in."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -46,21 +46,32 @@ class TrainState:
     Attributes:
         step: Number of steps taken, int32 scalar.
         params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
-        frozen: Parameters with `requires_grad=False`, likewise.
-        buffers: Buffers, likewise.
+        frozen: Parameters with `requires_grad=False`, by name.
+        buffers: Buffers by name, those that are not in the `state_dict` too.
         opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
         unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state = step.init(seed=0)
+        >>> sorted(state.params), state.params["weight"].shape, int(state.step)
+        (['bias', 'weight'], (1, 4), 0)
     """
 
     step: jax.Array
     params: Mapping[str, jax.Array]
     frozen: Mapping[str, jax.Array]
     buffers: Mapping[str, jax.Array]
-    opt_state: optax.OptState
+    opt_state: Any
     key: jax.Array
     num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
@@ -76,7 +87,7 @@ KINDS = ("params", "frozen", "buffers")
 
 
 class StateLayout:
-    """How the states of one step are stored.
+    """The storage of the states of one step.
 
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.

@@ -1,4 +1,4 @@
-"""When two equations of a jaxpr do the same: keys that are equal only for equal primitives and parameters."""
+"""Equations of a jaxpr that do the same: keys that are equal only for equal primitives and parameters."""
 
 # JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -38,7 +38,7 @@ class Alike:
         return eqn.primitive, self._freeze(eqn.params), _context(eqn)
 
     def is_random(self, eqn: JaxprEqn) -> bool:
-        """Whether it draws random numbers, itself or within."""
+        """Tell whether it draws random numbers, itself or within."""
         return eqn.primitive.name in RANDOM or any(map(self._draws, jaxprs_in_params(eqn.params)))
 
     def _draws(self, jaxpr: Jaxpr) -> bool:
@@ -116,7 +116,7 @@ def _is_hashable(value: object) -> bool:
 
 
 class RowValue:
-    """What an operation computes: one array, or one for each of some rows, stacked."""
+    """Result of an operation: one array, or one for each of some rows, stacked."""
 
     def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
         self.array, self.rows = array, rows  # None until it is computed
@@ -143,7 +143,7 @@ class RowValue:
 
 
 class RowSlot(NamedTuple):
-    """Where a variable of the jaxpr is found: a value, and which row of it."""
+    """The place of a variable of the jaxpr: a value, and which row of it."""
 
     value: RowValue
     row: int | None
@@ -169,7 +169,7 @@ class _Operation:
     """An equation; with rows, all those that line up: they take the same row of stacked values, and share others."""
 
     jaxpr: Jaxpr
-    """Where the equation comes from."""
+    """The source of the equation."""
     eqn: JaxprEqn
     inputs: list[RowSlot]
     outputs: list[RowValue]
@@ -334,7 +334,7 @@ class RowProgram:
 
 
 def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation only wraps: a function under jit, or one with a derivative of its own."""
+    """The jaxpr that an equation only wraps: a function under jit, or one with a derivative of its own."""
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return eqn.params["call_jaxpr"]
     if eqn.primitive.name != "jit":
@@ -383,7 +383,7 @@ def _atoms(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def _is_link(eqn: JaxprEqn) -> bool:
-    """Whether an equation combines two values of one type into one of that type."""
+    """Tell whether an equation combines two values of one type into one of that type."""
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
