@@ -42,6 +42,7 @@ def units_of(
     model: nn.Module,
     names: Iterable[str],
     groups: Iterable[Siblings],
+    *,
     trainable: Mapping[str, torch.Tensor],
     apart: Collection[str],
 ) -> list[Unit]:

@@ -129,6 +129,7 @@ def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
     repeats: LayerOptions,
+    *,
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
 ) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:

@@ -7,7 +7,7 @@ step reads, or it is not one.
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from torch_shard._scan.instructions import Instruction, Operand
 
@@ -181,5 +181,8 @@ def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -
     return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
-def _index(known: dict[Any, int], item: Any) -> int:
+T = TypeVar("T")
+
+
+def _index(known: dict[T, int], item: T) -> int:
     return known.setdefault(item, len(known))

@@ -68,7 +68,7 @@ class JointLoss:
         """
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        units = units_of(self._model, self._held.all, groups, self._held.trainable, hooked)
+        units = units_of(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
 
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(units, inputs, strict=False))

@@ -203,7 +203,8 @@ def loss_program(
     if key not in programs or programs[key].outdated():
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
-        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, layers, joint, what)
+        guard = ValueGuard(model, loss_fn)
+        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more
