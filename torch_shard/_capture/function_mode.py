@@ -60,6 +60,8 @@ class CaptureMode(TorchFunctionMode):
         self.bound: tuple[torch.Tensor, ...] = ()
         self.axes: dict[Any, int] = {}
         """Named axes that the capture depends on, with their sizes."""
+        self.held: list[Any] = []
+        """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
@@ -230,6 +232,12 @@ def add_modules(flags: ModuleFlags) -> None:
     """Let the capture under way depend on the training flags of these modules."""
     if _INNERMOST.capture_mode is not None:
         _INNERMOST.capture_mode.add_modules(flags)
+
+
+def hold(value: Any) -> None:
+    """Keep a value alive until the graph of the capture under way is complete."""
+    assert _INNERMOST.capture_mode is not None
+    _INNERMOST.capture_mode.held.append(value)
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
