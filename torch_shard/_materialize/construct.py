@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_shard._capture import Captured, capture, is_fake
 from torch_shard._lowering import keeps_whole
-from torch_shard._sharding import OF_EVERY_MODULE, holdings, swap, with_values
+from torch_shard._sharding import OF_EVERY_MODULE, holdings, replace_tensors, with_values
 
 Init = Callable[[nn.Module], Any]
 
@@ -163,7 +163,7 @@ def construct_again(model: nn.Module, names: list[str], init: Init | None) -> Co
     metas = holdings(copy).all
 
     def make() -> nn.Module:
-        swap(copy, {id(t): torch.empty(t.shape, dtype=t.dtype) for t in metas.values()})
+        replace_tensors(copy, [(t, torch.empty(t.shape, dtype=t.dtype)) for t in metas.values()])
         initialise(copy, names, init)
         return copy
 
