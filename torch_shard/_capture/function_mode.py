@@ -236,8 +236,8 @@ def add_modules(flags: ModuleFlags) -> None:
 
 def hold(value: Any) -> None:
     """Keep a value alive until the graph of the capture under way is complete."""
-    assert _INNERMOST.capture_mode is not None
-    _INNERMOST.capture_mode.held.append(value)
+    if _INNERMOST.capture_mode is not None:
+        _INNERMOST.capture_mode.held.append(value)
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
