@@ -10,13 +10,13 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.autocast_policy import FLOAT32, LOWER
+from torch_shard._common.patching import patched
 
 
 class _Active(threading.local):
@@ -51,9 +51,10 @@ def autocast_on_fakes() -> Iterator[None]:
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
     _ACTIVE.depth, _ACTIVE.capturing = 0, True
     methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
-    patches: Any = {name: wrap(getattr(torch.autocast, name)) for name, wrap in methods.items()}
     try:
-        with mock.patch.multiple(torch.autocast, **patches):
+        with contextlib.ExitStack() as stack:
+            for name, wrap in methods.items():
+                stack.enter_context(patched(torch.autocast, name, wrap))
             dtype = torch.get_autocast_dtype(outside[0]) if outside else None
             with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
                 yield
@@ -63,7 +64,7 @@ def autocast_on_fakes() -> Iterator[None]:
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        self._is_accelerator = _ACTIVE.capturing and device_type.split(":")[0] != "cpu"
+        self._is_accelerator = device_type.split(":")[0] != "cpu"
         if self._is_accelerator:
             dtype = dtype or torch.get_autocast_dtype(device_type)
             device_type = "cpu"
