@@ -10,13 +10,13 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.autocast_policy import FLOAT32, LOWER
+from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 
 
@@ -52,9 +52,10 @@ def autocast_on_fakes() -> Iterator[None]:
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
     _ACTIVE.depth, _ACTIVE.capturing = 0, True
     methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
-    patches: dict[str, Any] = {name: wrap(getattr(torch.autocast, name)) for name, wrap in methods.items()}
     try:
-        with mock.patch.multiple(torch.autocast, **patches):
+        with contextlib.ExitStack() as stack:
+            for name, wrap in methods.items():
+                stack.enter_context(patched(torch.autocast, name, wrap))
             dtype = torch.get_autocast_dtype(outside[0]) if outside else None
             with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
                 yield
@@ -70,7 +71,7 @@ def _init(original: Callable[..., object]) -> Callable[..., object]:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        self._is_accelerator = _ACTIVE.capturing and device_type.split(":")[0] != "cpu"
+        self._is_accelerator = device_type.split(":")[0] != "cpu"
         if self._is_accelerator:
             dtype = dtype or torch.get_autocast_dtype(device_type)
             device_type = "cpu"

@@ -2,10 +2,8 @@
 
 import contextlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,12 +12,13 @@ from torch_shard._capture import replacements  # noqa: F401  (fills the table)
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import ATTRIBUTES
+from torch_shard._common.patching import patched
 
 
 @contextlib.contextmanager
 def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
-    unchecked = mock.patch.object(torch.distributions.Distribution, "_validate_args", False)  # checks of values
+    unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
     with cumulative_batch_norms(), autocast_on_fakes(), _substituted(), _compiled_functions_run_plainly(), unchecked:
         yield
 
@@ -41,17 +40,9 @@ def reference_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _substituted() -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def choose(original: Callable[..., object], substitute: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
-
-        return call
-
     with contextlib.ExitStack() as stack:
         for owner, name, substitute in ATTRIBUTES:
-            stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
+            stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
         yield
 
 

@@ -8,7 +8,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
@@ -23,6 +22,7 @@ from torch_shard._capture.data_dependence import Constants, DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import annotated, current_user_line
+from torch_shard._common.patching import patched
 
 aten = torch.ops.aten
 
@@ -192,7 +192,7 @@ def standins_given() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module, name in _TAKE_TENSORS:
-            stack.enter_context(mock.patch.object(module, name, _on_standins(getattr(module, name))))
+            stack.enter_context(patched(module, name, _on_standins))
         yield
 
 

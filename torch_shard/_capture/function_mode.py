@@ -61,6 +61,8 @@ class CaptureMode(TorchFunctionMode):
         self.bound: tuple[torch.Tensor, ...] = ()
         self.axes: dict[str, int] = {}
         """Named axes that the capture depends on, with their sizes."""
+        self.held: list[object] = []
+        """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
     def __torch_function__(self, func: Callable, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if (
@@ -231,6 +233,12 @@ def add_modules(flags: ModuleFlags) -> None:
     """Let the capture under way depend on the training flags of these modules."""
     if _INNERMOST.capture_mode is not None:
         _INNERMOST.capture_mode.add_modules(flags)
+
+
+def hold(value: object) -> None:
+    """Keep a value alive until the graph of the capture under way is complete."""
+    if _INNERMOST.capture_mode is not None:
+        _INNERMOST.capture_mode.held.append(value)
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:

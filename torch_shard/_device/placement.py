@@ -20,6 +20,7 @@ from torch_shard._sharding import (
     check_mesh,
     describe_mesh,
     describe_spec,
+    entry_of,
     find_spec_faults,
     holdings,
     refuse_hooks,
@@ -126,15 +127,9 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
     refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
-        tensor = _entry(model_or_tree, name)
-        replace_tensors(model_or_tree, tensor, wrap_array(put(tensor.detach(), shardings[name])))
+        tensor = entry_of(model_or_tree, name)
+        replace_tensors(model_or_tree, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     return model_or_tree
-
-
-def _entry(module: torch.nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]  # pyright: ignore
 
 
 @public
@@ -163,8 +158,8 @@ def gather(model_or_tree: PyTree) -> PyTree:
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
     refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
-        tensor = _entry(model_or_tree, name)
-        replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
+        tensor = entry_of(model_or_tree, name)
+        replace_tensors(model_or_tree, [(tensor, _to_cpu(tensor.detach()))])
     return model_or_tree
 
 

@@ -5,7 +5,9 @@ printing, stays, used or not.
 """
 
 import contextlib
+import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +15,11 @@ import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._capture import as_captured, outside_capture
+from torch_shard._capture import as_captured, hold, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
+from torch_shard._common.fx import args_of
+from torch_shard._common.overrides import rewrites
 from torch_shard._device import to_array, wrap_array
 from torch_shard._interop.closure import MoreInputs
 from torch_shard._lowering import lowers
@@ -24,8 +28,17 @@ FlatJaxFn = Callable[..., list[jax.Array]]
 
 _HANDLES = itertools.count()
 
-_FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
-"""Functions that the opaque operators of a captured graph call, and the shapes and dtypes that they return."""
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Called:
+    """A function that an opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+
+    fn: FlatJaxFn
+    results: list[jax.ShapeDtypeStruct]
+
+
+_FUNCTIONS: weakref.WeakValueDictionary[int, _Called] = weakref.WeakValueDictionary()
+"""By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""
 
 
 @torch.library.custom_op("torch_shard::call", mutates_args=())
@@ -35,7 +48,7 @@ def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @_call_op.register_fake
 def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle][1]]
+    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle].results]
 
 
 @torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
@@ -60,7 +73,13 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
 
 @lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
 def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    return _FUNCTIONS[handle][0](*arrays)
+    return _FUNCTIONS[handle].fn(*arrays)
+
+
+@rewrites(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
+def _hold_function(node: torch.fx.Node) -> None:
+    """Let the node hold what it calls: a program may be lowered again long after its capture."""
+    node.meta["called"] = _FUNCTIONS[args_of(node)[0]]
 
 
 @lowers(torch.ops.torch_shard.draw_seed.default, random=True)
@@ -113,7 +132,8 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     handle = next(_HANDLES)
     with outside_capture():
         traced, results = _trace(fn, shapes)
-    _FUNCTIONS[handle] = fn, results
+    called = _FUNCTIONS[handle] = _Called(fn, results)
+    hold(called)
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
     op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
     return op(handle, list(tensors))

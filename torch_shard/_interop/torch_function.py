@@ -31,6 +31,9 @@ class FlatFunction:
         self._programs: dict[object, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[object, FlatFunction] = {}
+        # Caches of its own: one of the class would keep every callable, and its programs, for ever.
+        self.differentiable = functools.cache(self._differentiable)
+        self.vjp = functools.cache(self._vjp)
 
     def _current(
         self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]
@@ -109,8 +112,7 @@ class FlatFunction:
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
         return self.differentiable(no_grad, closure, active_regions())(key, *arrays, *CLOSURE.values(closure))
 
-    @functools.cache  # noqa: B019  (lives as long as the callable)
-    def differentiable(
+    def _differentiable(
         self, needs_grad: tuple[bool, ...], closure: "_Tensors", autocast: ActiveRegions
     ) -> Callable[..., list[jax.Array]]:
         """The JAX function `(key, *arrays, *values of the closure) -> list of arrays`.
@@ -124,8 +126,7 @@ class FlatFunction:
         """
         return _with_torch_derivative(self, needs_grad, closure, autocast)
 
-    @functools.cache  # noqa: B019  (lives as long as the callable)
-    def vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
+    def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> "FlatFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`."""
         fn = self.fn
 

@@ -245,10 +245,10 @@ class _Loader:
     def _fill_module(self) -> torch.nn.Module:
         held = holdings(self._target).all  # by the first of its names; each is let go once it is replaced
         for entry, array in self._arrays():
-            replace_tensors(self._target, held.pop(entry.key), wrap_array(array))
+            replace_tensors(self._target, [(held.pop(entry.key), wrap_array(array))])
         for name in list(held):
             tensor = held.pop(name)
-            replace_tensors(self._target, tensor, self._keep(name, tensor))  # pyright: ignore[reportArgumentType]
+            replace_tensors(self._target, [(tensor, self._keep(name, tensor))])  # pyright: ignore[reportArgumentType]
         return self._target
 
     def _make_tree(self) -> dict[str, torch.Tensor]:

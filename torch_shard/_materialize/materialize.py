@@ -28,7 +28,7 @@ from torch_shard._materialize.refusals import (
 )
 from torch_shard._materialize.slices import Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
-from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, swap
+from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, replace_tensors
 
 
 @public
@@ -102,7 +102,8 @@ def materialize(
     refuse_wide({name: construction.tensors[name] for name in construction.entries})
     initialiser = _Initialiser(construction, mesh, seed, dict(shardings))
     initialiser.check(construction.tensors)
-    swap(construction.module, {id(construction.tensors[name]): initialiser.make(name) for name in construction.tensors})
+    made = [(tensor, initialiser.make(name)) for name, tensor in construction.tensors.items()]
+    replace_tensors(construction.module, made)
     return construction.module
 
 
@@ -121,9 +122,9 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, ini
         initialiser.check(names, is_module=True)
     for name in [name for name in held if name not in names]:
         tensor = held.pop(name)
-        swap(model, {id(tensor): wrap_array(put(tensor.detach(), shardings[name]))})
+        replace_tensors(model, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     if initialiser is not None:
-        swap(model, {id(held[name]): initialiser.make(name) for name in names})
+        replace_tensors(model, [(held[name], initialiser.make(name)) for name in names])
     return model
 
 

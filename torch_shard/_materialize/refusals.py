@@ -12,6 +12,7 @@ from torch import nn
 from torch_shard._lowering import missing_lowerings_of
 from torch_shard._materialize.construct import Construction, Init, blank, initialise, meta_attributes
 from torch_shard._materialize.slices import Slice, is_constant
+from torch_shard._sharding import entry_of
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
@@ -104,7 +105,7 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
     refuse(faults, "it cannot be told whether the constructor initialised entries in a way of its own.", remedy)
     copy = blank(model)
     writes = initialise(copy, names, init)
-    found = {name: _entry(model, name)._version for name in names}
+    found = {name: entry_of(model, name)._version for name in names}
     faults = {
         name: f"{found[name]} writes in place by the constructor, {total} by reset_parameters{' and init' * bool(init)}"
         for name, (own, total) in writes.items()
@@ -117,11 +118,6 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
         "it cannot be told whether the constructor initialised these in a way of its own.",
         remedy,
     )
-
-
-def _entry(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
 
 
 def _is_of_torch(module_name: str | None) -> bool:

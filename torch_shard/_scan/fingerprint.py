@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
+from torch_shard._common.patching import patched
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
 
@@ -144,26 +144,33 @@ def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
         CannotShare: A hook was registered on a tensor or on what autograd saves, or may be on its graph.
     """
 
-    def grad_fn(tensor: torch.Tensor) -> Any:
-        if active() and not _reads_plainly(sys._getframe(1)):
-            raise CannotShare("it reads grad_fn, where a hook may be registered")
-        return _grad_fn(tensor)
+    def grad_fn(original: Any) -> property:
+        def read(tensor: torch.Tensor) -> Any:
+            if active() and not _reads_plainly(sys._getframe(2)):  # behind the patched attribute
+                raise CannotShare("it reads grad_fn, where a hook may be registered")
+            return original.__get__(tensor)
 
-    register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
+        return property(read)
 
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if active():
-            raise CannotShare("it registers a hook on a tensor")
-        return register(tensor, hook)
+    def register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(tensor: torch.Tensor, hook: Any) -> Any:
+            if active():
+                raise CannotShare("it registers a hook on a tensor")
+            return original(tensor, hook)
 
-    def saved_hooks(hooks: Any) -> Any:
-        if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
-            raise CannotShare("it packs saved tensors by hooks of its own")
-        return enter(hooks)
+        return register
+
+    def saved_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(hooks: Any) -> Any:
+            if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
+                raise CannotShare("it packs saved tensors by hooks of its own")
+            return original(hooks)
+
+        return enter
 
     with (
-        mock.patch.object(torch.Tensor, "register_hook", register_hook),
-        mock.patch.object(torch.Tensor, "grad_fn", property(grad_fn)),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
+        patched(torch.Tensor, "register_hook", register_hook),
+        patched(torch.Tensor, "grad_fn", grad_fn),
+        patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
     ):
         yield
