@@ -4,8 +4,8 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, cast
 
 _LOCK = threading.Lock()
 
@@ -13,7 +13,7 @@ _REPLACED: dict[tuple[int, str], "_Attribute"] = {}
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Generator[None, None, None]:
     """Replace an attribute of a class or module for the current thread; the other threads go on with the original.
 
     Several threads may replace the same attribute, and each may do so within its own replacement: when the last of
@@ -51,10 +51,11 @@ class _Attribute:
     """Stands in a class while some thread has replaced an attribute, and is to each thread what it is to see."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.num_users = owner, name, 0
+        self.owner: Any = owner
+        self.name, self.num_users = name, 0
         self.is_own = name in vars(owner)
-        owners = owner.__mro__ if isinstance(owner, type) else (owner,)
-        self.original = next(vars(o)[name] for o in owners if name in vars(o))
+        owners: tuple[object, ...] = owner.__mro__ if isinstance(owner, type) else (owner,)
+        self.original: Any = next(vars(o)[name] for o in owners if name in vars(o))
         self.installed: Any = self
         self._local = threading.local()
 
@@ -69,7 +70,7 @@ class _Attribute:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         found = self.current()
-        return found.__get__(instance, owner) if hasattr(type(found), "__get__") else found
+        return found.__get__(instance, owner) if hasattr(type(cast(object, found)), "__get__") else found
 
 
 class _DataAttribute(_Attribute):
@@ -93,8 +94,13 @@ def _replace(owner: Any, name: str) -> _Attribute:
 def _make(owner: Any, name: str) -> _Attribute:
     attribute = _Attribute(owner, name)
     if isinstance(owner, types.ModuleType):  # its attributes are taken as they are
-        attribute.installed = functools.wraps(attribute.original)(lambda *a, **k: attribute.current()(*a, **k))
-    elif hasattr(type(attribute.original), "__set__"):
+
+        @functools.wraps(attribute.original)
+        def call(*args: object, **kwargs: object) -> object:
+            return attribute.current()(*args, **kwargs)
+
+        attribute.installed = call
+    elif hasattr(type(cast(object, attribute.original)), "__set__"):
         attribute = _DataAttribute(owner, name)
     return attribute
 
@@ -106,7 +112,8 @@ def _leave(attribute: _Attribute) -> None:
             return
         owner, name = attribute.owner, attribute.name
         del _REPLACED[id(owner), name]
-        if vars(owner).get(name) is not attribute.installed:  # assigned anew by somebody else, meanwhile
+        held: Mapping[str, object] = vars(owner)
+        if held.get(name) is not attribute.installed:  # assigned anew by somebody else, meanwhile
             return
         if attribute.is_own:
             setattr(owner, name, attribute.original)

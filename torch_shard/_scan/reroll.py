@@ -164,7 +164,8 @@ class _Proof:
         if kind == "own":
             return Source(kind, *(own or (0, ())))
         if kind == "carry":
-            return Source(kind, _index(self.carries, (first, *(handed or (0, ())))))
+            number, path = handed or (0, ())
+            return Source(kind, _index(self.carries, (first, number, path)))
         return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
