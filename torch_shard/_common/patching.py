@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 _LOCK = threading.Lock()
@@ -112,7 +112,7 @@ def _leave(attribute: _Attribute) -> None:
             return
         owner, name = attribute.owner, attribute.name
         del _REPLACED[id(owner), name]
-        held: Mapping[str, object] = vars(owner)
+        held = cast(dict[str, object], vars(owner))
         if held.get(name) is not attribute.installed:  # assigned anew by somebody else, meanwhile
             return
         if attribute.is_own:
