@@ -25,7 +25,7 @@ from torch_shard._common.types import PyTree
 T = TypeVar("T")
 
 Pulled = tuple[T, Callable[[T], tuple[jax.Array, ...]]]
-"""What `jax.vjp` returns: the value of a function, and the map from its gradient to those of the arguments."""
+"""Result of `jax.vjp`: the value of a function, and the map from its gradient to those of the arguments."""
 
 
 def size_of(axis: str) -> int | None:

@@ -19,7 +19,7 @@ from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, ref
 Lowered = Callable[..., list[PyTree]]
 
 Place = int | jax.Array | None
-"""Where an operator stands in the stream of random numbers; None if it draws none."""
+"""Place of an operator in the stream of random numbers; None if it draws none."""
 
 _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 

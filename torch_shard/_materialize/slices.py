@@ -35,7 +35,7 @@ def _name(node: Node) -> str:
 
 
 Fill = bool | float
-"""What unwritten memory is taken to hold."""
+"""Value that unwritten memory is taken to hold."""
 
 
 @dataclasses.dataclass(frozen=True)
