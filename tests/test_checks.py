@@ -1,11 +1,13 @@
-"""Which branches are checks: by bytecode, so every way to write one is tried."""
+"""Which branches are checks: every way to write one is tried."""
 
+import linecache
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from torch_shard._capture.data_dependence import leads_only_to_raise
+from torch_shard._capture.checks import leads_only_to_raise
 
 
 class Asked:
@@ -17,13 +19,37 @@ class Asked:
         self.answer = leads_only_to_raise(sys._getframe(1))
         return bool(self.answer)
 
+    def all(self) -> "Asked":
+        return self
 
-def plain_assert(x: Any) -> None:
-    exec(compile("assert x, 'message'", "f", "exec"), {"x": x})  # pytest rewrites those of this file
+    def __lt__(self, other: Any) -> "Asked":
+        return self
+
+
+def plain(*lines: str) -> Callable[[Any], None]:
+    """A function with asserts as Python compiles them; pytest rewrites those of this file."""
+    text, name = "\n    ".join(["def check(x):", *lines]), f"<{lines}>"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    found: dict[str, Any] = {}
+    exec(compile(text, name, "exec"), found)
+    return found["check"]
 
 
 def rewritten_assert(x: Any) -> None:
     assert x, f"message {x!r}"
+
+
+def rewritten_assert_of_call(x: Any) -> None:
+    assert x.all()
+
+
+def rewritten_assert_not(x: Any) -> None:
+    assert not x.all()
+
+
+def rewritten_assert_and(x: Any) -> None:
+    also = True
+    assert also and x.all() and x < 3  # noqa: PT018  (this shape is what is tested)
 
 
 def raise_if(x: Any) -> None:
@@ -60,19 +86,93 @@ def raise_of_any(x: Any) -> None:
         raise ValueError("bad")
 
 
+def raise_if_last(x: Any) -> None:
+    also = True
+    if also and not x.all():
+        raise ValueError("bad")
+
+
+def raise_if_either(x: Any) -> None:
+    if x or x.all():
+        raise ValueError("bad")
+
+
+def raise_unless_both(x: Any) -> None:
+    if not (x and x.all()):
+        raise ValueError("bad")
+
+
+def raise_if_chosen(x: Any, which: bool = True) -> None:
+    if x if which else 0:
+        raise ValueError("bad")
+
+
+def raise_if_named(x: Any) -> None:
+    if bad := x.all():
+        raise ValueError(f"bad {bad!r}")
+
+
+def raise_in_elif(x: Any) -> int:
+    if x is None:
+        return 1
+    elif x:
+        raise ValueError("bad")
+    return 2
+
+
+def raise_afterwards(x: Any) -> int:
+    if x:
+        return 1
+    raise ValueError("bad")
+
+
+def raise_in_loop(x: Any) -> None:
+    for _ in range(2):
+        if not x:
+            raise ValueError("bad")
+
+
+def raise_in_handler(x: Any) -> None:
+    try:
+        raise KeyError
+    except KeyError:
+        if x:
+            raise ValueError("bad") from None
+
+
 CHECKS = [
-    (plain_assert, True),
+    (plain("assert x, 'message'"), True),
+    (plain("assert not x.all()"), False),
+    (plain("assert x < x < x"), True),
+    (plain("assert (x.all()", "    and x)"), True),
+    (plain("also = False", "assert also or x"), True),
     (rewritten_assert, True),
+    (rewritten_assert_of_call, True),
+    (rewritten_assert_not, False),
+    (rewritten_assert_and, True),
     (raise_if, False),
     (raise_if_not, True),
     (raise_if_explicit, False),
     (raise_in_else, True),
     (raise_in_with, False),
     (raise_of_any, False),
+    (raise_if_last, True),
+    (raise_if_either, False),
+    (raise_unless_both, True),
+    (raise_if_chosen, False),
+    (raise_if_named, False),
+    (raise_in_elif, False),
+    (raise_afterwards, True),
+    (raise_in_loop, True),
+    (raise_in_handler, False),
 ]
 
 
-@pytest.mark.parametrize(("check", "passes"), CHECKS, ids=[row[0].__name__ for row in CHECKS])
+@pytest.mark.parametrize(
+    ("check", "passes"),
+    CHECKS,
+    ids=[f.__code__.co_filename if f.__name__ == "check" else f.__name__ for f, _ in CHECKS],
+)
 def test_checks_pass(check: Any, passes: bool) -> None:
     asked = Asked()
     check(asked)  # and does not raise
@@ -118,8 +218,52 @@ def both(x: Any) -> None:
         raise ValueError("bad")
 
 
-@pytest.mark.parametrize("decision", [choice, branch, caught, sometimes, loop, value, both], ids=lambda f: f.__name__)
+def either(x: Any) -> None:
+    also = True
+    assert x or also
+
+
+def inner(x: Any) -> None:
+    if 1 if x else 0:
+        raise ValueError("bad")
+
+
+def kept(x: Any) -> None:
+    if bad := bool(x):
+        raise ValueError(f"bad {bad}")
+
+
+def contained(x: Any) -> None:
+    if 3 in [x]:
+        raise ValueError("bad")
+
+
+def finally_left(x: Any) -> int:
+    try:
+        if x:
+            raise ValueError("bad")
+    finally:
+        return 2  # noqa: B012  (this shape is what is tested)
+
+
+def without_source(x: Any) -> None:
+    exec(compile("if x: raise ValueError", "a file that is not there", "exec"), {"x": x})
+
+
+DECISIONS = [choice, branch, caught, sometimes, loop, value, both]
+DECISIONS += [either, inner, kept, contained, finally_left, without_source]
+
+
+@pytest.mark.parametrize("decision", DECISIONS, ids=lambda f: f.__name__)
 def test_decisions_do_not(decision: Any) -> None:
     asked = Asked()
     decision(asked)
+    assert asked.answer is None
+
+
+def test_a_file_that_has_changed_says_nothing() -> None:
+    check, asked = plain("if x:", "    raise KeyError"), Asked()
+    text = ["\n", *linecache.getlines(check.__code__.co_filename)]
+    linecache.cache[check.__code__.co_filename] = 1, None, text, check.__code__.co_filename
+    check(asked)
     assert asked.answer is None
