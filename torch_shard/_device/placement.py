@@ -67,9 +67,9 @@ def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
     if names:
         raise ValueError(
             f"{caller}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
-            "materialize(model, mesh, plan) initialises it straight on its shards, load_state_dict(..., assign=True) "
-            "takes them from a state_dict. What no file has (non-persistent buffers) comes with the constructor: "
-            "materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
+            'materialize(model, mesh, plan, init="reset_parameters") initialises it straight on its shards, '
+            "load_state_dict(..., assign=True) takes them from a state_dict. What no file has (non-persistent buffers) "
+            "comes with the constructor: materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
         )
 
 

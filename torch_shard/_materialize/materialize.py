@@ -19,7 +19,7 @@ from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._materialize.construct import Construction, Init, construct, construct_again
 from torch_shard._materialize.refusals import (
-    check_reborn,
+    check_init,
     refuse_mixed,
     refuse_unusable,
     refuse_unwritten,
@@ -42,14 +42,16 @@ def materialize(
 
     Args:
         model: What makes the module, a callable without arguments: it runs once, on tensors without memory, and all
-            that it computes counts, however it does. Or a module made under `torch.device("meta")`: its submodules'
-            own initialisers run (`reset_parameters`), children first, then `init`; entries that have values already
-            are placed as they are. A module whose constructor initialises in ways of its own is refused.
+            that it computes counts, however it does. Or a module made under `torch.device("meta")`, which does not
+            say how its values come about: `init` does. Entries that have values already are placed as they are.
         mesh: The devices, with Auto axes.
         plan: Which entry is split how; checked as a whole before anything is computed.
         seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are
             the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
-        init: For a module on the meta device: called on each submodule, children first, as by `Module.apply`.
+        init: For a module on the meta device: the name of a method, called on each submodule that has it
+            (`"reset_parameters"`, if the initialisers of torch's own layers are all that it needs), or a function,
+            called on each submodule as by `Module.apply`; children first. As in their constructors, layers have run
+            their own `reset_parameters` before.
 
     Returns:
         The module, on the jax device: the one that the callable made, or the one given, changed in place. Ties,
@@ -59,8 +61,8 @@ def materialize(
     Raises:
         TypeError: `model` is neither, or the callable returns something else than a module; or an entry needs 64 bits
             that JAX has switched off.
-        ValueError: The plan does not fit; an entry is left unwritten (`torch.empty`); or a module on the meta device
-            was initialised by other code than its initialisers. All such entries are listed.
+        ValueError: The plan does not fit; a module on the meta device comes without `init`, or with the name of a
+            method that none of its modules has; or an entry is left unwritten (`torch.empty`).
         OverflowError: An integer entry does not fit 32 bits.
         NotImplementedError: Construction depends on the values of tensors, uses an operator without a lowering, or
             registers hooks on parameters.
@@ -70,11 +72,6 @@ def materialize(
         depth. What is computed without random numbers (position tables, masks), other than one number everywhere, is
         computed by eager torch, one tensor at a time on the host, and so is what torch gives to the bit. Products and
         decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
-
-        Of a module on the meta device, how often its entries were written to tells whether other code than the
-        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one
-        with as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
-        function did that built the module is not seen. Prefer the callable, which misses nothing.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -88,7 +85,8 @@ def materialize(
     check_kind("materialize", "plan", plan, ShardingPlan)
     _check_seed(seed)
     if isinstance(model, nn.Module):
-        check_kind("materialize", "init", init, Callable | None, hint="It is called on each submodule.")
+        hint = "It names a method of submodules, or is called on each of them."
+        check_kind("materialize", "init", init, str | Callable | None, hint=hint)
         return _fill_in(model, mesh, plan, seed, init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
@@ -114,7 +112,7 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: 
     refuse_views({name: held[name] for name in names})
     initialiser = None
     if names:
-        check_reborn(model, names, init)
+        init = check_init(model, names, init)
         initialiser = _Initialiser(construct_again(model, names, init), mesh, seed, dict(shardings))
         initialiser.check(names, is_module=True)
     for name in [name for name in held if name not in names]:
