@@ -8,6 +8,7 @@ import ast
 import functools
 import linecache
 from types import FrameType
+from typing import Any
 
 _Place = tuple[int | None, int | None, int | None, int | None]
 
@@ -106,8 +107,8 @@ class _Source:
     def _after(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements that follow on one, as far as no loop or function ends."""
         parent = self._parents[statement]
-        blocks = (getattr(parent, name, []) for name in ("body", "orelse", "finalbody"))
-        block = next((block for block in blocks if statement in block), [statement])
+        blocks: list[list[Any]] = [getattr(parent, name, []) for name in ("body", "orelse", "finalbody")]
+        block = next(block for block in [*blocks, [statement]] if statement in block)
         rest = block[block.index(statement) + 1 :]
         return [*rest, *self._after(parent)] if isinstance(parent, ast.If | ast.With) else rest
 

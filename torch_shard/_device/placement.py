@@ -52,7 +52,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     """Each entry as an ordinary CPU tensor of its own, a stored array at a time."""
     found: dict[str, torch.Tensor] = {}
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        host = _to_cpu(array)
+        host = to_cpu(array)
         found |= {group[0]: host} if len(group) == 1 else {n: row.clone() for n, row in zip(group, host, strict=True)}
     return {name: found[name] for name in stacks}
 
@@ -147,17 +147,18 @@ def gather(model_or_tree: Any) -> Any:
     refuse_hooks("gather", model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
-        replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
+        replace_tensors(model_or_tree, tensor, to_cpu(tensor.detach()))
     return model_or_tree
 
 
 def _gather_node(node: Any) -> Any:
     if isinstance(node, Stacks):
         return to_host_by_name(node)
-    return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
+    return to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def to_cpu(value: Any) -> torch.Tensor:
+    """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     return to_host(value.jax() if isinstance(value, JaxTensor) else value)

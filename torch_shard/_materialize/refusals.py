@@ -8,6 +8,7 @@ from torch import nn
 from torch_shard._lowering import missing_lowerings_of
 from torch_shard._materialize.construct import Construction, Init, initialiser_of, meta_attributes
 from torch_shard._materialize.slices import Slice, is_constant
+from torch_shard._sharding import shared_storage
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
@@ -31,16 +32,11 @@ def refuse_views(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         NotImplementedError: Two do.
     """
-    seen: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type in ("cpu", "meta"):
-            first = seen.setdefault(tensor.untyped_storage()._cdata, name)
-            if first != name:
-                raise NotImplementedError(
-                    f"materialize: {first} and {name} share memory: one is a view of the other, or both are views of "
-                    "one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in "
-                    "forward."
-                )
+    if (names := shared_storage(tensors)) is not None:
+        raise NotImplementedError(
+            f"materialize: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views of "
+            "one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in forward."
+        )
 
 
 def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.parameter import is_lazy
 
+from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
@@ -292,20 +293,6 @@ def _hint_at_names(keys: list[Any], names: list[str]) -> list[str]:
 
 def _get_shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", value))
-
-
-def group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
-    """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
-    groups: dict[Hashable, list[str]] = {}
-    for name, value in values.items():
-        key: Hashable = name  # arrays and shapes are values, so two names of one are no tie
-        if by_identity:
-            key = id(value)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()._cdata  # data_ptr() is 0 for every meta tensor
-            key = storage, value.storage_offset(), value.shape, value.stride(), value.dtype
-        groups.setdefault(key, []).append(name)
-    return list(groups.values())
 
 
 def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:

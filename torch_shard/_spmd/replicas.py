@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 
-from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
-from torch_shard._device import JaxTensor
+from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy
+from torch_shard._common.processes import exchange
+from torch_shard._device import JaxTensor, to_cpu
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
@@ -67,12 +66,12 @@ def gather_from_jax_processes(tree: Any) -> list[Any]:
         ValueError: An array is spread over processes. Where one process fails, all raise.
     """
     adopt_torch_nodes(tree)
-    return _exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
+    return exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_of_process, tree))
 
 
-def _to_cpu(path: Any, leaf: Any) -> Any:
+def _of_process(path: Any, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
-        return leaf.detach().cpu().clone()
+        return to_cpu(leaf).detach().clone()
     if not isinstance(leaf, JaxTensor | jax.Array):
         return leaf
     array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
@@ -82,7 +81,7 @@ def _to_cpu(path: Any, leaf: Any) -> Any:
             "no process holds the whole. Take apart what each holds (array.addressable_shards), or bring it together "
             "with jax.experimental.multihost_utils.process_allgather(array, tiled=True)."
         )
-    return to_host(array.addressable_data(0) if array.is_fully_replicated else array)
+    return to_cpu(array.addressable_data(0) if array.is_fully_replicated else array)
 
 
 def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
@@ -116,7 +115,7 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
             raise ValueError(f"{caller}: {name} must be a number of at least 0, got {tolerance!r}.")
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
-    tables = _exchange(caller, lambda: _table(tree, device_axis, values))
+    tables = exchange(caller, lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for replica in (replica for _, replicas in tables for replica in replicas):
@@ -126,7 +125,7 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         return
     wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
     held: dict[Any, np.ndarray] = {}
-    for found in _exchange(caller, lambda: {key: values[key]() for key in wanted if key in values}):
+    for found in exchange(caller, lambda: {key: values[key]() for key in wanted if key in values}):
         held.update(found)
     faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol, atol)]
     if faults:
@@ -242,30 +241,3 @@ def _join(places: list[str]) -> str:
 
 def _with_paths(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    text: str
-
-
-def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
-    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
-    if jax.process_count() == 1:
-        return [make()]
-    failure = None
-    try:
-        data = pickle.dumps(make())
-    except Exception as error:
-        failure, data = error, pickle.dumps(_Failure(str(error)))
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.uint32)).ravel()
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    if failure is not None:
-        raise failure
-    found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-    for process, value in enumerate(found):
-        if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller}: process {process} failed: {value.text}")
-    return found

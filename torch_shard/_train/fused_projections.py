@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of
 from torch_shard._common.operator_families import COPIES, DIM_VIEWS, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._scan import LAYER, Call, names_of
-from torch_shard._sharding import ResolvedPlan, describe_spec
+from torch_shard._sharding import ResolvedPlan, axes_of, describe_spec
 from torch_shard._train.loss_program import LossProgram
 
 MOST_SHOWN = 6
@@ -118,20 +118,16 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
 
 def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec) -> list[Split]:
     """The split dims of matrices and what has more dims, but for those split over axes of the batch."""
-    taken = {axis for entry in batch_spec for axis in _axes(entry)}
+    taken = set(axes_of(batch_spec))
     found = []
     for name in names:
         shape, spec, sizes = plan.entries[name].shape, plan[name].spec, plan.mesh.shape
-        for dim, axes in enumerate(map(_axes, spec)):
+        for dim, axes in enumerate(axes_of((entry,)) for entry in spec):
             num_shards = math.prod(sizes[axis] for axis in axes)
             if len(shape) > 1 and num_shards > 1 and not taken.intersection(axes):
                 shown = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
                 found.append(Split(name, shape, spec, dim, shown, num_shards))
     return found
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 Rows = dict[Split, torch.Tensor]
