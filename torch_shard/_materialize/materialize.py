@@ -135,33 +135,33 @@ class _Initialiser:
     def __init__(
         self, construction: Construction, mesh: Mesh, seed: int, shardings: Mapping[str, NamedSharding]
     ) -> None:
-        self._birth, self._shardings = construction, shardings
+        self._construction, self._shardings = construction, shardings
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._key = jax.random.key(seed, impl=FUSED)
         graph = construction.graph.module
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._values = dict(zip(placeholders, construction.graph.closure, strict=True))
-        self._recipes = dict(zip(construction.tensors, cut(graph), strict=True))
+        self._slices = dict(zip(construction.tensors, cut(graph), strict=True))
         self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
         self._programs: dict[Any, Callable[..., jax.Array]] = {}
         self._hashes = [_hash(name) for name in construction.tensors]
 
     def check(self, names: Any, *, is_module: bool = False) -> None:
         """Refuse what cannot be made, before anything is."""
-        wanted = {name: self._recipes[name] for name in names}
-        refuse_unusable(self._birth, wanted)
+        wanted = {name: self._slices[name] for name in names}
+        refuse_unusable(self._construction, wanted)
         if is_module:
-            refuse_mixed(self._recipes, set(self._recipes) - set(names))
+            refuse_mixed(self._slices, set(self._slices) - set(names))
         else:
-            refuse_views({name: self._birth.tensors[name] for name in self._birth.entries})
+            refuse_views({name: self._construction.tensors[name] for name in self._construction.entries})
         unwritten = [
             name for name, graph_slice in wanted.items() if graph_slice.unwritten and self._shows_unwritten(graph_slice)
         ]
-        refuse_unwritten(unwritten, type(self._birth.module).__name__, is_module)
+        refuse_unwritten(unwritten, type(self._construction.module).__name__, is_module)
 
     def make(self, name: str) -> torch.Tensor:
         """A tensor on its shards; one that is a plain attribute on the CPU."""
-        graph_slice = self._recipes[name]
+        graph_slice = self._slices[name]
         sharding = self._shardings.get(name, self._replicated)
         if not graph_slice.nodes:
             value = self._values[graph_slice.output].detach()

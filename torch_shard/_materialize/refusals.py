@@ -50,7 +50,8 @@ def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> 
     refuse(
         metas,
         "the callable returns tensors without values.",
-        "Leave torch.device('meta') out of it, as nothing is computed before it is on its shards; or pass the module.",
+        "Leave torch.device('meta') out of it, as nothing is computed before it is on its shards; or pass the module, "
+        "and say init=.",
     )
     missing = [
         f"  {name}: {node.target}"
