@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.odd import odd
+from torch_shard._capture.simplify import simplify
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.interpreter import missing_lowerings
 from torch_shard._lowering.ops import keeps_whole
@@ -174,3 +175,18 @@ def test_sixty_four_bits_when_jax_has_them() -> None:
         out = ts.jax_grad(lambda x: (x**3).sum())(x)
         assert out.dtype is torch.float64
         torch.testing.assert_close(out.cpu(), 3 * x**2)
+
+
+def test_operators_of_others_are_not_taken_for_those_of_torch_that_are_called_alike() -> None:
+    with torch.library._scoped_library("torch_shard_tests", "DEF") as library:
+        library.define("clone(Tensor x) -> Tensor")
+        doubled = torch.ops.torch_shard_tests.clone.default
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        found = graph.call_function(doubled, (x,))
+        copied = graph.call_function(torch.ops.aten.clone.default, (found,))
+        x.meta["val"] = found.meta["val"] = copied.meta["val"] = torch.empty(2)
+        graph.output(([copied],))
+        module = torch.fx.GraphModule({}, graph)
+        simplify(module)
+        assert [node.target for node in module.graph.nodes if node.op == "call_function"] == [doubled]
