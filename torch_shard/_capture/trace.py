@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ from torch_shard._common.overrides import OPERATORS
 
 aten = torch.ops.aten
 
-TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
+Aux = TypeVar("Aux")
+TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Aux]]
+"""A function of tensors alone, to be captured: it returns tensors, and what is none."""
 
 Keep = Callable[[Any, bool], bool]
 
@@ -51,7 +53,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Captured:
+class Captured(Generic[Aux]):
     """A captured callable.
 
     Attributes:
@@ -71,7 +73,7 @@ class Captured:
     num_outputs: int
     written: tuple[int, ...]
     modules: ModuleFlags
-    aux: Any
+    aux: Aux
     changed: list[Change]
     skipped: list[str]
     axes: dict[Any, int]
@@ -87,8 +89,8 @@ class Captured:
 
 
 def capture(
-    fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
-) -> Captured:
+    fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
+) -> Captured[Aux]:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
     Args:
@@ -116,11 +118,11 @@ def capture(
 
 
 def _capture(
-    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, capture_mode: CaptureMode
-) -> Captured:
+    fn: TensorFn[Aux], specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, capture_mode: CaptureMode
+) -> Captured[Aux]:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
-    aux: list[Any] = []
+    aux: list[Aux] = []
 
     values = DataDependence(node_of, lambda: tracer().root)
 

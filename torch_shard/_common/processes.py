@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from torch_shard._common.caller import caller
+
 
 def agree(flag: bool) -> bool:
     """Whether any process says so."""
@@ -20,7 +22,7 @@ class _Failure:
     text: str
 
 
-def exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
+def exchange(make: Callable[[], Any]) -> list[Any]:
     """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
@@ -38,5 +40,5 @@ def exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
     found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
     for process, value in enumerate(found):
         if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller}: process {process} failed: {value.text}")
+            raise RuntimeError(f"{caller()}: process {process} failed: {value.text}")
     return found

@@ -24,7 +24,7 @@ class Closure(threading.local):
         """The call from a capture into JAX that is being traced, or None."""
         return self.readers[-1].token if self.readers else None
 
-    def read(self, graph: Captured) -> list[jax.Array]:
+    def read(self, graph: Captured[Any]) -> list[jax.Array]:
         """The current values of the tensors that a captured callable closes over."""
         if self.readers:
             self.readers[-1].modules.append(graph.modules)

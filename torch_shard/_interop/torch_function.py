@@ -12,22 +12,22 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture import ActiveRegions, Captured, Spec, active_regions, binding, is_literal, repeating
+from torch_shard._capture import ActiveRegions, Captured, Spec, TensorFn, active_regions, binding, is_literal, repeating
 from torch_shard._common.axes import into_shares, map_together, sum_shares
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import NeedsKey
 from torch_shard._common.static import Static
 from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._lowering import FlatFn, Program, capture_settings
+from torch_shard._lowering import Program, capture_settings
 
 
 class FlatFunction:
     """A callable of tensors to tensors, with its captured programs."""
 
-    def __init__(self, fn: FlatFn, what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
+    def __init__(self, fn: TensorFn[Any], what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
         self.fn, self.what, self._is_bound = fn, what, frozenset(map(id, bound))
-        self._programs: dict[Any, list[Program]] = {}
+        self._programs: dict[Any, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[Any, FlatFunction] = {}
 
@@ -64,7 +64,7 @@ class FlatFunction:
         found = (self._current(arrays, needs_grad)[2] for needs_grad in choices)
         return next(program for program in found if program is not None).graph.aux
 
-    def program(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> Program:
+    def program(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> Program[Any]:
         """The program for arrays like these."""
         specs, programs, found = self._current(arrays, needs_grad)
         self._needs_grad.add(needs_grad)
@@ -75,7 +75,7 @@ class FlatFunction:
             programs.append(found)
         return found
 
-    def _refuse_writes(self, graph: Captured) -> None:
+    def _refuse_writes(self, graph: Captured[Any]) -> None:
         if graph.written:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
@@ -83,7 +83,7 @@ class FlatFunction:
                 "(x = x.clone()) and return it."
             )
 
-    def _refuse_unseen(self, graph: Captured) -> None:
+    def _refuse_unseen(self, graph: Captured[Any]) -> None:
         """Refuse what would be a constant to the derivative."""
         unseen = [tuple(tensor.shape) for tensor in graph.closure if id(tensor) in self._is_bound]
         if unseen:
@@ -229,7 +229,7 @@ class TorchFunction:
                 "hashable. Pass tensors, numbers, strings, or containers of them."
             ) from error
 
-    def _flatten(self, tree: Any, is_array: Any, static: Any) -> FlatFn:
+    def _flatten(self, tree: Any, is_array: Any, static: Any) -> TensorFn[Any]:
         def flat(*tensors: torch.Tensor) -> Any:
             given, others = iter(tensors), iter(static)
             args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])

@@ -32,7 +32,7 @@ class Construction:
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     num_entries: int
-    graph: Captured
+    graph: Captured[Any]
 
     @property
     def entries(self) -> list[str]:

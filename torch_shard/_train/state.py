@@ -10,6 +10,7 @@ import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
@@ -48,13 +49,13 @@ class TrainState:
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
     """
 
-    step: Any
-    params: Mapping[str, Any]
-    frozen: Mapping[str, Any]
-    buffers: Mapping[str, Any]
-    opt_state: Any
-    key: Any
-    num_batches: Any
+    step: jax.Array
+    params: Mapping[str, jax.Array]
+    frozen: Mapping[str, jax.Array]
+    buffers: Mapping[str, jax.Array]
+    opt_state: optax.OptState
+    key: jax.Array
+    num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -84,9 +85,8 @@ class StateLayout:
         optimizer: optax.GradientTransformation,
         *,
         groups: list[Siblings],
-        caller: str,
     ) -> None:
-        self._plan, self._caller, self._optimizer = plan, caller, optimizer
+        self._plan, self._optimizer = plan, optimizer
         layout = stack_layout(model, held.all, groups)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
@@ -162,7 +162,7 @@ class StateLayout:
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
         if faults or len(values) != len(layout.names):
             unknown = [f"  {name}: not among the {kind} of the model" for name in values if name not in layout.places]
-            raise ValueError(f"{self._caller}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
+            raise ValueError(f"{caller()}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
@@ -215,7 +215,7 @@ class StateLayout:
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
             raise ValueError(
-                f"{self._caller}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
+                f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
 
