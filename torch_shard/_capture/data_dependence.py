@@ -1,4 +1,4 @@
-"""Where a captured callable asks for the value of a tensor: known from the program alone, not needed, or refused."""
+"""Values that a captured callable asks of a tensor: known from the program alone, not needed, or refused."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,7 @@ import operator
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch_shard._capture.checks import leads_only_to_raise
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.fx import args_of, is_random
 from torch_shard._common.overrides import instead_of_attribute
+from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
 
@@ -44,26 +45,28 @@ class DataDependence(TorchDispatchMode):
         root: Gives the module that holds what the `get_attr` nodes of the trace name.
     """
 
-    def __init__(self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], Any]) -> None:
+    def __init__(
+        self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], torch.nn.Module | None]
+    ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
-        self.axes: tuple[Any, ...] = ()
+        self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
-        """How many random operators have run; a checkpoint sets it back to draw the same numbers again."""
+        """Number of random operators that have run; a checkpoint sets it back to draw the same numbers again."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> "DataDependence":
         _CURRENT.stack.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _CURRENT.stack.pop()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Operator, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is DEVICE_OF:
             return args[0].fake_device
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
@@ -75,7 +78,7 @@ class DataDependence(TorchDispatchMode):
             self._note_draw(result)
         return result
 
-    def _note_draw(self, result: Any) -> None:
+    def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
         node = self._node_of(first) if isinstance(first, torch.Tensor) else None
         if node is not None:
@@ -83,7 +86,7 @@ class DataDependence(TorchDispatchMode):
             node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
-    def _answer(self, func: Any, args: Any) -> Any:
+    def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
         nodes = [node for tensor in args if (node := self._node_of(tensor)) is not None]
         if len(nodes) == len(args):
             self._constants = self._constants or Constants(nodes[0].graph, self._root())
@@ -116,12 +119,12 @@ def skip_draws(count: int) -> int:
 
 
 def num_draws() -> int:
-    """How many random operators the capture under way has run."""
+    """Number of random operators that the capture under way has run."""
     return _CURRENT.stack[-1].position
 
 
 @contextlib.contextmanager
-def drawing_along(axes: tuple[Any, ...]) -> Iterator[None]:
+def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
     """Let random operators of the capture under way draw other numbers for each index along these named axes."""
     values = _CURRENT.stack[-1]
     before, values.axes = values.axes, tuple(dict.fromkeys((*values.axes, *axes)))
@@ -133,7 +136,7 @@ def drawing_along(axes: tuple[Any, ...]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RandomState:
-    """What `torch.get_rng_state` gives in a capture: a position in the stream of random numbers."""
+    """Result of `torch.get_rng_state` in a capture: a position in the stream of random numbers."""
 
     position: int
 
@@ -145,7 +148,7 @@ def get_rng_state() -> RandomState:
 
 
 @instead_of_attribute(torch, "set_rng_state")
-def set_rng_state(state: Any) -> None:
+def set_rng_state(state: object) -> None:
     """Go back to a position, so that what is computed again draws the same numbers."""
     if not isinstance(state, RandomState):
         raise NotImplementedError(
@@ -157,7 +160,7 @@ def set_rng_state(state: Any) -> None:
 
 @instead_of_attribute(torch, "manual_seed")
 @instead_of_attribute(torch, "seed")
-def refuse_seed(*args: Any, **kwargs: Any) -> Any:
+def refuse_seed(*args: object, **kwargs: object) -> object:
     """`torch.manual_seed` and `torch.seed` in a capture."""
     raise NotImplementedError(
         f"{current_user_line()}\nHere torch is seeded within a captured function. The random numbers of a compiled "
@@ -177,9 +180,9 @@ def _asking_frame() -> FrameType | None:
 class Constants:
     """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
 
-    def __init__(self, graph: Graph, root: Any) -> None:
+    def __init__(self, graph: Graph, root: torch.nn.Module | None) -> None:
         self._graph, self._root = graph, root
-        self._values: dict[Node, Any] = {}
+        self._values: dict[Node, PyTree] = {}
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -190,12 +193,12 @@ class Constants:
             self._run(self._last)
         return self._known(node)
 
-    def _known(self, node: Node) -> Any:
+    def _known(self, node: Node) -> PyTree:
         value = self._values.get(node)
         return None if _storages(value) & self._unknown else value
 
     def _literal(self, node: Node) -> torch.Tensor | None:
-        """What `torch.tensor(...)` of Python numbers has written down in the graph."""
+        """Value that `torch.tensor(...)` of Python numbers has written down in the graph."""
         found = getattr(self._root, str(node.target)) if node.op == "get_attr" else node.meta.get("value")
         return found if type(found) is torch.Tensor else None
 
@@ -212,7 +215,7 @@ class Constants:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether only JAX can run it."""
+    """Tell whether only JAX can run it."""
     return getattr(node.target, "namespace", "") == "torch_shard"
 
 
@@ -221,6 +224,6 @@ def _writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _storages(value: Any) -> set[int]:
+def _storages(value: PyTree) -> set[int]:
     tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return {t.untyped_storage()._cdata for t in tensors}

@@ -1,14 +1,21 @@
 """Values across the border: torch tensors, numpy arrays and Python numbers as JAX holds them, and back."""
 
-from typing import Any
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import functools
+from collections.abc import Iterable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.types import PyTree
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
 
@@ -20,7 +27,7 @@ _OF_NUMPY = frozenset(
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 
-def host_array(value: Any) -> np.ndarray:
+def host_array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
     if isinstance(value, torch.Tensor):
         value = tensor_to_numpy(value)
@@ -71,7 +78,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(host)
 
 
-def struct_of(value: Any) -> jax.ShapeDtypeStruct:
+def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a tensor, array or number as JAX holds it; of a JAX array its sharding too."""
     if isinstance(value, torch.Tensor):
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(jax_dtype(value.dtype)))
@@ -79,14 +86,15 @@ def struct_of(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype, sharding=getattr(value, "sharding", None))
 
 
-def adopt_torch_nodes(tree: Any) -> None:
+def adopt_torch_nodes(tree: PyTree) -> None:
     """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
     for leaf in jax.tree.leaves(tree):
-        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        kind = type(cast(object, leaf))
+        node = torch_pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
-            jax.tree_util.register_pytree_node(
-                type(leaf),
-                node.flatten_fn,
-                lambda context, children, node=node: node.unflatten_fn(children, context),
-            )
+            jax.tree_util.register_pytree_node(kind, node.flatten_fn, functools.partial(_unflatten, node))
             adopt_torch_nodes(leaf)
+
+
+def _unflatten(node: torch_pytree.NodeDef, context: PyTree, children: Iterable[PyTree]) -> PyTree:
+    return node.unflatten_fn(children, context)

@@ -1,9 +1,12 @@
 """Several processes of one program: what they agree on, and how all of them fail where one does."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import dataclasses
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -11,9 +14,11 @@ from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller
 
+R = TypeVar("R")
+
 
 def agree(flag: bool) -> bool:
-    """Whether any process says so."""
+    """Tell whether any process says so."""
     return bool(multihost_utils.process_allgather(np.array(flag)).any()) if jax.process_count() > 1 else flag
 
 
@@ -22,8 +27,8 @@ class _Failure:
     text: str
 
 
-def exchange(make: Callable[[], Any]) -> list[Any]:
-    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
+def exchange(make: Callable[[], R]) -> list[R]:
+    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
     failure = None

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Generic
+from typing import Generic
 
 import torch
 
@@ -29,7 +29,8 @@ class Program(Generic[Aux]):
         fn: TensorFn[Aux],
         specs: Sequence[Spec],
         what: str,
-        others: Collection[Any] = (),
+        *,
+        others: Collection[object] = (),
         inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
     ) -> None:
         self._inner = inner
@@ -45,11 +46,11 @@ class Program(Generic[Aux]):
         return lower(self.graph.module)
 
     def is_current(self) -> bool:
-        """Whether modules still have the training flags, and named axes the sizes, that they had at the capture."""
+        """Tell whether modules still have the training flags, and named axes the sizes, of the capture."""
         return self.graph.is_current() and self.fits_axes()
 
     def fits_axes(self) -> bool:
-        """Whether named axes have the sizes that they had at the capture."""
+        """Tell whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
     def _code(self, graph: Captured[Aux]) -> list[str]:
@@ -82,7 +83,7 @@ def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotIm
     )
 
 
-def capture_settings() -> tuple[Any, ...]:
+def capture_settings() -> tuple[object, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())

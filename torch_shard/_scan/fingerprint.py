@@ -1,4 +1,4 @@
-"""What a torch callable did, in a form that can be compared: two calls with equal records mean the same program.
+"""A record of what a torch callable did: two calls with equal records mean the same program.
 
 A record has every ATen operator in order, with its arguments (tensors by number, everything else by type and value),
 whether autograd was on and which tensors required a gradient, and the autograd graph behind the results (the class of
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
+from torch_shard._common.patching import patched
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
 
@@ -45,7 +45,7 @@ class Fingerprint(TorchDispatchMode):
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
         self.rules: dict[Any, Any] = {}
-        """What the backward passes of `autograd.Function`s read from outside."""
+        """Values that the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
 
@@ -72,7 +72,7 @@ class Fingerprint(TorchDispatchMode):
         return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
     def made(self, value: Any) -> bool:
-        """Whether `value` is a tensor that the call has made."""
+        """Tell whether `value` is a tensor that the call has made."""
         return isinstance(self._numbers.get(id(value)), int)
 
     def _encode(self, value: Any, *, new: bool = False) -> Any:
@@ -131,7 +131,7 @@ class Fingerprint(TorchDispatchMode):
 
 
 def _reads_plainly(frame: FrameType) -> bool:
-    """Whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
+    """Tell whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
     name = frame.f_globals.get("__name__", "")
     return name.partition(".")[0] in ("torch", __name__.partition(".")[0]) and name != "torch.utils.hooks"
 
@@ -144,26 +144,33 @@ def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
         CannotShare: A hook was registered on a tensor or on what autograd saves, or may be on its graph.
     """
 
-    def grad_fn(tensor: torch.Tensor) -> Any:
-        if active() and not _reads_plainly(sys._getframe(1)):
-            raise CannotShare("it reads grad_fn, where a hook may be registered")
-        return _grad_fn(tensor)
+    def grad_fn(original: Any) -> property:
+        def read(tensor: torch.Tensor) -> Any:
+            if active() and not _reads_plainly(sys._getframe(2)):  # behind the patched attribute
+                raise CannotShare("it reads grad_fn, where a hook may be registered")
+            return original.__get__(tensor)
 
-    register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
+        return property(read)
 
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if active():
-            raise CannotShare("it registers a hook on a tensor")
-        return register(tensor, hook)
+    def register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(tensor: torch.Tensor, hook: Any) -> Any:
+            if active():
+                raise CannotShare("it registers a hook on a tensor")
+            return original(tensor, hook)
 
-    def saved_hooks(hooks: Any) -> Any:
-        if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
-            raise CannotShare("it packs saved tensors by hooks of its own")
-        return enter(hooks)
+        return register
+
+    def saved_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(hooks: Any) -> Any:
+            if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
+                raise CannotShare("it packs saved tensors by hooks of its own")
+            return original(hooks)
+
+        return enter
 
     with (
-        mock.patch.object(torch.Tensor, "register_hook", register_hook),
-        mock.patch.object(torch.Tensor, "grad_fn", property(grad_fn)),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
+        patched(torch.Tensor, "register_hook", register_hook),
+        patched(torch.Tensor, "grad_fn", grad_fn),
+        patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
     ):
         yield

@@ -9,16 +9,15 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave
+from torch_shard._common.patching import patched
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import CannotShare, hooks_refused
 from torch_shard._scan.layer_call import LayerCall, Member, saving_plainly
@@ -30,7 +29,7 @@ _CAPTURES = itertools.count()
 
 
 class LayerInterceptor:
-    """What one capture knows of repeated layers; `with regions.active(): ...` within the captured function."""
+    """Knowledge of one capture about repeated layers; `with regions.active(): ...` within the captured function."""
 
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
@@ -49,13 +48,13 @@ class LayerInterceptor:
         """Calls of members become regions."""
         self._counts = dict.fromkeys(self._found, 0)
         self.calls.clear()
-        thread, capture_mode = threading.get_ident(), current_mode()
+        capture_mode = current_mode()
         classes = {type(self._modules[key]) for key in self._group_of}
 
         def intercept(original: Callable[..., Any]) -> Callable[..., Any]:
             def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 group = self._group_of.get(id(module))
-                mine = threading.get_ident() == thread and current_mode() is capture_mode and not in_transform()
+                mine = current_mode() is capture_mode and not in_transform()
                 if group is None or not mine or self._inside:
                     return original(module, *args, **kwargs)
                 return self._call(group, module, functools.partial(original, module, *args, **kwargs))
@@ -65,7 +64,7 @@ class LayerInterceptor:
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks_refused(lambda: self._inside))
             for cls in classes:
-                stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
+                stack.enter_context(patched(cls, "forward", intercept))
             yield
 
     def bind(self, bundle: Bundle, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -111,7 +110,7 @@ class LayerInterceptor:
         check_used(self.calls.values())
 
     def graphs(self) -> list[GraphModule]:
-        """Of the calls, in order."""
+        """Graphs of the calls, in order."""
         return [call.region.graph.module for call in self.calls.values()]
 
     def release(self) -> None:

@@ -34,6 +34,7 @@ from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import CannotShare, Fingerprint
 from torch_shard._scan.region import Call, LeftBehind, Region, RegionFunction
 from torch_shard._scan.siblings import CallKind, Siblings
+from torch_shard._sharding import place_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,8 @@ class LayerCall:
         bound = dict(zip(self.buffers, buffers, strict=True))  # what `self.count += 1` assigns, having written to it
         self.assigned = {name: now[name] for name in changed if now.get(name) is not bound[name]}
         for name in changed:
-            _set_buffer(self.module, name, self.buffers[name])
+            held, key = place_of(self.module, name)
+            held[key] = self.buffers[name]
         self.passed = capture_mode.standins()  # what it may return as it was given
         return self.out, self.assigned
 
@@ -141,7 +143,7 @@ class LayerCall:
         )
 
     def _gradients(self, chosen: list[torch.Tensor], cotangents: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Of what the call closed over, by `id`, where these results depend on it."""
+        """Gradients of what the call closed over, by `id`, where these results depend on it."""
         if not chosen:
             return {}
         capture_mode = current_mode()
@@ -155,7 +157,7 @@ class LayerCall:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
     def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
-        """Where each input of the graph comes from."""
+        """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
             raise CannotShare(f"{missing[0].target} has no lowering")
         if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
@@ -193,7 +195,7 @@ class LayerCall:
         return Call(region, path, skip_draws(region.num_draws), places, bundles, number), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
-        """What the call returns: the results of its operator in their places; new values of buffers are written."""
+        """Result of the call: those of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
         new = {id(fake): tensor for fake, tensor in self.passed}
@@ -202,7 +204,8 @@ class LayerCall:
             for position, value in zip(region.graph.written, outputs[len(own) :], strict=True):  # pyright: ignore
                 list(self.buffers.values())[position].copy_(value)
         for name, tensor in self.assigned.items():
-            _set_buffer(self.module, name, new[id(tensor)])  # a new tensor: Python may hold the old one still
+            held, key = place_of(self.module, name)
+            held[key] = new[id(tensor)]  # a new tensor: Python may hold the old one still
         region.made = region.made or self.record.tensors()
         for number, fake in self.record.tensors().items():
             if region.made[number] is not fake:
@@ -232,11 +235,6 @@ def _refuse_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) 
     storages = [t.untyped_storage()._cdata for t in (*given, *results)]
     if len(set(storages[len(given) :])) < len(results) or set(storages[: len(given)]) & set(storages[len(given) :]):
         raise CannotShare("it returns a view of what it was given, or two views of one tensor")
-
-
-def _set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module.get_submodule(path)._buffers[leaf] = value
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,11 @@
 """Batches: their array leaves, and what a program depends on in them."""
 
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,14 +15,15 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import Spec
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
+from torch_shard._common.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSignature:
-    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
+    """The part of a batch that a program depends on: its structure, and per leaf a `Spec` or a plain value."""
 
-    tree: Any
-    leaves: tuple[Any, ...]
+    tree: object
+    leaves: tuple[object, ...]
     order: Any = None
     """The keys of the batch's dicts in the order in which they were put in; JAX sorts them."""
 
@@ -28,19 +32,19 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         given = iter(tensors)
         batch = jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
         return _reordered(batch, self.order)
 
 
-def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
+def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
     if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
         adopt_torch_nodes(batch)
-        leaves, tree = jax.tree.flatten(batch)
+        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
     _check_leaves(leaves)
     signature = BatchSignature(tree, tuple(map(_describe, leaves)), _order(batch))
     return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
@@ -49,7 +53,7 @@ def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
 def _order(batch: Any) -> Any:
     """The order of keys of a batch and of the containers in it."""
     if type(batch) is dict:
-        return tuple((key, _order(value)) for key, value in batch.items())
+        return tuple((key, _order(value)) for key, value in cast(dict[object, PyTree], batch).items())
     return tuple(map(_order, batch)) if type(batch) in (list, tuple) else None
 
 
@@ -61,7 +65,7 @@ def _reordered(batch: Any, order: Any) -> Any:
     return batch
 
 
-def _check_leaves(leaves: list[Any]) -> None:
+def _check_leaves(leaves: list[object]) -> None:
     for leaf in leaves:
         if _describe(leaf) is leaf and type(leaf).__hash__ is None:
             kind = type(leaf).__name__
@@ -72,7 +76,7 @@ def _check_leaves(leaves: list[Any]) -> None:
             )
 
 
-def _describe(leaf: Any) -> Any:
+def _describe(leaf: PyTree) -> object:
     if isinstance(leaf, torch.Tensor):
         return Spec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, np.ndarray):
@@ -84,6 +88,7 @@ def _describe(leaf: Any) -> Any:
     return leaf
 
 
-def leaf_paths(batch: Any) -> list[str]:
-    """Where each leaf of a batch stands, for messages."""
-    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+def leaf_paths(batch: PyTree) -> list[str]:
+    """Path of each leaf of a batch, for messages."""
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
+    return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]

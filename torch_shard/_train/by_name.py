@@ -5,17 +5,22 @@ to the rows of the same stacks, row by row, are run as one under `jax.vmap`. Wha
 So the result is that of the function by its structure, whatever the function is.
 """
 
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import jax
+import numpy as np
 
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Layout, Stacks, as_dicts, stack_dicts
 from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
 
-def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
+def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyTree:
     """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
 
     Args:
@@ -42,7 +47,7 @@ def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
     consts = [RowSlot(RowValue(const), None) for const in jaxpr.consts]
     slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
     program.run()
-    shapes, tree = jax.tree.flatten(out)
+    shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(out))
     results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
     stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
     return jax.tree.map(lambda result: result.array, stacked)
@@ -56,11 +61,11 @@ class _Leaf:
     struct: jax.ShapeDtypeStruct
 
 
-def _by_name(node: Any) -> Any:
+def _by_name(node: PyTree) -> PyTree:
     """A `Stacks` as a dict of leaves by name, an array as a leaf."""
     if not isinstance(node, Stacks):
         return _leaf(RowValue(node), None)
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for group, stored in zip(node.layout.groups, node.arrays, strict=True):
         if len(group) == 1:
             found[group[0]] = jax.tree.map(_by_name, stored)
@@ -81,7 +86,7 @@ class _Result:
     """A leaf of the result, or several stacked: its type, and where it is found."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     slots: list[RowSlot]
 
     @classmethod
@@ -89,6 +94,6 @@ class _Result:
         return cls((len(rows), *rows[0].shape), rows[0].dtype, [slot for row in rows for slot in row.slots])
 
     @property
-    def array(self) -> Any:
+    def array(self) -> jax.Array:
         one = len(self.slots) == 1  # a group has two names or more
         return self.slots[0].take() if one else assemble(self.slots)

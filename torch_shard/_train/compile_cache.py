@@ -1,10 +1,13 @@
 """Compiled programs kept on disk between processes: JAX's own compilation cache, for our programs alone."""
 
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false
+
 import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import jax
@@ -25,14 +28,12 @@ class CompileCache:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        if directory is not None and not isinstance(directory, str | os.PathLike):
-            kind = type(directory).__name__
-            raise TypeError(f"{caller()}: compile_cache must be a path or None, got {kind}.")
+        _check_path(directory)
         if directory is not None and not os.fspath(directory):
             raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
@@ -49,8 +50,8 @@ class CompileCache:
             ) from error
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """What is compiled within is taken from the directory, or written to it however small it is."""
+    def active(self) -> Generator[None, None, None]:
+        """Take what is compiled within from the directory, or write it there however small it is."""
         if self.directory is None:
             yield
             return
@@ -71,7 +72,12 @@ class CompileCache:
                 _configure(before)
 
 
-def _configure(settings: dict) -> None:
+def _check_path(directory: object) -> None:
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"{caller()}: compile_cache must be a path or None, got {type(directory).__name__}.")
+
+
+def _configure(settings: Mapping[str, object]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     reset_cache()  # JAX reads the directory once; from now on, at the next compilation

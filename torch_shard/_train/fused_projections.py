@@ -10,11 +10,14 @@ gathers though they are even), what a piece is cut into further once it is not e
 dims that are split over an axis of the batch (XLA gathers such weights first).
 """
 
+# What the nodes of a graph hold, torch.fx types as anything.
+# pyright: reportUnknownArgumentType=false
+
 import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +53,7 @@ class Split:
         )
 
     def is_even(self, rows: torch.Tensor) -> bool:
-        """Whether every shard holds as many of these rows."""
+        """Tell whether every shard holds as many of these rows."""
         counts = torch.bincount(rows.flatten() // (self.shape[self.dim] // self.num_shards), minlength=self.num_shards)
         return bool((counts == counts[0]).all())
 
@@ -106,7 +109,7 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
     rows = {name: {split: split.rows for split in splits if split.name == name} for name in plan.entries}
     inputs = [rows[unit] if isinstance(unit, str) else [rows[name] for name in unit.names] for unit in program.units]
     follow.run(graph, inputs, [loss, *rest[num_grads:]])
-    alike: dict[Any, list[Fused]] = {}
+    alike: dict[Hashable, list[Fused]] = {}
     for found in follow.found():
         key = found.split.shape, found.split.spec, found.split.dim, found.pieces
         alike.setdefault(key, []).append(found)
@@ -119,7 +122,7 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
 def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec) -> list[Split]:
     """The split dims of matrices and what has more dims, but for those split over axes of the batch."""
     taken = set(axes_of(batch_spec))
-    found = []
+    found: list[Split] = []
     for name in names:
         shape, spec, sizes = plan.entries[name].shape, plan[name].spec, plan.mesh.shape
         for dim, axes in enumerate(axes_of((entry,)) for entry in spec):
@@ -142,20 +145,20 @@ class _Follow:
         """By the split and the shape that it was cut in: for each piece, by its first row and size, if it is even."""
 
     def found(self) -> Iterable[Fused]:
-        """Of those that are cut into several pieces, of most of them: a crop or a few rows move little."""
+        """Projections that are cut into several pieces, of most of them: a crop or a few rows move little."""
         for (split, shape), pieces in self._cuts.items():
             sizes = tuple(size for _, size in sorted(pieces))
             is_partition = len(sizes) > 1 and 0.5 <= sum(sizes) / math.prod(shape) <= 1
             if is_partition and not all(pieces.values()):
                 yield Fused(split, sizes)
 
-    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[Any]) -> list[Rows]:
+    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[object]) -> list[Rows]:
         """The rows in the outputs, given those in the first inputs."""
         needed, given = _ancestors(outputs), iter(inputs)
         known: dict[Node, Any] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                known[node] = next(given, {})
+                known[node] = next(given, Rows())
             elif node in needed:
                 known[node] = self._results(node, known) if node.op == "call_function" else {}
         return [known[node] if isinstance(node, Node) else {} for node in outputs]
@@ -171,7 +174,9 @@ class _Follow:
         for source in node.all_input_nodes:
             for split, rows in known[source].items() if isinstance(known[source], dict) else ():
                 if (moved := _moved(node, source, rows)) is not None:
-                    found[split] = self._pieces(split, rows, moved if isinstance(moved, (list, tuple)) else [moved])
+                    found[split] = self._pieces(
+                        split, rows, list(moved) if isinstance(moved, (list, tuple)) else [moved]
+                    )
         results = node.meta.get("val")
         per_result = [
             {split: kept for split, pieces in found.items() if (kept := pieces[i]) is not None}
@@ -181,7 +186,8 @@ class _Follow:
 
     def _pieces(self, split: Split, rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Note what is cut; what is not even is not followed further."""
-        whole, kept = _distinct(rows), []
+        whole = _distinct(rows)
+        kept: list[torch.Tensor | None] = []
         for part in parts:
             piece = _distinct(part)
             even = part.numel() > 0 and split.is_even(piece)
@@ -196,13 +202,13 @@ class _Follow:
         call, region = self._calls[number], self._calls[number].region
         rows = [known[tensor] for tensor in tensors]
         values = iter([rows[i] if member is None else rows[i][member] for i, member in call.arguments])
-        inputs = [{} if kind == "cotangent" else next(values) for kind, _ in region.inputs]
+        inputs = [Rows() if kind == "cotangent" else next(values) for kind, _ in region.inputs]
         outputs, graph = outputs_of(region.graph.module.graph), region.graph
         results = outputs[: region.num_results] + outputs[graph.num_outputs :]
         return [*self.run(graph.module.graph, inputs, results), {}]  # the last is the token
 
 
-def _ancestors(outputs: Iterable[Any]) -> set[Node]:
+def _ancestors(outputs: Iterable[object]) -> set[Node]:
     found: set[Node] = set()
     waiting = [node for node in outputs if isinstance(node, Node)]
     while waiting:
