@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torch_shard as ts
+from torch_shard._capture.simplify import simplify
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -74,3 +75,18 @@ def test_batch_dims_of_products_stay_apart() -> None:
 def test_copies_and_aliases_disappear() -> None:
     graph = graph_of(lambda x: (x.clone().detach().contiguous().view(3, 1).view(3) + 1).clone(), (3,))
     assert targets(graph) == [aten.add.Tensor]
+
+
+def test_operators_of_others_are_not_taken_for_those_of_torch_that_are_called_alike() -> None:
+    with torch.library._scoped_library("torch_shard_tests", "DEF") as library:
+        library.define("clone(Tensor x) -> Tensor")
+        doubled = torch.ops.torch_shard_tests.clone.default
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        found = graph.call_function(doubled, (x,))
+        copied = graph.call_function(torch.ops.aten.clone.default, (found,))
+        x.meta["val"] = found.meta["val"] = copied.meta["val"] = torch.empty(2)
+        graph.output(([copied],))
+        module = torch.fx.GraphModule({}, graph)
+        simplify(module)
+        assert [node.target for node in module.graph.nodes if node.op == "call_function"] == [doubled]

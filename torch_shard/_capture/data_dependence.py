@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import dis
-import itertools
 import operator
 import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from torch_shard._capture.checks import leads_only_to_raise
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.fx import args_of, is_random
 from torch_shard._common.overrides import instead_of_attribute
@@ -228,64 +227,3 @@ def _writes(node: Node) -> bool:
 def _storages(value: PyTree) -> set[int]:
     tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return {t.untyped_storage()._cdata for t in tensors}
-
-
-_NO_BRANCH = ("UNARY_NOT", "TO_BOOL", "CALL", "PRECALL", "CACHE", "NOP", "COPY", "NOT_TAKEN")
-
-
-def leads_only_to_raise(frame: FrameType) -> bool | None:
-    """The truth value that passes a check.
-
-    Args:
-        frame: Is asking for the truth of a tensor, at its present instruction.
-
-    Returns:
-        The value for which the code goes on, if the other one leads straight to a `raise` that nothing in the same
-        function catches. None where the value decides about anything else.
-    """
-    code = list(dis.get_instructions(frame.f_code))
-    position = next(i for i, instruction in enumerate(code) if instruction.offset == frame.f_lasti)
-    negated = False
-    while code[position].opname in _NO_BRANCH:
-        negated ^= code[position].opname == "UNARY_NOT"
-        position += 1
-    jump = code[position]
-    if not (jump.opname.startswith("POP_JUMP") and jump.opname.endswith(("IF_TRUE", "IF_FALSE"))):
-        return None
-    jumps_if = jump.opname.endswith("IF_TRUE")
-    after, target = code[position + 1].offset, jump.argval
-    if _only_raises(frame.f_code, code, after, target):
-        return jumps_if ^ negated
-    return (not jumps_if) ^ negated if _only_raises(frame.f_code, code, target, after) else None
-
-
-def _only_raises(function: CodeType, code: list[dis.Instruction], start: int, other: int) -> bool:
-    """Tell whether every way on from the offset `start` raises an exception before it could meet that from `other`."""
-    following = {a.offset: b.offset for a, b in itertools.pairwise(code)}
-    at = {instruction.offset: instruction for instruction in code}
-    ways, seen = [start], set()
-    while ways:
-        offset = ways.pop()
-        name = at[offset].opname
-        if offset == other or name.startswith(("RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE")) or "BACKWARD" in name:
-            return False
-        if name == "RAISE_VARARGS":
-            if _is_caught(function, code, offset):
-                return False
-            continue
-        jumps = "JUMP" in name
-        targets = [at[offset].argval] if jumps else []
-        targets += [] if name in ("JUMP_FORWARD", "JUMP_ABSOLUTE") else [following[offset]]
-        ways += [t for t in targets if t not in seen]
-        seen.update(targets)
-    return True
-
-
-def _is_caught(function: CodeType, code: list[dis.Instruction], offset: int) -> bool:
-    """Tell whether an `except` of the same function covers this place; leaving a `with` block does not count."""
-    for entry in getattr(dis.Bytecode(function), "exception_entries", ()):
-        if entry.start <= offset < entry.end:
-            handler = [i.opname for i in code if i.offset >= entry.target][:4]
-            if "PUSH_EXC_INFO" in handler and "WITH_EXCEPT_START" not in handler:
-                return True
-    return False

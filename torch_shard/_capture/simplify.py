@@ -10,21 +10,11 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, call_before, dtype_of, shape_of
+from torch_shard._common.operator_families import COPIES, RESHAPES
 from torch_shard._common.overrides import REWRITES, rewrites
 
 aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-COPIES = (
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    aten.lift_fresh.default,
-    aten.contiguous.default,
-)
 
 CHECKS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default)
 
@@ -45,9 +35,10 @@ def simplify(graph: GraphModule) -> None:
 
 
 def _rewrite(node: Node) -> Node | None:
-    if node.target in COPIES or (node.target is aten.expand.default and shape_of(node) == shape_of(args_of(node)[0])):
+    expands_nothing = node.target is aten.expand.default and shape_of(node) == shape_of(args_of(node)[0])
+    if expands_nothing or aten_name(node) in COPIES:
         return args_of(node)[0] if dtype_of(node) == dtype_of(args_of(node)[0]) else None
-    if node.target in VIEWS:
+    if node.target in RESHAPES:
         return _rewrite_view(node)
     if node.target in SWAPS:
         return _swap_below_view(node)
@@ -150,7 +141,7 @@ def _unmerged(node: Node) -> Node | None:
 
 
 def _source(node: Node) -> Node:
-    while node.op == "call_function" and node.target in VIEWS:
+    while node.op == "call_function" and node.target in RESHAPES:
         node = args_of(node)[0]
     return node
 

@@ -31,6 +31,7 @@ from torch_shard._capture.provenance import explain_backward, explained, user_fr
 from torch_shard._capture.side_effects import Change, settle
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
+from torch_shard._common.operator_families import STRICT_VIEWS
 from torch_shard._common.overrides import OPERATORS
 from torch_shard._common.types import PyTree
 
@@ -180,10 +181,7 @@ def _decompositions(keep: Keep) -> dict:
     core = core_aten_decompositions()
     table = {op: rule for op, rule in core.items() if not keep(op, True)}
     others = {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
-    return table | others | {op: functools.partial(_view_of_any_layout, op) for op in _VIEWS}
-
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+    return table | others | {op: functools.partial(_view_of_any_layout, op) for op in STRICT_VIEWS}
 
 
 def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

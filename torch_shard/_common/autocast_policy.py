@@ -1,4 +1,4 @@
-"""TODO _common.autocast_policy."""
+"""Which functions of torch autocast runs in which precision: PyTorch's own lists."""
 
 import torch
 

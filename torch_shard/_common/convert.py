@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.typing import ArrayLike
@@ -75,6 +76,14 @@ def to_host(array: jax.Array) -> torch.Tensor:
     if _is_foreign(host.dtype):
         return torch.from_numpy(host.view(_BITS[host.dtype.itemsize][1])).view(torch_dtype(host.dtype))
     return torch.from_numpy(host)
+
+
+def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a tensor, array or number as JAX holds it; of a JAX array its sharding too."""
+    if isinstance(value, torch.Tensor):
+        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(jax_dtype(value.dtype)))
+    dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(value))
+    return jax.ShapeDtypeStruct(jnp.shape(value), dtype, sharding=getattr(value, "sharding", None))
 
 
 def adopt_torch_nodes(tree: PyTree) -> None:

@@ -21,6 +21,16 @@ def target_of(node: Node) -> Operator:
     return target
 
 
+def operator_name(node: Node) -> str:
+    """The name of a node's operator, without namespace and overload; empty for what is not an operator."""
+    return getattr(node.target, "_opname", "")
+
+
+def aten_name(node: Node) -> str:
+    """The name of a node's operator if it is one of PyTorch's own; other libraries may call theirs the same."""
+    return operator_name(node) if getattr(node.target, "namespace", "") == "aten" else ""
+
+
 def is_random(node: Node) -> bool:
     """Tell whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -28,7 +38,7 @@ def is_random(node: Node) -> bool:
 
 def has_effect(node: Node) -> bool:
     """Tell whether a node does something besides its results, such as printing."""
-    return getattr(node.target, "_opname", "") == "call_for_effect"
+    return operator_name(node) == "call_for_effect"
 
 
 def outputs_of(graph: Graph) -> list[Any]:

@@ -10,6 +10,7 @@ from torch_shard._device.placement import (
     put_rows,
     refuse_meta,
     refuse_wide,
+    to_cpu,
     to_host_by_name,
 )
 from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
@@ -28,6 +29,7 @@ __all__ = [
     "refuse_wide",
     "register_device",
     "to_array",
+    "to_cpu",
     "to_host_by_name",
     "wrap_array",
 ]

@@ -57,7 +57,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     """Each entry as an ordinary CPU tensor of its own, a stored array at a time."""
     found: dict[str, torch.Tensor] = {}
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        host = _to_cpu(array)
+        host = to_cpu(array)
         found |= {group[0]: host} if len(group) == 1 else {n: row.clone() for n, row in zip(group, host, strict=True)}
     return {name: found[name] for name in stacks}
 
@@ -72,9 +72,9 @@ def refuse_meta(tensors: Mapping[str, object]) -> None:
     if names:
         raise ValueError(
             f"{caller()}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
-            "materialize(model, mesh, plan) initialises it straight on its shards, load_state_dict(..., assign=True) "
-            "takes them from a state_dict. What no file has (non-persistent buffers) comes with the constructor: "
-            "materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
+            'materialize(model, mesh, plan, init="reset_parameters") initialises it straight on its shards, '
+            "load_state_dict(..., assign=True) takes them from a state_dict. What no file has (non-persistent buffers) "
+            "comes with the constructor: materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
         )
 
 
@@ -159,17 +159,18 @@ def gather(model_or_tree: PyTree) -> PyTree:
     refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = entry_of(model_or_tree, name)
-        replace_tensors(model_or_tree, [(tensor, _to_cpu(tensor.detach()))])
+        replace_tensors(model_or_tree, [(tensor, to_cpu(tensor.detach()))])
     return model_or_tree
 
 
 def _gather_node(node: PyTree) -> PyTree:
     if isinstance(node, Stacks):
         return to_host_by_name(node)
-    return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
+    return to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
-def _to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
+def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
+    """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     return to_host(value.jax() if isinstance(value, JaxTensor) else value)

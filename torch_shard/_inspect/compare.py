@@ -19,8 +19,9 @@ from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import public
-from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.convert import host_array
 from torch_shard._common.types import PyTree
+from torch_shard._device import to_cpu
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
 from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
 
@@ -275,10 +276,8 @@ def _copied(leaf: PyTree) -> PyTree:
 
 
 def _array(value: torch.Tensor | ArrayLike) -> np.ndarray:
-    if isinstance(value, jax.Array):
-        value = to_host(value)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
+    if isinstance(value, jax.Array | torch.Tensor):
+        value = to_cpu(value).detach()
         return np.array(host_array(value.to_dense() if value.is_sparse else value))
     return np.array(value)
 

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._capture import is_fake
+from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
@@ -145,7 +146,7 @@ def _find_held(subject: object) -> Mapping[str, PyTree] | None:
         return subject.entries
     if isinstance(subject, TrainState):
         # Structs, as each row of stacked layers would be sliced; and a donated state still says where it lay.
-        return jax.tree.map(_struct, subject.tensors)
+        return jax.tree.map(struct_of, subject.tensors)
     return subject if isinstance(subject, Mapping) else None
 
 
@@ -161,12 +162,6 @@ def _read_entries(held: Mapping[str, PyTree], owner: str, *, alone: bool = False
         array = arrays[names[0]]
         dtype = "" if array.dtype is None else str(array.dtype).removeprefix("torch.")
         yield DrawnArray(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
-
-
-def _struct(array: PyTree) -> PyTree:
-    if not isinstance(array, jax.Array):
-        return array
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _check_placed(arrays: Mapping[str, PyTree], owner: str, *, alone: bool) -> None:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import jax
-import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.convert import to_host
+from torch_shard._common.convert import struct_of
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
+from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_path
-from torch_shard._device import JaxTensor, refuse_meta
+from torch_shard._device import JaxTensor, refuse_meta, to_cpu
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._train import TrainState
@@ -209,7 +209,7 @@ def export_safetensors(
     values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(path, stored, max_shard_bytes, strings)
-    _write_once(export.write, (_to_cpu(values[name]).to(stored[name].dtype) for name in export.names))
+    _write_once(export.write, (_whole(values[name]).to(stored[name].dtype) for name in export.names))
     return export.result
 
 
@@ -237,7 +237,7 @@ def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], pat
     """
     path = check_path("path", path)
     values, structs = _collect(state)
-    tensors = (_to_cpu(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
+    tensors = (_whole(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
     return path
 
@@ -276,7 +276,7 @@ def _is_text(name: str) -> bool:
 
 def _struct(value: PyTree) -> PyTree:
     """An array's shape and dtype: what is a row of a stack need not be cut out for that."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array | np.ndarray) else value
+    return struct_of(value) if isinstance(value, jax.Array) else value
 
 
 def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
@@ -286,14 +286,12 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: PyTree) -> torch.Tensor:
-    """The global value of a tensor or array, which other processes may hold parts of."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
-        return value.detach().cpu()
+def _whole(value: PyTree) -> torch.Tensor:
+    """The global value of a tensor or array, which other processes may hold parts of, on the CPU."""
     array = value.jax() if isinstance(value, JaxTensor) else value
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
-    return to_host(array)
+    return to_cpu(array).detach()
 
 
 def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
@@ -309,8 +307,5 @@ def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iter
         failure = error
     for _ in tensors:
         pass
-    went_well = multihost_utils.broadcast_one_to_all(np.array(failure is None))
-    if failure is not None:
-        raise failure
-    if not went_well:
-        raise RuntimeError("The first process could not write the weights; its own error says why.")
+    if agree(failure is not None):
+        raise failure or RuntimeError("The first process could not write the weights; its own error says why.")

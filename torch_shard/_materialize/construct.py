@@ -13,7 +13,7 @@ from torch_shard._common.patching import patched
 from torch_shard._lowering import keeps_whole
 from torch_shard._sharding import OF_EVERY_MODULE, holdings, replace_tensors, with_values
 
-Init = Callable[[nn.Module], None]
+Init = str | Callable[[nn.Module], None]
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -103,12 +103,6 @@ def _keep(op: torch._ops.OperatorBase, has_core_rule: bool) -> bool:
     return op is torch.ops.aten.linspace.default or keeps_whole(op, has_core_rule)
 
 
-def blank(model: nn.Module, device: str = "meta") -> nn.Module:
-    """A copy of a module with unwritten entries on a device."""
-    held = holdings(model).all
-    return with_values(model, {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in held.items()})
-
-
 def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that are plain attributes of modules, or in lists and dicts that are."""
     entries = {id(t) for t in holdings(module).all.values()}
@@ -132,22 +126,28 @@ def meta_attributes(module: nn.Module) -> list[str]:
     return [path for path, tensor in _attributes(module) if tensor.device.type == "meta"]
 
 
-def initialise(module: nn.Module, names: Iterable[str], init: Init | None) -> dict[str, tuple[int, int]]:
-    """Run the initialisers of the modules that hold these entries, children first, and then `init` on all modules.
+def initialiser_of(module: nn.Module, name: str) -> Callable[[], Any] | None:
+    """The method of this name that a module has; torch's `MultiheadAttention` and `Transformer` underscore theirs."""
+    found = getattr(module, name, None)
+    if found is None and name == "reset_parameters":
+        found = getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
 
-    Returns:
-        For each entry, how often it was written to in place by its initialisers, and then in all.
-    """
+
+def _initialise(module: nn.Module, names: Iterable[str], init: Init) -> None:
+    """Run `reset_parameters` of the modules that hold these entries, as their constructors did, and then `init`."""
     held = holdings(module).all
     wanted = {id(held[name]) for name in names}
     for m in _children_first(module, set()):
-        reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-        if callable(reset) and any(id(t) in wanted for t in (*m.parameters(), *m.buffers())):
+        reset = initialiser_of(m, "reset_parameters")
+        if reset is not None and any(id(t) in wanted for t in (*m.parameters(), *m.buffers())):
             reset()
-    own = {name: held[name]._version for name in names}
-    if init is not None:
+    if callable(init):
         module.apply(init)
-    return {name: (own[name], held[name]._version) for name in names}
+    elif init != "reset_parameters":
+        for m in _children_first(module, set()):
+            if (method := initialiser_of(m, init)) is not None:
+                method()
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -158,14 +158,15 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         yield module
 
 
-def construct_again(model: nn.Module, names: list[str], init: Init | None) -> Construction:
+def construct_again(model: nn.Module, names: list[str], init: Init) -> Construction:
     """Record what the initialisers of a module would write into it, on fakes; the module itself stays as it is."""
-    copy = blank(model)
+    held = holdings(model).all
+    copy = with_values(model, {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in held.items()})
     metas = holdings(copy).all
 
     def make() -> nn.Module:
         replace_tensors(copy, [(t, torch.empty(t.shape, dtype=t.dtype)) for t in metas.values()])
-        initialise(copy, names, init)
+        _initialise(copy, names, init)
         return copy
 
     return construct(make)

@@ -20,7 +20,7 @@ from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._materialize.construct import Construction, Init, construct, construct_again
 from torch_shard._materialize.refusals import (
-    check_reborn,
+    check_init,
     refuse_mixed,
     refuse_unusable,
     refuse_unwritten,
@@ -44,14 +44,16 @@ def materialize(
 
     Args:
         model: What makes the module, a callable without arguments: it runs once, on tensors without memory, and all
-            that it computes counts, however it does. Or a module made under `torch.device("meta")`: its submodules'
-            own initialisers run (`reset_parameters`), children first, then `init`; entries that have values already
-            are placed as they are. A module whose constructor initialises in ways of its own is refused.
+            that it computes counts, however it does. Or a module made under `torch.device("meta")`, which does not
+            say how its values come about: `init` does. Entries that have values already are placed as they are.
         mesh: The devices, with Auto axes.
         plan: Which entry is split how; checked as a whole before anything is computed.
         seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are
             the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
-        init: For a module on the meta device: called on each submodule, children first, as by `Module.apply`.
+        init: For a module on the meta device: the name of a method, called on each submodule that has it
+            (`"reset_parameters"`, if the initialisers of torch's own layers are all that it needs), or a function,
+            called on each submodule as by `Module.apply`; children first. As in their constructors, layers have run
+            their own `reset_parameters` before.
 
     Returns:
         The module, on the jax device: the one that the callable made, or the one given, changed in place. Ties,
@@ -61,8 +63,8 @@ def materialize(
     Raises:
         TypeError: `model` is neither, or the callable returns something else than a module; or an entry needs 64 bits
             that JAX has switched off.
-        ValueError: The plan does not fit; an entry is left unwritten (`torch.empty`); or a module on the meta device
-            was initialised by other code than its initialisers. All such entries are listed.
+        ValueError: The plan does not fit; a module on the meta device comes without `init`, or with the name of a
+            method that none of its modules has; or an entry is left unwritten (`torch.empty`).
         OverflowError: An integer entry does not fit 32 bits.
         NotImplementedError: Construction depends on the values of tensors, uses an operator without a lowering, or
             registers hooks on parameters.
@@ -72,11 +74,6 @@ def materialize(
         depth. What is computed without random numbers (position tables, masks), other than one number everywhere, is
         computed by eager torch, one tensor at a time on the host, and so is what torch gives to the bit. Products and
         decompositions (`orthogonal_`, spectral norms) are computed whole on each device.
-
-        Of a module on the meta device, how often its entries were written to tells whether other code than the
-        initialisers did. Writes through `.data` do not count there, nor does a parameter that takes the place of one
-        with as many writes: a constructor that may do so is refused as far as the code of its class names it; what a
-        function did that built the module is not seen. Prefer the callable, which misses nothing.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -90,7 +87,8 @@ def materialize(
     check_kind("plan", plan, ShardingPlan)
     _check_seed(seed)
     if isinstance(model, nn.Module):
-        check_kind("init", init, Callable | None, hint="It is called on each submodule.")
+        hint = "It names a method of submodules, or is called on each of them."
+        check_kind("init", init, str | Callable | None, hint=hint)
         return _fill_in(model, mesh, plan, seed=seed, init=init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
@@ -117,7 +115,7 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, ini
     refuse_views({name: held[name] for name in names})
     initialiser = None
     if names:
-        check_reborn(model, names, init)
+        init = check_init(model, names, init)
         initialiser = _Initialiser(construct_again(model, names, init), mesh, seed, dict(shardings))
         initialiser.check(names, is_module=True)
     for name in [name for name in held if name not in names]:
@@ -140,33 +138,33 @@ class _Initialiser:
     def __init__(
         self, construction: Construction, mesh: Mesh, seed: int, shardings: Mapping[str, NamedSharding]
     ) -> None:
-        self._birth, self._shardings = construction, shardings
+        self._construction, self._shardings = construction, shardings
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._key = jax.random.key(seed, impl=FUSED)
         graph = construction.graph.module
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._values = dict(zip(placeholders, construction.graph.closure, strict=True))
-        self._recipes = dict(zip(construction.tensors, cut(graph), strict=True))
+        self._slices = dict(zip(construction.tensors, cut(graph), strict=True))
         self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
         self._programs: dict[object, Callable[..., jax.Array]] = {}
         self._hashes = [_hash(name) for name in construction.tensors]
 
     def check(self, names: Collection[str], *, is_module: bool = False) -> None:
         """Refuse what cannot be made, before anything is."""
-        wanted = {name: self._recipes[name] for name in names}
-        refuse_unusable(self._birth, wanted)
+        wanted = {name: self._slices[name] for name in names}
+        refuse_unusable(self._construction, wanted)
         if is_module:
-            refuse_mixed(self._recipes, set(self._recipes) - set(names))
+            refuse_mixed(self._slices, set(self._slices) - set(names))
         else:
-            refuse_views({name: self._birth.tensors[name] for name in self._birth.entries})
+            refuse_views({name: self._construction.tensors[name] for name in self._construction.entries})
         unwritten = [
             name for name, graph_slice in wanted.items() if graph_slice.unwritten and self._shows_unwritten(graph_slice)
         ]
-        refuse_unwritten(unwritten, type(self._birth.module).__name__, is_module)
+        refuse_unwritten(unwritten, type(self._construction.module).__name__, is_module)
 
     def make(self, name: str) -> torch.Tensor:
         """A tensor on its shards; one that is a plain attribute on the CPU."""
-        graph_slice = self._recipes[name]
+        graph_slice = self._slices[name]
         sharding = self._shardings.get(name, self._replicated)
         if not graph_slice.nodes:
             value = self._values[graph_slice.output].detach()

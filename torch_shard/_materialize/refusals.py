@@ -1,26 +1,18 @@
 """Refusals, by name, of what cannot be initialised as torch would have done it."""
 
-import dis
-import itertools
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from torch_shard._lowering import missing_lowerings_of
-from torch_shard._materialize.construct import Construction, Init, blank, initialise, meta_attributes
+from torch_shard._materialize.construct import Construction, Init, initialiser_of, meta_attributes
 from torch_shard._materialize.slices import Slice, is_constant
-from torch_shard._sharding import entry_of
+from torch_shard._sharding import shared_storage
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
 )
-
-_OWN_INITIALISERS = ("_init_weights", "init_weights", "_initialize_weights", "initialize_weights", "weight_init")
-
-_RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def refuse(faults: Mapping[str, str], what: str, remedy: str) -> None:
@@ -40,16 +32,11 @@ def refuse_views(tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         NotImplementedError: Two do.
     """
-    seen: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type in ("cpu", "meta"):
-            first = seen.setdefault(tensor.untyped_storage()._cdata, name)
-            if first != name:
-                raise NotImplementedError(
-                    f"materialize: {first} and {name} share memory: one is a view of the other, or both are views of "
-                    "one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in "
-                    "forward."
-                )
+    if (names := shared_storage(tensors)) is not None:
+        raise NotImplementedError(
+            f"materialize: {names[0]} and {names[1]} share memory: one is a view of the other, or both are views of "
+            "one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in forward."
+        )
 
 
 def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> None:
@@ -63,7 +50,8 @@ def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> 
     refuse(
         metas,
         "the callable returns tensors without values.",
-        "Leave torch.device('meta') out of it, as nothing is computed before it is on its shards; or pass the module.",
+        "Leave torch.device('meta') out of it, as nothing is computed before it is on its shards; or pass the module, "
+        "and say init=.",
     )
     missing = [
         f"  {name}: {node.target}"
@@ -81,121 +69,41 @@ def refuse_unusable(construction: Construction, slices: Mapping[str, Slice]) -> 
         )
 
 
-def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
-    """Refuse a module whose entries got other values from its constructor than initialisers alone would give.
+def check_init(model: nn.Module, names: list[str], init: Init | None) -> Init:
+    """Refuse a module on the meta device of which it is not said how its values come about.
+
+    Args:
+        model: The module.
+        names: Its entries without values.
+        init: As given by the user.
+
+    Returns:
+        `init`.
 
     Raises:
-        ValueError: All such entries are listed.
+        ValueError: `init` is missing or names a method that no submodule has; or a tensor that is neither a parameter
+            nor a buffer has no values, which no initialiser gives.
     """
-    remedy = f"{_CONSTRUCTOR.format(type(model).__name__)}; or say how to initialise, init=function of a module."
+    kind = type(model).__name__
+    if init is None:
+        raise ValueError(
+            f"materialize: a module on the meta device does not say how its values come about.\n\n"
+            f"  {kind}: {len(names)} entries without values ({', '.join(names[:3])}{', ...' * (len(names) > 3)})\n\n"
+            f'{_CONSTRUCTOR.format(kind)}; or say init="reset_parameters", if these initialisers of its layers are '
+            "all that it needs; or init=function of a module."
+        )
+    if isinstance(init, str) and not any(initialiser_of(m, init) for m in model.modules()):
+        raise ValueError(
+            f'materialize: init="{init}" must name a method of the module or of one in it, and {kind} has none of '
+            'that name. Say init="reset_parameters" for the initialisers of torch\'s own layers, or init=function of '
+            "a module."
+        )
     refuse(
         dict.fromkeys(meta_attributes(model), "a tensor on the meta device that is neither a parameter nor a buffer"),
         "no initialiser gives these values.",
-        remedy,
+        f"{_CONSTRUCTOR.format(kind)}.",
     )
-    if init is None:
-        faults = {type(m).__name__: found for m in model.modules() for found in _own_initialisers(type(m))}
-        refuse(faults, "modules have initialisers of their own, which reset_parameters does not run.", remedy)
-    known = {init.__code__} if isinstance(init, types.FunctionType | types.MethodType) else set()
-    faults = {
-        type(m).__name__: f"{where} may write through .data, which leaves no trace in the module"
-        for m in model.modules()
-        for where in _data_writers(type(m), known)
-    }
-    refuse(faults, "it cannot be told whether the constructor initialised entries in a way of its own.", remedy)
-    copy = blank(model)
-    writes = initialise(copy, names, init)
-    found = {name: entry_of(model, name)._version for name in names}
-    faults = {
-        name: f"{found[name]} writes in place by the constructor, {total} by reset_parameters{' and init' * bool(init)}"
-        for name, (own, total) in writes.items()
-        if (found[name] > total if total > own else found[name] != own)
-    }
-    refuse(faults, "the constructor initialised these in another way than reset_parameters does.", remedy)
-    own = {name for name, (own, total) in writes.items() if own and own == total}
-    refuse(
-        dict(_replaced(model, own)),
-        "it cannot be told whether the constructor initialised these in a way of its own.",
-        remedy,
-    )
-
-
-def _is_of_torch(module_name: str | None) -> bool:
-    return (module_name or "").split(".")[0] == "torch"
-
-
-def _own_initialisers(kind: type) -> Iterator[str]:
-    for name in _OWN_INITIALISERS:
-        if callable(getattr(kind, name, None)):
-            yield f"{name}() exists; say init=, or pass the constructor"
-            return
-
-
-def _data_writers(kind: type, known: set[types.CodeType]) -> Iterator[str]:
-    """Functions that a constructor may call, as far as its code names them, and that write in place to `.data`.
-
-    What it calls by other ways (of another object, out of a container) is not found.
-    """
-    for function in _constructors(kind, known):
-        names = set(_names(function.__code__))
-        if "data" in names and any(name.endswith("_") and not name.endswith("__") for name in names):
-            yield f"{function.__qualname__}()"
-
-
-def _replaced(model: nn.Module, names: set[str]) -> Iterator[tuple[str, str]]:
-    """Entries of submodules in whose places a constructor may have put others, with as many writes."""
-    paths = {name: name.rpartition(".") for name in sorted(names)}
-    for path, module in model.named_modules():
-        for function in _constructors(type(module), set()):
-            stored = set(_stored(function.__code__))
-            for name, (owner, _, leaf) in paths.items():
-                if owner != path and f"{owner}.".startswith(f"{path}." if path else "") and leaf in stored:
-                    yield name, f"{function.__qualname__}() puts another tensor in the place of some {leaf}"
-
-
-def _loads_self(step: dis.Instruction, code: types.CodeType) -> bool:
-    loaded = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-    return step.opname.startswith("LOAD_FAST") and loaded in code.co_varnames[:1]
-
-
-def _stored(code: types.CodeType) -> Iterator[str]:
-    """Names of attributes that code assigns to others than its first argument; `weight` where it gives one."""
-    for found in _codes(code):
-        steps = itertools.pairwise(dis.get_instructions(found))
-        yield from (step.argval for last, step in steps if step.opname == "STORE_ATTR" and not _loads_self(last, found))
-        keywords = [name for names in found.co_consts if isinstance(names, tuple) for name in names]
-        yield from ["weight"] * ("_weight" in keywords)
-
-
-def _constructors(kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
-    """The functions that a constructor may call, as far as its code names them, itself included."""
-    for owner in kind.__mro__:
-        if "__init__" in vars(owner) and not _is_of_torch(owner.__module__):
-            yield from _reached(owner.__init__, kind, seen)
-
-
-def _reached(function: Any, kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
-    code = getattr(function, "__code__", None)
-    if code is None or code in seen or _is_of_torch(getattr(function, "__module__", "")):
-        return
-    seen.add(code)
-    yield function
-    for name in set(_names(code)) - set(_RESETS):
-        found = getattr(kind, name, None) or function.__globals__.get(name)
-        if isinstance(found, types.FunctionType):
-            yield from _reached(found, kind, seen)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    for found in _codes(code):
-        yield from found.co_names
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+    return init
 
 
 def refuse_unwritten(names: Iterable[str], kind: str, is_module: bool) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, target_of
+from torch_shard._common.operator_families import FILLS
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import refuse_generator
 
@@ -27,11 +28,7 @@ _SHAPE_ONLY = frozenset(
 
 _BERNOULLI = (aten.bernoulli.p, aten.bernoulli.Tensor)
 
-_FILLS = frozenset({"full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "scalar_tensor", "expand", "view"})
-
-
-def _name(node: Node) -> str:
-    return getattr(node.target, "_opname", "")
+_FILLS = FILLS | {"expand", "view"}
 
 
 Fill = bool | float
@@ -63,12 +60,12 @@ class Slice:
     @property
     def unwritten(self) -> tuple[Node, ...]:
         """Memory that nobody has written when it is read."""
-        return tuple(node for node in self.nodes if _name(node) in _EMPTY)
+        return tuple(node for node in self.nodes if aten_name(node) in _EMPTY)
 
     @property
     def is_fill(self) -> bool:
         """Tell whether it is one number everywhere."""
-        return not self.inputs and all(_name(node) in _FILLS for node in self.nodes)
+        return not self.inputs and all(aten_name(node) in _FILLS for node in self.nodes)
 
     def run(self, inputs: Sequence[PyTree], call: Callable[[Node, Callable[[Node], PyTree]], PyTree]) -> PyTree:
         """The tensor, from the values of the inputs and `call(node, values of its sources)`."""
@@ -85,7 +82,7 @@ def cut(graph: GraphModule) -> list[Slice]:
         graph: Functional; changed in place, where operators have an argument for the sake of its shape.
     """
     for node in list(graph.graph.nodes):
-        if _name(node) in _SHAPE_ONLY or node.target in _BERNOULLI:
+        if aten_name(node) in _SHAPE_ONLY or node.target in _BERNOULLI:
             _take_shape_only(node)
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     outputs = outputs_of(graph.graph)

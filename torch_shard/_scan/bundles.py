@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
-from torch_shard._scan.siblings import Siblings, tied_names
+from torch_shard._scan.siblings import Siblings
+from torch_shard._sharding import tied_names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,46 +7,21 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from torch_shard._common.fx import depending_on, has_effect, outputs_of
-
-aten = torch.ops.aten
-
-# Nothing is computed by these: what they are of is saved instead.
-_FREE = frozenset(
-    [
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.full.default,
-        aten.full_like.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.arange.start_step,
-        aten.scalar_tensor.default,
-    ]
-)
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "tensordot", "convolution", "einsum")
+from torch_shard._common.fx import aten_name, depending_on, has_effect, operator_name, outputs_of
+from torch_shard._common.operator_families import DIM_VIEWS, FILLS, PRODUCTS, RESHAPES
 
 
 def _is_free(node: Node) -> bool:
-    return node.target in _FREE or getattr(node.target, "__name__", "") == "getitem"
+    """Whether nothing is computed by a node: what it is of is saved instead."""
+    name = aten_name(node)
+    is_known = name in FILLS or name == "arange"
+    is_view = name in DIM_VIEWS or node.target in RESHAPES
+    return is_known or is_view or getattr(node.target, "__name__", "") == "getitem"
 
 
 def _is_product(node: Node) -> bool:
-    name = getattr(node.target, "_opname", "")
-    return name in _PRODUCTS or "attention" in name or name in ("grouped_mm", "recurrence", "layer")
+    name = operator_name(node)
+    return name in PRODUCTS or "attention" in name or name in ("grouped_mm", "recurrence", "layer")
 
 
 SAVED: dict[str, Callable[[Node], bool]] = {

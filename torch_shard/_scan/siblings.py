@@ -5,7 +5,6 @@ one program is proved by the capture (see `intercept`).
 """
 
 import dataclasses
-import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding import Layout
+from torch_shard._sharding import Layout, tied_names
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""
@@ -140,11 +139,3 @@ def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblin
             relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
             stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
     return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names)
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """The names of tensors that have several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in _entries(model):
-        names.setdefault(id(tensor), []).append(name)
-    return set(itertools.chain(*(same for same in names.values() if len(same) > 1)))

@@ -5,18 +5,21 @@ from torch_shard._sharding.entries import (
     Holdings,
     LossFn,
     entry_of,
+    group_ties,
     holdings,
     place_of,
     refuse_hooks,
     refuse_load_hooks,
     replace_tensors,
     shared_memory,
+    shared_storage,
+    tied_names,
     to_meta,
     unsaved_buffers,
     with_values,
 )
-from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
-from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, group_ties, make_matcher
+from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, make_matcher
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
@@ -38,6 +41,7 @@ __all__ = [
     "ShardingPlan",
     "Stacks",
     "as_dicts",
+    "axes_of",
     "check_mesh",
     "describe_group",
     "describe_mesh",
@@ -54,9 +58,11 @@ __all__ = [
     "replace_tensors",
     "row_sharding",
     "shared_memory",
+    "shared_storage",
     "stack_dicts",
     "stack_sharding",
     "take_row",
+    "tied_names",
     "to_meta",
     "unsaved_buffers",
     "with_values",

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -61,6 +61,42 @@ def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
             names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
     found = {name for same in names.values() if not any(saved for _, saved in same) for name, _ in same}
     return tuple(name for name, _ in module.named_buffers() if name in found)
+
+
+def group_ties(values: Mapping[str, PyTree], *, by_identity: bool) -> list[list[str]]:
+    """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, value in values.items():
+        key: Hashable = name  # arrays and shapes are values, so two names of one are no tie
+        if by_identity:
+            key = id(value)
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()._cdata  # data_ptr() is 0 for every meta tensor
+            key = storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def tied_names(module: nn.Module) -> set[str]:
+    """The names of a module's tensors that have several."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ties = group_ties({**dict(params), **dict(buffers)}, by_identity=True)
+    return {name for names in ties if len(names) > 1 for name in names}
+
+
+def shared_storage(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two names whose tensors are views of one memory, whether or not their elements overlap; for fakes too.
+
+    Args:
+        tensors: As in `Holdings.all`; those on the jax device are left out.
+    """
+    seen: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type in ("cpu", "meta"):
+            first = seen.setdefault(tensor.untyped_storage()._cdata, name)
+            if first != name:
+                return first, name
+    return None
 
 
 def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:

@@ -94,7 +94,7 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
     Returns:
         Pairs of a fault (without full stop) and a remedy (a sentence); empty if the spec fits.
     """
-    shown, axes = describe_spec(spec), [axis for part in spec for axis in _axes(part)]
+    shown, axes = describe_spec(spec), axes_of(spec)
     faults: list[tuple[str, str]] = []
     for axis in dict.fromkeys(axes):
         if axis not in mesh.shape:
@@ -148,9 +148,9 @@ def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
     return tuple(num_devices // known if size == -1 else size for size in axis_sizes.values())
 
 
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """List the axes that one entry of a spec names."""
-    return () if part is None else part if isinstance(part, tuple) else (part,)
+def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
+    """List the axes that a spec, or some entries of one, name."""
+    return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
 
 
 def _suggest_axis(axis: object, mesh: Mesh) -> str:
@@ -161,12 +161,12 @@ def _suggest_axis(axis: object, mesh: Mesh) -> str:
 
 def _find_uneven(spec: Iterable[str | tuple[str, ...] | None], shape: tuple[int, ...], mesh: Mesh) -> list[int]:
     """List the dims that are not a multiple of the size of their axes; an unknown axis has size 1."""
-    num_shards = [math.prod(mesh.shape.get(axis, 1) for axis in _axes(part)) for part in spec]
+    num_shards = [math.prod(mesh.shape.get(axis, 1) for axis in axes_of((part,))) for part in spec]
     return [dim for dim, (size, num) in enumerate(zip(shape, num_shards, strict=False)) if size % num]
 
 
 def _indivisible(spec: PartitionSpec, shape: tuple[int, ...], dim: int, mesh: Mesh) -> tuple[str, str]:
-    sizes = {axis: mesh.shape[axis] for axis in _axes(spec[dim])}
+    sizes = {axis: mesh.shape[axis] for axis in axes_of((spec[dim],))}
     num_shards = math.prod(sizes.values())
     product = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
     product += f" = {num_shards}" if len(sizes) > 1 else ""

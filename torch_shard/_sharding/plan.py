@@ -6,7 +6,7 @@
 import difflib
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
+from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
@@ -314,20 +315,6 @@ def _hint_at_names(keys: list[str | re.Pattern[str]], names: list[str]) -> list[
 
 def _get_shape(value: PyTree) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", value))
-
-
-def group_ties(values: dict[str, PyTree], *, by_identity: bool) -> list[list[str]]:
-    """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
-    groups: dict[Hashable, list[str]] = {}
-    for name, value in values.items():
-        key: Hashable = name  # arrays and shapes are values, so two names of one are no tie
-        if by_identity:
-            key = id(value)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()._cdata  # data_ptr() is 0 for every meta tensor
-            key = storage, value.storage_offset(), value.shape, value.stride(), value.dtype
-        groups.setdefault(key, []).append(name)
-    return list(groups.values())
 
 
 def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:

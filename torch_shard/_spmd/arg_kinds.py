@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from torch_shard._common.random import wrap_seed
 from torch_shard._common.types import PyTree
 from torch_shard._interop import call_jax
+from torch_shard._spmd.check_maps import VALUES
 from torch_shard._spmd.maps import names_of
 
 Check = Callable[[PyTree, int], str | None]
@@ -172,7 +173,7 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
         where = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim:
             where += f" {leaf.shape}"
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        if not isinstance(leaf, VALUES):
             yield f'{where} is {leaf!r}, which is no tensor: the kind of Python values is "static"'
         elif kind is not RNG and is_typed_key(leaf):
             yield f'{where} is a key of JAX: its kind is "rng"'

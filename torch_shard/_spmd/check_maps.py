@@ -13,17 +13,12 @@ from jax.sharding import PartitionSpec as P
 from torch_shard._common.axes import manual_axes, varying
 from torch_shard._common.caller import caller
 from torch_shard._common.types import Device, PyTree
-from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._sharding import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
 def is_spec(value: object) -> bool:
     """Tell whether it is one spec, and not a tree of them."""
     return isinstance(value, P)
-
-
-def axes_of(spec: P) -> list[str]:
-    """The axes that a spec names."""
-    return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
 
 
 def check_names(what: str, specs: PyTree, mesh: Mesh, axis_names: Collection[str]) -> None:
@@ -213,10 +208,14 @@ def _check_hashable(name: str, value: object) -> None:
         ) from error
 
 
+VALUES = jax.Array | np.ndarray | np.generic | int | float | complex
+"""What may be mapped: bools are ints."""
+
+
 def check_leaves(name: str, arg: PyTree) -> None:
     """Refuse an argument that holds anything but tensors and numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        if not isinstance(leaf, VALUES):
             raise TypeError(
                 f"{caller()}: {name}{jax.tree_util.keystr(path)} is {leaf!r}, which is no tensor. Let the function "
                 "close over it, or bind it with functools.partial."
@@ -234,12 +233,17 @@ def check_rows(result: PyTree, out_axes: PyTree) -> PyTree:
         )
     for (path, leaf), dim in zip(leaves, axes, strict=True):
         where = f"{caller()}: result{jax.tree_util.keystr(path)}"
-        if not isinstance(leaf, jax.Array | int | float | complex):
-            raise ValueError(f"{where} is {leaf!r}. Return tensors, or numbers.")
+        check_result(where, leaf)
         shape = np.shape(leaf)
         if dim is not None and not -len(shape) - 1 <= dim <= len(shape):
             raise ValueError(f"{where} has shape {shape} in each row, in which out_axes cannot put a dim {dim}.")
     return result
+
+
+def check_result(where: str, leaf: PyTree) -> None:
+    """Refuse a leaf of a row's result that is neither a tensor nor a number."""
+    if not isinstance(leaf, jax.Array | int | float | complex):
+        raise ValueError(f"{where} is {leaf!r}. Return tensors, or numbers.")
 
 
 def check_axes(argument: str, axes: PyTree) -> None:

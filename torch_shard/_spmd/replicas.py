@@ -3,22 +3,18 @@
 import collections
 import dataclasses
 import hashlib
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
+from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy
+from torch_shard._common.processes import exchange
 from torch_shard._common.types import PyTree
-from torch_shard._device import JaxTensor
-
-R = TypeVar("R")
+from torch_shard._device import JaxTensor, to_cpu
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
@@ -77,12 +73,12 @@ def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
         [{'host': 'a', 'loss': tensor(0.5000)}]
     """
     adopt_torch_nodes(tree)
-    return _exchange(lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
+    return exchange(lambda: jax.tree_util.tree_map_with_path(_of_process, tree))
 
 
-def _to_cpu(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+def _of_process(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
-        return leaf.detach().cpu().clone()
+        return to_cpu(leaf).detach().clone()
     if not isinstance(leaf, JaxTensor | jax.Array):
         return leaf
     array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
@@ -92,7 +88,7 @@ def _to_cpu(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
             "no process holds the whole. Take apart what each holds (array.addressable_shards), or bring it together "
             "with jax.experimental.multihost_utils.process_allgather(array, tiled=True)."
         )
-    return to_host(array.addressable_data(0) if array.is_fully_replicated else array)
+    return to_cpu(array.addressable_data(0) if array.is_fully_replicated else array)
 
 
 @public
@@ -126,7 +122,7 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
             raise ValueError(f"{caller()}: {name} must be a number of at least 0, got {tolerance!r}.")
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
-    tables = _exchange(lambda: _table(tree, device_axis, values))
+    tables = exchange(lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for replica in (replica for _, replicas in tables for replica in replicas):
@@ -136,7 +132,7 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
         return
     wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
     held: dict[tuple[Part, bytes], np.ndarray] = {}
-    for found in _exchange(lambda: {key: values[key]() for key in wanted if key in values}):
+    for found in exchange(lambda: {key: values[key]() for key in wanted if key in values}):
         held.update(found)
     faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol=rtol, atol=atol)]
     if faults:
@@ -261,30 +257,3 @@ def _join(places: list[str]) -> str:
 
 def _with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    text: str
-
-
-def _exchange(make: Callable[[], R]) -> list[R]:
-    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever."""
-    if jax.process_count() == 1:
-        return [make()]
-    failure = None
-    try:
-        data = pickle.dumps(make())
-    except Exception as error:
-        failure, data = error, pickle.dumps(_Failure(str(error)))
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.uint32)).ravel()
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    if failure is not None:
-        raise failure
-    found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-    for process, value in enumerate(found):
-        if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller()}: process {process} failed: {value.text}")
-    return found

@@ -15,7 +15,7 @@ from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree
 from torch_shard._interop import PerClosure, Pure, adapt, pure_of
 from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, Kind, is_typed_key, kind_of
-from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places
+from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places, check_result
 
 
 @public
@@ -155,8 +155,7 @@ def _take_row(kind: ArgKind, value: PyTree) -> PyTree:
 
 
 def _give_row(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.Array:
-    if not isinstance(leaf, jax.Array | int | float | complex):
-        raise ValueError(f"tpmap: result{jax.tree_util.keystr(path)} is {leaf!r}. Return tensors, or numbers.")
+    check_result(f"tpmap: result{jax.tree_util.keystr(path)}", leaf)
     return jnp.asarray(leaf)[None]
 
 

@@ -24,22 +24,11 @@ import torch
 from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
-from torch_shard._common.fx import args_of, fill_in, outputs_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of
+from torch_shard._common.operator_families import COPIES, DIM_VIEWS, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._scan import LAYER, Call, names_of
-from torch_shard._sharding import ResolvedPlan, describe_spec
+from torch_shard._sharding import ResolvedPlan, axes_of, describe_spec
 from torch_shard._train.loss_program import LossProgram
-
-_VIEWS = frozenset(
-    {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}
-    | {"select", "slice", "split", "split_with_sizes", "unbind"}
-)
-
-_RESHAPES = {"view", "_unsafe_view", "reshape"}
-
-_COPIES = {"_to_copy", "lift_fresh_copy"}  # beside those that PyTorch tags as pointwise
-
-_PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
-"""Positions of the two factors in the arguments."""
 
 MOST_SHOWN = 6
 
@@ -132,20 +121,16 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
 
 def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec) -> list[Split]:
     """The split dims of matrices and what has more dims, but for those split over axes of the batch."""
-    taken = {axis for entry in batch_spec for axis in _axes(entry)}
+    taken = set(axes_of(batch_spec))
     found: list[Split] = []
     for name in names:
         shape, spec, sizes = plan.entries[name].shape, plan[name].spec, plan.mesh.shape
-        for dim, axes in enumerate(map(_axes, spec)):
+        for dim, axes in enumerate(axes_of((entry,)) for entry in spec):
             num_shards = math.prod(sizes[axis] for axis in axes)
             if len(shape) > 1 and num_shards > 1 and not taken.intersection(axes):
                 shown = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
                 found.append(Split(name, shape, spec, dim, shown, num_shards))
     return found
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 Rows = dict[Split, torch.Tensor]
@@ -245,20 +230,20 @@ def _distinct(rows: torch.Tensor) -> torch.Tensor:
 def _moved(node: Node, source: Node, rows: torch.Tensor) -> Any:
     """The rows in the result of an operator, given those in one of its sources; None where they are not followed."""
     op, value = node.target, node.meta.get("val")
-    name, shape = getattr(op, "_opname", ""), tuple(getattr(value, "shape", ()))
+    name, shape = aten_name(node), tuple(getattr(value, "shape", ()))
     arguments = args_of(node)
-    if name in _VIEWS and callable(op):
+    if name in DIM_VIEWS and callable(op):
         args, kwargs = fill_in((arguments, node.kwargs), lambda _: rows)
         return op(*args, **kwargs)
-    if name in _RESHAPES:
+    if op in RESHAPES:
         try:
             return rows.view(shape)
         except RuntimeError:  # merges dims with rows and dims without
             return None
-    if name in _PRODUCTS:
-        factors = arguments[_PRODUCTS[name] :][:2]
+    if name in MATRIX_PRODUCTS:
+        factors = arguments[MATRIX_PRODUCTS[name] :][:2]
         return _product(rows, source is factors[0], shape) if source in factors else None
-    is_pointwise = name in _COPIES or torch.Tag.pointwise in getattr(op, "tags", ())
+    is_pointwise = name in COPIES or name == "_to_copy" or torch.Tag.pointwise in getattr(op, "tags", ())
     return rows if is_pointwise and tuple(rows.shape) == shape else None
 
 

@@ -10,14 +10,13 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller
-from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
@@ -109,7 +108,7 @@ class StateLayout:
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
-        self._tensors = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.all.items()}
+        self._tensors = {n: struct_of(t) for n, t in held.all.items()}
         replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
@@ -126,7 +125,7 @@ class StateLayout:
 
     def _structs(self) -> TrainState:
         def stored(layout: Layout) -> Stacks:
-            entries = {n: jax.ShapeDtypeStruct(*_type(self._tensors[n]), sharding=self._plan[n]) for n in layout.names}
+            entries = {n: self._tensors[n].update(sharding=self._plan[n]) for n in layout.names}
             return Stacks.from_dict(entries, layout)
 
         def scalar(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -196,7 +195,7 @@ class StateLayout:
     def _fault(self, name: str, values: Mapping[str, PyTree]) -> str | None:
         if name not in values:
             return f"  {name}: missing"
-        wanted, found = _type(self._tensors[name]), _type(values[name])
+        wanted, found = ((s.shape, s.dtype) for s in (self._tensors[name], struct_of(values[name])))
         return None if wanted == found else f"  {name}: must be {wanted[0]} {wanted[1]}, got {found[0]} {found[1]}"
 
     def init_opt_state(self, params: Stacks) -> PyTree:
@@ -238,12 +237,6 @@ class StateLayout:
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
-
-
-def _type(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype as JAX holds them."""
-    dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
-    return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:

@@ -1,0 +1,167 @@
+"""Checks in source code: an `assert`, or an `if` that leads to nothing but a `raise`.
+
+An instruction says which columns of which line it comes from, and the syntax tree says what stands there. So one
+reading serves all versions of Python, whatever their instructions are called.
+"""
+
+import ast
+import functools
+import linecache
+from types import FrameType
+from typing import Any
+
+_Place = tuple[int | None, int | None, int | None, int | None]
+
+_LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await)
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
+
+_ITEMWISE = (ast.In, ast.NotIn)
+_DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
+
+
+def leads_only_to_raise(frame: FrameType) -> bool | None:
+    """The truth value that passes a check.
+
+    Args:
+        frame: Is asking for the truth of a tensor, at its present instruction.
+
+    Returns:
+        The value for which the code goes on, if the other one leads straight to a `raise` that nothing in the same
+        function catches. None where the value decides about anything else, and where there is no source to read.
+    """
+    code = frame.f_code
+    source = _read("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+    if source is None:
+        return None
+    asked = source.asked(list(code.co_positions())[: frame.f_lasti // 2 + 1])
+    if asked is None or source.first_line(asked) != code.co_firstlineno:  # the file is another one by now
+        return None
+    ways = ((value, falls_through) for falls_through in (False, True) for value in (True, False))
+    return next((not value for value, falls_through in ways if source.raises_for(value, asked, falls_through)), None)
+
+
+@functools.lru_cache(maxsize=32)
+def _read(text: str) -> "_Source | None":
+    try:
+        return _Source(ast.parse(text)) if text else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+class _Source:
+    """A syntax tree whose nodes know their places and their parents."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self._nodes = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
+
+    def asked(self, places: list[_Place]) -> ast.expr | None:
+        """The expression whose truth an instruction asks for.
+
+        Args:
+            places: Of the instructions of a function up to this one. Where the last stands for a whole statement (in
+                Python 3.11, and in an assert that pytest has rewritten), the one before it computed the value.
+        """
+        found = self._nodes.get(places[-1])
+        if isinstance(found, ast.If | ast.Assert):
+            statement, before = found, (place for place in reversed(places) if place != places[-1])
+            found = self._nodes.get(next(before, places[-1]))
+            if found is None or not any(found is node for node in ast.walk(statement.test)):
+                return None
+        if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.Not):
+            return found.operand  # `not` gives a bool, so that what was asked is what it stands before
+        return found if isinstance(found, ast.expr) and not _asks_another(found) else None
+
+    def first_line(self, node: ast.AST) -> int:
+        """The number of the line at which the function around a node begins."""
+        while not isinstance(node, _SCOPES):
+            node = self._parents[node]
+        decorators = [d.lineno for d in getattr(node, "decorator_list", ())]
+        return min([getattr(node, "lineno", 1), *decorators])
+
+    def raises_for(self, value: bool, asked: ast.expr, falls_through: bool) -> bool:
+        """Whether a truth value of an expression leads straight to a `raise`.
+
+        Args:
+            value: The truth value.
+            asked: The expression.
+            falls_through: The `raise` may also stand after the `if`, as after `if good: return`.
+        """
+        if isinstance(asked, ast.Compare) and len(asked.ops) > 1 and value:
+            return False  # the next of the chain decides
+        node: ast.AST = asked
+        while isinstance(parent := self._parents[node], ast.expr):
+            settled = _truth_above(parent, node, value)
+            if settled is None:
+                return False
+            node, value = parent, settled
+        if not isinstance(parent, ast.If | ast.Assert) or node is not parent.test or self._is_caught(parent):
+            return False
+        if isinstance(parent, ast.Assert):
+            return not value
+        return _only_raises(
+            [*(parent.body if value else parent.orelse), *(self._after(parent) if falls_through else ())]
+        )
+
+    def _after(self, statement: ast.AST) -> list[ast.stmt]:
+        """The statements that follow on one, as far as no loop or function ends."""
+        parent = self._parents[statement]
+        blocks: list[list[Any]] = [getattr(parent, name, []) for name in ("body", "orelse", "finalbody")]
+        block = next(block for block in [*blocks, [statement]] if statement in block)
+        rest = block[block.index(statement) + 1 :]
+        return [*rest, *self._after(parent)] if isinstance(parent, ast.If | ast.With) else rest
+
+    def _is_caught(self, statement: ast.stmt) -> bool:
+        """Whether a `try` of the same function lies around; leaving a `with` block does not count."""
+        node: ast.AST = statement
+        while not isinstance(node, _SCOPES):
+            parent = self._parents[node]
+            if isinstance(parent, ast.Try | ast.TryStar) and (node in parent.body or parent.finalbody):
+                return True
+            node = parent
+        return False
+
+
+def _place(node: ast.expr | ast.stmt) -> _Place:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _asks_another(node: ast.expr) -> bool:
+    """Whether an instruction at this place asks for the truth of a part, as its result is none or never asked."""
+    if not isinstance(node, ast.Compare):
+        return isinstance(node, ast.BoolOp | ast.IfExp)
+    compared = (node.left, *node.comparators)
+    return any(isinstance(op, _ITEMWISE) for op in node.ops) or any(isinstance(side, _DISPLAYS) for side in compared)
+
+
+def _truth_above(parent: ast.expr, node: ast.AST, value: bool) -> bool | None:
+    """The truth of an expression if a part of it has this one; None if others decide too."""
+    match parent:
+        case ast.UnaryOp(op=ast.Not()):
+            return not value
+        case ast.BoolOp(op=ast.And(), values=values):
+            return None if value and node is not values[-1] else value
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return None if not value and node is not values[-1] else value
+        case ast.IfExp(test=test):
+            return None if node is test else value
+        case ast.NamedExpr(target=target):
+            return value if node is target else None
+        case _:
+            return None
+
+
+def _only_raises(block: list[ast.stmt]) -> bool:
+    """Whether every way through statements ends in a `raise`."""
+    for statement in block:
+        match statement:
+            case ast.Raise():
+                return True
+            case ast.If(body=body, orelse=orelse) if _only_raises(body) and _only_raises(orelse):
+                return True
+            case ast.With(body=body) if _only_raises(body):
+                return True
+        if any(isinstance(node, _LEAVES) for node in ast.walk(statement)):
+            return False
+    return False
