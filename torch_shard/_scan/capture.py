@@ -11,11 +11,11 @@ from torch_shard._capture import Contents, Spec, reached_by
 from torch_shard._lowering import FlatFn, Program, draws_random
 from torch_shard._scan.bundles import Unit, names_of
 from torch_shard._scan.execute import Inputs, execute
-from torch_shard._scan.instructions import Instruction, Members, instructions_of
+from torch_shard._scan.instructions import Instruction, Members, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
-from torch_shard._scan.restarts import Refused, Restart
+from torch_shard._scan.restarts import Refused, Restart, Unbundled
 from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
 from torch_shard._sharding import LossFn
 
@@ -147,24 +147,33 @@ def capture_layers(
     modules = {id(m): m for m in model.modules()}
     containers = Contents(reached_by(model, loss_fn))
     while any(group.refused is None for group in groups):
-        regions = LayerInterceptor(groups, modules)
-        try:
-            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
-            rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
-            if repeats.scan is True and not rolled.loops:
-                raise Refused(None, ALONE)
-            return program, rolled, groups
-        except Restart as reason:
-            containers.restore()
-            reason.learn(groups)
-        except Exception as error:  # if it is no fault of the regions, the capture without them says it again
-            containers.restore()
-            why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
-            Refused(None, why).learn(groups)
-        finally:
-            regions.release()
+        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, what)
+        if not isinstance(found, Restart):
+            return *found, groups
+        containers.restore()
+        found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     return Program(*joint(None), what), None, groups
+
+
+def _try_capture(
+    regions: LayerInterceptor,
+    repeats: LayerOptions,
+    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
+    what: str,
+) -> tuple[Program, RolledLoss] | Restart:
+    """Capture a loss with its layers as regions, or find out why that has to start again."""
+    try:
+        program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
+        if not only_adds_bundles(program.graph.module, regions.calls):
+            return Unbundled()
+        rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
+    except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
+        why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
+        return regions.restart or Refused(None, why)
+    finally:
+        regions.release()
+    return Refused(None, ALONE) if repeats.scan is True and not rolled.loops else (program, rolled)
 
 
 def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -> None:

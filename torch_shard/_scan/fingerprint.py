@@ -4,7 +4,7 @@ A record has every ATen operator in order, with its arguments (tensors by number
 whether autograd was on and which tensors required a gradient, and the autograd graph behind the results (the class of
 each node and, for `autograd.Function`s, what their `ctx` holds). PyTorch derives the backward pass from exactly these,
 so equal records have equal derivatives too. What a record does not show is refused: hooks on tensors, and hooks that
-pack saved tensors.
+pack saved tensors. A refusal is noted and nothing is raised, for it is found in the midst of the user's code.
 """
 
 import contextlib
@@ -30,10 +30,6 @@ _CHECKPOINT = "torch.utils.checkpoint"  # packs nothing: it computes again what 
 _grad_fn = torch._C.TensorBase.grad_fn.__get__  # pyright: ignore
 
 
-class CannotShare(BaseException):
-    """A call that cannot stand for, or be stood for by, another call; no `except Exception` of a model stops it."""
-
-
 class Fingerprint(TorchDispatchMode):
     """The record of one call; `with record: ...`, then `record.close(result)`."""
 
@@ -48,6 +44,12 @@ class Fingerprint(TorchDispatchMode):
         """What the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
+        self.refused: str | None = None
+        """Why the call cannot stand for, or be stood for by, another call."""
+
+    def refuse(self, why: str) -> None:
+        """Note that the call stands for itself alone; the first reason stays."""
+        self.refused = self.refused or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF:
@@ -109,7 +111,8 @@ class Fingerprint(TorchDispatchMode):
             self.constants.append(tensor)
             with _disable_current_modes():
                 return "constant", tensor.dtype, tuple(tensor.shape), repr(tensor.tolist())
-        raise CannotShare("it uses a tensor whose origin is not known")
+        self.refuse("it uses a tensor whose origin is not known")
+        return None
 
     def _behind(self, node: Any, nodes: dict[Any, int]) -> Any:
         """The autograd graph from a node on, each node once."""
@@ -119,8 +122,8 @@ class Fingerprint(TorchDispatchMode):
         self._alive.append(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             if id(leaf) not in self._numbers:
-                raise CannotShare("its gradient flows to a tensor whose origin is not known")
-            return self._numbers[id(leaf)]
+                self.refuse("its gradient flows to a tensor whose origin is not known")
+            return self._numbers.get(id(leaf))
         inputs = tuple((self._behind(n, nodes), index) for n, index in node.next_functions)
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             return node.name(), inputs
@@ -137,28 +140,31 @@ def _reads_plainly(frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def hooks_refused(active: Callable[[], bool]) -> Iterator[None]:
-    """Refuse, while `active()`, what a record does not show.
+def hooks_refused(current: Callable[[], Fingerprint | None]) -> Iterator[None]:
+    """Refuse what a record does not show: hooks on a tensor or on what autograd saves, or maybe on its graph.
 
-    Raises:
-        CannotShare: A hook was registered on a tensor or on what autograd saves, or may be on its graph.
+    Args:
+        current: Gives the record that is being written in this thread, if there is one.
     """
 
+    def refuse(why: str) -> None:
+        if (record := current()) is not None:
+            record.refuse(why)
+
     def grad_fn(tensor: torch.Tensor) -> Any:
-        if active() and not _reads_plainly(sys._getframe(1)):
-            raise CannotShare("it reads grad_fn, where a hook may be registered")
+        if current() is not None and not _reads_plainly(sys._getframe(1)):
+            refuse("it reads grad_fn, where a hook may be registered")
         return _grad_fn(tensor)
 
     register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if active():
-            raise CannotShare("it registers a hook on a tensor")
+        refuse("it registers a hook on a tensor")
         return register(tensor, hook)
 
     def saved_hooks(hooks: Any) -> Any:
-        if active() and not type(hooks).__module__.startswith(_CHECKPOINT):
-            raise CannotShare("it packs saved tensors by hooks of its own")
+        if not type(hooks).__module__.startswith(_CHECKPOINT):
+            refuse("it packs saved tensors by hooks of its own")
         return enter(hooks)
 
     with (

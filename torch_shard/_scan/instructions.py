@@ -13,7 +13,6 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
-from torch_shard._scan.restarts import Unbundled
 
 Operate = Callable[[Any, Any, Sequence[Any]], Any]
 
@@ -119,6 +118,27 @@ def instructions_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -
     return builder.steps, outputs
 
 
+def only_adds_bundles(graph: GraphModule, calls: Mapping[int, Call]) -> bool:
+    """Whether gradients of bundles are added to each other and returned, and nothing else is done to them."""
+    bundles: set[Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target is operator.getitem and (source := args_of(node)[0]).target is LAYER_BACKWARD:
+            call = calls[args_of(source)[0]]
+            if list(call.gradients)[args_of(node)[1]] in call.bundles:
+                bundles.add(node)
+        elif not bundles.isdisjoint(node.all_input_nodes):
+            if not _is_sum(node) or not bundles.issuperset(node.all_input_nodes):
+                return False
+            bundles.add(node)
+    return True
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in node.args)
+
+
 class _Builder:
     def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
         self._calls, self._remat = calls, remat
@@ -172,9 +192,7 @@ class _Builder:
 
     def _sum(self, node: Node, sources: list[Any]) -> Members:
         """The gradients of a layer that is called several times, which autograd adds: nothing else is known here."""
-        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
-        if not is_sum or len(sources) != 2 or not all(isinstance(source, Members) for source in sources):
-            raise Unbundled
+        assert _is_sum(node) and all(isinstance(source, Members) for source in sources)
         pairs = zip(*(source.values for source in sources), strict=True)
         return Members(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
 

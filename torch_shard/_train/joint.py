@@ -17,6 +17,8 @@ from torch_shard._train.batch import BatchSignature
 
 RESERVED = ("loss", "grad_norm", "guard")
 
+Check = Callable[[], None] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class LossShape:
@@ -76,9 +78,10 @@ class JointLoss:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
                 run = self._training if self._train else self._evaluation
-                found = call_with(self._model, lambda m: run(m, given, batch), self._tensors(given, regions))
+                check = regions.check if regions else None
+                found = call_with(self._model, lambda m: run(m, given, batch, check), self._tensors(given, regions))
                 if regions:
-                    regions.check()
+                    regions.check_used()
                 return found
 
         return joint, [*map(self._spec, units), *self._signature.specs]
@@ -100,26 +103,30 @@ class JointLoss:
                 found[unit] = tensor
         return found
 
-    def _training(self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
+    def _training(
+        self, module: nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+    ) -> Any:
         leaves = {unit: t for unit, t in given.items() if isinstance(unit, Bundle) or unit in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree = self._forward(module, batch)
+        loss, metrics, tree = self._forward(module, batch, check)
         grads, without = self._gradients(loss, leaves)
         buffers = self._buffers(module)
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
         return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
 
     def _evaluation(
-        self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, module: nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> Any:
-        loss, metrics, tree = self._forward(module, batch)
+        loss, metrics, tree = self._forward(module, batch, check)
         return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
 
-    def _forward(self, module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
+    def _forward(self, module: nn.Module, batch: Sequence[torch.Tensor], check: Check) -> Any:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
             out = self._loss_fn(module, self._signature.rebuild(batch))
+        if check:  # now that the user's code has run
+            check()
         loss, metrics = split_loss(out, self._caller)
         leaves, tree = jax.tree.flatten(metrics)
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
