@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import Case
-from tests.eager import assert_follows, eager_trajectory
-from tests.layers import LAYERED, Layered
+from tests.tables.cases import Case
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.layered import LAYERED, Layered
 
 
 class Seen(list[BaseException]):

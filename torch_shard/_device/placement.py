@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
@@ -57,7 +58,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in stacks}
 
 
-def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
+def refuse_meta(tensors: dict[str, Any]) -> None:
     """Refuse entries that have no values.
 
     Raises:
@@ -66,14 +67,14 @@ def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
     names = [n for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.device.type == "meta"]
     if names:
         raise ValueError(
-            f"{caller}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
+            f"{caller()}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
             "materialize(model, mesh, plan) initialises it straight on its shards, load_state_dict(..., assign=True) "
             "takes them from a state_dict. What no file has (non-persistent buffers) comes with the constructor: "
             "materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
         )
 
 
-def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
+def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
     """Refuse floating-point entries that JAX would narrow.
 
     Raises:
@@ -83,11 +84,12 @@ def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
     names = [name for name, tensor in tensors.items() if tensor.dtype in wide]
     if names and not jax.config.values["jax_enable_x64"]:
         raise TypeError(
-            f"{caller}: {', '.join(names)} are float64 or complex128 and need 64 bits, which JAX has switched off. "
+            f"{caller()}: {', '.join(names)} are float64 or complex128 and need 64 bits, which JAX has switched off. "
             "Convert the model (model.float()), or jax.config.update('jax_enable_x64', True) at the start."
         )
 
 
+@public
 def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     """Put each entry of a module or a state_dict onto its shards.
 
@@ -116,10 +118,10 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     """
     shardings = plan.resolve(model_or_tree, mesh)
     is_module = isinstance(model_or_tree, torch.nn.Module)
-    refuse_meta("place", holdings(model_or_tree).all if is_module else dict(model_or_tree))
+    refuse_meta(holdings(model_or_tree).all if is_module else dict(model_or_tree))
     if not is_module:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
-    refuse_hooks("place", model_or_tree)
+    refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
         replace_tensors(model_or_tree, tensor, wrap_array(put(tensor.detach(), shardings[name])))
@@ -132,6 +134,7 @@ def _entry(module: torch.nn.Module, name: str) -> torch.Tensor:
     return owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]  # pyright: ignore
 
 
+@public
 def gather(model_or_tree: Any) -> Any:
     """Bring a placed module, or a pytree of tensors and arrays, back to ordinary CPU tensors, an entry at a time.
 
@@ -144,7 +147,7 @@ def gather(model_or_tree: Any) -> Any:
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
-    refuse_hooks("gather", model_or_tree)
+    refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = _entry(model_or_tree, name)
         replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
@@ -166,11 +169,11 @@ def _to_cpu(value: Any) -> torch.Tensor:
 class BatchLayout:
     """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec | None, caller: str) -> None:
-        self.mesh, self.caller = check_mesh(mesh, caller=caller), caller
+    def __init__(self, mesh: Mesh, spec: PartitionSpec | None) -> None:
+        self.mesh = check_mesh(mesh)
         if spec is None and "batch" not in mesh.axis_names:
             raise ValueError(
-                f"{caller}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
+                f"{caller()}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
                 f"Say how to split them: batch_spec=P({mesh.axis_names[0]!r}), or batch_spec=P() to replicate."
             )
         self.spec = PartitionSpec("batch") if spec is None else spec
@@ -200,7 +203,7 @@ class BatchLayout:
             faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
         if faults:
             raise ValueError(
-                f"{self.caller}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
+                f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
                 + "\n".join(faults)
                 + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
                 "(DataLoader(drop_last=True))."

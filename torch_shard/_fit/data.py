@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_shard._common.caller import caller
 from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train import Placed, Step
 
@@ -30,24 +31,24 @@ class Batches:
         TypeError: It is none of these.
     """
 
-    def __init__(self, loader: Any, *, seed: int, caller: str) -> None:
+    def __init__(self, loader: Any, *, seed: int) -> None:
         if isinstance(loader, Mapping) or not (isinstance(loader, Iterable) or callable(loader)):
             raise TypeError(
-                f"{caller}: a loader is an iterable of batches, or a function from a position to one, got "
+                f"{caller()}: a loader is an iterable of batches, or a function from a position to one, got "
                 f"{type(loader).__name__}."
             )
-        self._seed, self._caller = seed, caller
+        self._seed = seed
         self._loader: Any = loader
         self._is_iterator = isinstance(loader, Iterator)
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             logger.warning(
                 "%s: this DataLoader has in_order=False, so chance decides the order of its batches, and a resumed run "
-                "may see some twice and others not at all.", caller,
+                "may see some twice and others not at all.", caller(),
             )  # fmt: skip
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             logger.warning(
                 "%s: the workers of this DataLoader persist, so random numbers that they draw depend on the epochs "
-                "before, and a resumed run draws others. (The order of the batches is the same.)", caller,
+                "before, and a resumed run draws others. (The order of the batches is the same.)", caller(),
             )  # fmt: skip
 
     def starting_at(self, position: int) -> Iterator[Any]:
@@ -64,7 +65,7 @@ class Batches:
     def _once(self, position: int) -> Iterator[Any]:
         if self._is_iterator and position > 0:
             raise ValueError(
-                f"{self._caller}: the state has seen {position} batches, and an iterator cannot be brought to where "
+                f"{caller()}: the state has seen {position} batches, and an iterator cannot be brought to where "
                 "it was then. Pass what starts anew with each iter (a list, a DataLoader), or a function from a "
                 "position to an iterable: lambda position: batches_from(position)."
             )
@@ -72,7 +73,7 @@ class Batches:
         found = loader if self._is_iterator else loader(position)
         if not isinstance(found, Iterable):
             raise TypeError(
-                f"{self._caller}: the loader, a function, must return an iterable of batches, got "
+                f"{caller()}: the loader, a function, must return an iterable of batches, got "
                 f"{type(found).__name__} at position {position}."
             )
         return self._to_its_end(found)
@@ -80,7 +81,7 @@ class Batches:
     def _to_its_end(self, batches: Iterable[Any]) -> Iterator[Any]:
         yield from self.epoch(0, batches)
         raise ValueError(
-            f"{self._caller}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
+            f"{caller()}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
             "iter (a list, a DataLoader), which is taken epoch after epoch."
         )
 
@@ -95,9 +96,9 @@ class Batches:
                 else:
                     yield batch
             if not count:
-                raise ValueError(f"{self._caller}: the loader has no batches (drop_last=True, and too few rows?).")
+                raise ValueError(f"{caller()}: the loader has no batches (drop_last=True, and too few rows?).")
             if size and count != size:
-                raise ValueError(f"{self._caller}: the loader has {count} batches, but len() says {size}.")
+                raise ValueError(f"{caller()}: the loader has {count} batches, but len() says {size}.")
 
     def epoch(self, number: int, loader: Any = None) -> Iterator[Any]:
         """The batches of one epoch."""

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
@@ -24,6 +25,7 @@ from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_n
 logger = logging.getLogger(__name__)
 
 
+@public
 def fit(
     step: TrainStep,
     state: TrainState | None,
@@ -103,13 +105,13 @@ def fit(
     """
     _check(steps, eval_every, log_every, on_bad_step, prefetch)
     _check_seed(seed)
-    check_max_grad_norm("fit", max_grad_norm)
+    check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
     _check_evaluation(eval_loader, eval_every, eval_step)
-    batches = Batches(loader, seed=seed, caller="fit")
+    batches = Batches(loader, seed=seed)
     evaluation = None
     if eval_loader is not None:
-        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed, caller="fit"))
+        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed))
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
@@ -144,17 +146,17 @@ def _check_seed(seed: Any) -> None:
 
 
 def _check_kinds(step: Any, state: Any, checkpointer: Any, log: Any) -> None:
-    check_kind("fit", "step", step, TrainStep, hint="make_train_step gives one.")
-    check_kind("fit", "state", state, TrainState | None, hint="step.init(seed=0) gives one.")
-    check_kind("fit", "checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
+    check_kind("step", step, TrainStep, hint="make_train_step gives one.")
+    check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
+    check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
     if log is not None:
-        check_directory("fit", "log", log)
+        check_directory("log", log)
 
 
 def _check_evaluation(eval_loader: Any, eval_every: Any, eval_step: Any) -> None:
-    check_kind("fit", "eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
+    check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
-        check_kind("fit", "eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
+        check_kind("eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
     elif eval_every is not None or eval_step is not None:
         raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
 from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
@@ -111,6 +112,7 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torc
 Values = dict[tuple[str, str], np.ndarray]  # by kind and name
 
 
+@public
 def compare_with_torch(
     model: torch.nn.Module,
     loss_fn: LossFn,
@@ -224,7 +226,7 @@ def _in_torch(
     for batch in batches:
         optimizer.zero_grad()
         with torch.autocast("cpu", compute_dtype) if compute_dtype else contextlib.nullcontext():
-            loss, metrics = split_loss(loss_fn(model, torch_pytree.tree_map(_copied, batch)), "compare_with_torch")
+            loss, metrics = split_loss(loss_fn(model, torch_pytree.tree_map(_copied, batch)))
         loss.backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         optimizer.step()

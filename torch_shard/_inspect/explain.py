@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._capture import Captured, capture
+from torch_shard._common.caller import public
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 from torch_shard._train import JointLoss, flatten_batch
@@ -73,6 +74,7 @@ class Explanation:
         return Group(table, Text("\n".join(notes)))
 
 
+@public
 def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True) -> Explanation:
     """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
 
@@ -99,7 +101,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"explain_capture: model must be a Module, got {type(model).__name__}.")
     _, signature = flatten_batch(batch)
-    fn, specs = JointLoss(model, loss_fn, signature, train=train, caller="explain_capture")()
+    fn, specs = JointLoss(model, loss_fn, signature, train=train)()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),

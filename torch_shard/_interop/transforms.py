@@ -13,6 +13,7 @@ import torch
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
+from torch_shard._common.caller import public
 from torch_shard._interop.adapt import NUM_GIVEN, PerClosure, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
 from torch_shard._sharding import check_mesh
@@ -133,6 +134,7 @@ def jax_checkpoint(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     return adapt(fn, checkpointed)
 
 
+@public
 def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """`jax.jit` of a torch callable: one compiled program per signature.
 
@@ -151,7 +153,7 @@ def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
         if isinstance(sharding, jax.sharding.NamedSharding):
-            check_mesh(sharding.mesh, caller="jax_jit")
+            check_mesh(sharding.mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         return jax.jit(run, **_as_ours(kwargs, num_args))

@@ -14,6 +14,7 @@ import torch
 from jax.core import Tracer
 
 from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
+from torch_shard._common.caller import public, speaks_as
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._device import (
@@ -80,12 +81,13 @@ def _site_of(pure: Callable[..., Any]) -> _CallSite:
     return found
 
 
+@speaks_as("call_jax")
 def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool, lasts: bool) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, jax.sharding.NamedSharding):
-            check_mesh(leaf.mesh, caller="call_jax")
+            check_mesh(leaf.mesh)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = current_mode() is not None or any(map(is_fake, tensors))
@@ -235,10 +237,11 @@ def apply_jax_(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwarg
     return tensor
 
 
+@public
 def shard_(tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> torch.Tensor:
     """Lay the tensor out as `sharding` says, in place, and return it; inside `jax_jit` it is a constraint."""
     if isinstance(sharding, jax.sharding.NamedSharding):
-        check_mesh(sharding.mesh, caller="shard_")
+        check_mesh(sharding.mesh)
     return apply_jax_(tensor, _with_sharding, sharding)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
@@ -160,6 +161,7 @@ def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     return path
 
 
+@public
 def export_safetensors(
     state: Any,
     path: str | os.PathLike[str],
@@ -200,16 +202,17 @@ def export_safetensors(
         raise TypeError(f"export_safetensors: metadata must map strings to strings, got {metadata}.")
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"export_safetensors: max_shard_bytes must be a positive int, got {max_shard_bytes!r}.")
-    path = check_path("export_safetensors", "path", path)
+    path = check_path("path", path)
     if path.suffix != ".safetensors":
-        check_directory("export_safetensors", "path", path)
-    values, structs = _collect("export_safetensors", state)
+        check_directory("path", path)
+    values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(path, stored, max_shard_bytes, strings)
     _write_once(export.write, (_to_cpu(values[name]).to(stored[name].dtype) for name in export.names))
     return export.result
 
 
+@public
 def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
@@ -224,36 +227,36 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
         TypeError: As `export_safetensors`.
         ValueError: A tensor has no values (on the meta device).
     """
-    path = check_path("export_torch", "path", path)
-    values, structs = _collect("export_torch", state)
+    path = check_path("path", path)
+    values, structs = _collect(state)
     tensors = (_to_cpu(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
     return path
 
 
-def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def _collect(state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The values, and shape and dtype of those that are to be written: each tensor under one name."""
     if isinstance(state, torch.nn.Module):
         values, unsaved = holdings(state).all, unsaved_buffers(state)
     elif isinstance(state, TrainState):
         if state.step.is_deleted():
-            raise ValueError(f"{caller}: this state was donated to a step. Export what the step returned.")
+            raise ValueError(f"{caller()}: this state was donated to a step. Export what the step returned.")
         values, unsaved = state.tensors, state.unsaved
     elif isinstance(state, Mapping):
         values, unsaved = state, ()
     else:
-        raise TypeError(f"{caller}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
+        raise TypeError(f"{caller()}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
     odd = [repr(name) for name in values if not isinstance(name, str) or name == "__metadata__" or not _is_text(name)]
     if odd:
-        raise TypeError(f"{caller}: {', '.join(odd)} cannot be names in a file. Names must be other strings.")
+        raise TypeError(f"{caller()}: {', '.join(odd)} cannot be names in a file. Names must be other strings.")
     by_name = jax.tree.map(_struct, values) if isinstance(values, Stacks) else values
     structs = {name: _struct(value) for name, value in by_name.items()}
     odd = [f"{name} is a {type(v).__name__}" for name, v in structs.items() if not hasattr(v, "dtype")]
     if odd:
-        raise TypeError(f"{caller}: names must lead to tensors or arrays, but {', '.join(odd)}.")
+        raise TypeError(f"{caller()}: names must lead to tensors or arrays, but {', '.join(odd)}.")
     names = (group[0] for group in group_ties(structs, by_identity=False))
     written = {name: structs[name] for name in names if name not in unsaved}
-    refuse_meta(caller, written)
+    refuse_meta(written)
     return values, written
 
 

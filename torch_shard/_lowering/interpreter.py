@@ -165,8 +165,9 @@ def place_of(node: Node) -> str:
 
 
 # XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
-# computation loses its row in LLVM's loop strength reduction; tests/test_upstream.py has the smallest program). Only
-# these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not affected.
+# computation loses its row in LLVM's loop strength reduction; tests/system/test_upstream.py has the smallest
+# program). Only these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not
+# affected.
 _MAY_PAD = ("aten::constant_pad_nd", "torch_shard::ctc_backward", *_CALLS)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 from torch.fx import Node
 
+from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.validate import check_kind
@@ -30,6 +31,7 @@ from torch_shard._materialize.threefry import FUSED
 from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, swap
 
 
+@public
 def materialize(
     model: nn.Module | Callable[[], nn.Module],
     mesh: Mesh,
@@ -84,20 +86,20 @@ def materialize(
         >>> ts.materialize(lambda: torch.nn.Linear(4, 2), mesh, plan).weight.device
         device(type='jax', index=0)
     """
-    check_mesh(mesh, caller="materialize")
-    check_kind("materialize", "plan", plan, ShardingPlan)
+    check_mesh(mesh)
+    check_kind("plan", plan, ShardingPlan)
     _check_seed(seed)
     if isinstance(model, nn.Module):
-        check_kind("materialize", "init", init, Callable | None, hint="It is called on each submodule.")
+        check_kind("init", init, Callable | None, hint="It is called on each submodule.")
         return _fill_in(model, mesh, plan, seed, init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
     if init is not None:
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
     construction = construct(model)
-    refuse_hooks("materialize", construction.module)
+    refuse_hooks(construction.module)
     shardings = plan.resolve(construction.module, mesh)
-    refuse_wide("materialize", {name: construction.tensors[name] for name in construction.entries})
+    refuse_wide({name: construction.tensors[name] for name in construction.entries})
     initialiser = _Initialiser(construction, mesh, seed, dict(shardings))
     initialiser.check(construction.tensors)
     swap(construction.module, {id(construction.tensors[name]): initialiser.make(name) for name in construction.tensors})
@@ -106,10 +108,10 @@ def materialize(
 
 def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: Init | None) -> nn.Module:
     """Initialise what is on the meta device, place the rest."""
-    refuse_hooks("materialize", model)
+    refuse_hooks(model)
     shardings = plan.resolve(model, mesh)
     held = holdings(model).all
-    refuse_wide("materialize", held)
+    refuse_wide(held)
     names = [name for name, tensor in held.items() if tensor.device.type == "meta"]
     refuse_views({name: held[name] for name in names})
     initialiser = None

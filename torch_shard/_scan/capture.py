@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.fx import GraphModule
@@ -21,7 +21,11 @@ from torch_shard._sharding import LossFn
 
 SHOWN = 6
 
-REMAT = ("none", "dots", "block")
+ScanLayers = bool | Literal["auto"]
+"""Whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
+Remat = Literal["none", "dots", "block"]
+"""What is computed again in the backward pass: nothing, all but matrix products, all but a layer's inputs."""
+REMAT: tuple[Remat, ...] = get_args(Remat)
 
 ALONE = (
     "layers next to it are other programs (the first is, where its input needs no gradient) or do not take its result"
@@ -38,8 +42,8 @@ class LayerOptions:
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
     """
 
-    scan: bool | str = "auto"
-    remat: str | int = "none"
+    scan: ScanLayers = "auto"
+    remat: Remat | int = "none"
     specs: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -48,9 +52,9 @@ class LayerOptions:
         return self.scan is not False or self.remat != "none"
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def choices(self) -> tuple[Remat, ...]:
         """What to compute again: one choice, or with a budget all of them, the fastest first."""
-        return (self.remat,) if isinstance(self.remat, str) else REMAT
+        return REMAT if isinstance(self.remat, int) else (self.remat,)
 
     def groups(self, model: nn.Module) -> list[Siblings]:
         """The layers of a model that may be one program."""

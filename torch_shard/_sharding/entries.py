@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_shard._common.caller import caller
+
 LossFn = Callable[..., Any]
 
 
@@ -87,7 +89,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     return copy.deepcopy(module, memo)
 
 
-def refuse_hooks(caller: str, module: nn.Module) -> None:
+def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters whose places others are to take, which would lose them.
 
     Raises:
@@ -100,12 +102,12 @@ def refuse_hooks(caller: str, module: nn.Module) -> None:
     ]
     if hooked:
         raise NotImplementedError(
-            f"{caller}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
+            f"{caller()}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
             "gradients would be others. Register the hooks afterwards."
         )
 
 
-def refuse_load_hooks(caller: str, module: nn.Module) -> None:
+def refuse_load_hooks(module: nn.Module) -> None:
     """Refuse modules that change a `state_dict` before they load it, where entries are read one by one.
 
     Raises:
@@ -120,7 +122,7 @@ def refuse_load_hooks(caller: str, module: nn.Module) -> None:
     ]
     if hooked:
         raise NotImplementedError(
-            f"{caller}: {', '.join(dict.fromkeys(hooked))} have hooks that change a state_dict before it is loaded, "
+            f"{caller()}: {', '.join(dict.fromkeys(hooked))} have hooks that change a state_dict before it is loaded, "
             "which would not run. Load it by load_state_dict on the CPU, and place the model then."
         )
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from torch_shard._common.caller import caller
+
 
 def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
@@ -45,12 +47,12 @@ def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
     return jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
 
 
-def check_mesh(mesh: Any, *, caller: str) -> Mesh:
-    """Return `mesh` as it is, or refuse it in the name of `caller`.
+def check_mesh(mesh: Any, *, where: str = "") -> Mesh:
+    """Return `mesh` as it is, or refuse it.
 
     Args:
         mesh: What a user gave as a mesh.
-        caller: The public name that the user called; the error begins with it.
+        where: Where it was found, if not in the argument `mesh` itself: begins the error, after the caller.
 
     Returns:
         The same mesh.
@@ -61,14 +63,14 @@ def check_mesh(mesh: Any, *, caller: str) -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+            f"{caller()}: {where}mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
     typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
     foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
     if foreign:
         raise ValueError(
-            f"{caller}: every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
+            f"{caller()}: {where}every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
             f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
             f"torch_shard.make_mesh{describe_mesh(mesh)} "
             f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.parameter import is_lazy
 
+from torch_shard._common.caller import public
 from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
@@ -182,6 +183,7 @@ class ShardingPlan:
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
         return f"ShardingPlan({{{rules}}}{default})"
 
+    @public
     def resolve(self, source: torch.nn.Module | Mapping[str, Any], mesh: Mesh) -> ResolvedPlan:
         """Give every entry its sharding on `mesh`, or say of all that cannot have one why not.
 
@@ -201,7 +203,7 @@ class ShardingPlan:
             ValueError: The mesh is not Auto; or, all in one error, rules that disagree, match nothing or
                 miss a name, and specs that do not fit their shape and the mesh.
         """
-        check_mesh(mesh, caller="ShardingPlan.resolve")
+        check_mesh(mesh)
         values = _read(source)
         matchers = {key: make_matcher(key) for key in self.rules}
         hits = {name: [key for key, matches in matchers.items() if matches(name)] for name in values}

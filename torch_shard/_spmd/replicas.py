@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
 from torch_shard._device import JaxTensor
 
@@ -53,6 +54,7 @@ def unshard(tree: Any) -> list[Any]:
     return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
 
 
+@public
 def gather_from_jax_processes(tree: Any) -> list[Any]:
     """Bring the trees of all processes together; every process must call it.
 
@@ -67,7 +69,7 @@ def gather_from_jax_processes(tree: Any) -> list[Any]:
         ValueError: An array is spread over processes. Where one process fails, all raise.
     """
     adopt_torch_nodes(tree)
-    return _exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
+    return _exchange(lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
 
 
 def _to_cpu(path: Any, leaf: Any) -> Any:
@@ -85,6 +87,7 @@ def _to_cpu(path: Any, leaf: Any) -> Any:
     return to_host(array.addressable_data(0) if array.is_fully_replicated else array)
 
 
+@public
 def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
     """Raise if replicas that should be equal are not, on any device of any process; every process must call it.
 
@@ -110,13 +113,12 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         <BLANKLINE>
           ['w']: row 1 differs from row 0 by 0.5 at most.
     """
-    caller = "assert_replica_integrity"
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not (isinstance(tolerance, int | float) and tolerance >= 0):
-            raise ValueError(f"{caller}: {name} must be a number of at least 0, got {tolerance!r}.")
+            raise ValueError(f"{caller()}: {name} must be a number of at least 0, got {tolerance!r}.")
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
-    tables = _exchange(caller, lambda: _table(tree, device_axis, values))
+    tables = _exchange(lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for replica in (replica for _, replicas in tables for replica in replicas):
@@ -126,11 +128,11 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         return
     wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
     held: dict[Any, np.ndarray] = {}
-    for found in _exchange(caller, lambda: {key: values[key]() for key in wanted if key in values}):
+    for found in _exchange(lambda: {key: values[key]() for key in wanted if key in values}):
         held.update(found)
     faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol, atol)]
     if faults:
-        heading = f"{caller}: replicas differ by more than rtol={rtol}, atol={atol}:"
+        heading = f"{caller()}: replicas differ by more than rtol={rtol}, atol={atol}:"
         raise AssertionError(f"{heading}\n\n" + "\n".join(faults))
 
 
@@ -249,7 +251,7 @@ class _Failure:
     text: str
 
 
-def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
+def _exchange(make: Callable[[], Any]) -> list[Any]:
     """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
@@ -267,5 +269,5 @@ def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
     found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
     for process, value in enumerate(found):
         if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller}: process {process} failed: {value.text}")
+            raise RuntimeError(f"{caller()}: process {process} failed: {value.text}")
     return found

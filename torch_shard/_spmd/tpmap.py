@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from torch_shard._common.caller import public
 from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._common.static import Static
 from torch_shard._interop import PerClosure, Pure, adapt, pure_of
@@ -17,6 +18,7 @@ from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, K
 from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places
 
 
+@public
 def tpmap(
     f: Callable[..., Any],
     axis_name: str,
@@ -59,16 +61,16 @@ def tpmap(
         >>> share(torch.full((16,), 3.0))[:2].tolist()
         [0.0625, 0.0625]
     """
-    check_axis_name("tpmap", axis_name)
+    check_axis_name(axis_name)
     kinds = ArgKinds(f, argtypes, kwargtypes or {})
     join = _join_of(wrap_return)
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
     compiled = PerClosure(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
 
     def checked(key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        check_outermost("tpmap")
+        check_outermost()
         kinds.check(args, kwargs, mesh().size)
-        check_places("tpmap", [*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
+        check_places([*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
         args, kwargs = kinds.map(_prepare, args, kwargs)
         return compiled(key, *args, **kwargs)
 
@@ -84,7 +86,7 @@ def tpmap(
 
 
 def _mesh_of(axis_name: str, devices: Sequence[Any] | None) -> Mesh:
-    chosen = np.asarray(jax.devices() if devices is None else as_devices("tpmap", devices))
+    chosen = np.asarray(jax.devices() if devices is None else as_devices(devices))
     return Mesh(chosen, (axis_name,), axis_types=(AxisType.Auto,))
 
 

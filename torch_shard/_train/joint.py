@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torch_shard._capture import Spec, note_modules
+from torch_shard._common.caller import caller
 from torch_shard._lowering import FlatFn
 from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
 from torch_shard._sharding import LossFn, holdings
@@ -40,7 +41,6 @@ class JointLoss:
         signature: Of the batch.
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
-        caller: The public function, for errors.
     """
 
     def __init__(
@@ -51,10 +51,9 @@ class JointLoss:
         *,
         compute_dtype: torch.dtype | None = None,
         train: bool,
-        caller: str,
     ) -> None:
         self._model, self._loss_fn, self._signature = model, loss_fn, signature
-        self._compute_dtype, self._train, self._caller = compute_dtype, train, caller
+        self._compute_dtype, self._train = compute_dtype, train
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
@@ -127,7 +126,7 @@ class JointLoss:
             out = self._loss_fn(module, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
-        loss, metrics = split_loss(out, self._caller)
+        loss, metrics = split_loss(out)
         leaves, tree = jax.tree.flatten(metrics)
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
@@ -147,7 +146,7 @@ class JointLoss:
     def _gradients(self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]) -> tuple[Any, tuple[Unit, ...]]:
         if not loss.requires_grad:
             raise ValueError(
-                f"{self._caller}: the loss does not depend on any trainable parameter. Something between them "
+                f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
                 "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
@@ -189,7 +188,7 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
-def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+def split_loss(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
     pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     loss, metrics = pair
@@ -198,11 +197,11 @@ def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
         raise TypeError(
-            f"{caller}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; it "
-            f"returned {found}{also}. Reduce the loss with .mean() or .sum()."
+            f"{caller()}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; "
+            f"it returned {found}{also}. Reduce the loss with .mean() or .sum()."
         )
     if taken := [name for name in RESERVED if name in metrics]:
-        raise ValueError(f"{caller}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
+        raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss, metrics
 
 

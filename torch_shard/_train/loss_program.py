@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
+from torch_shard._common.caller import caller
 from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
@@ -177,8 +178,7 @@ def loss_program(
     *,
     compute_dtype: torch.dtype | None = None,
     train: bool,
-    caller: str,
-    repeats: LayerOptions,
+    layers: LayerOptions,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -188,19 +188,17 @@ def loss_program(
         signature: Likewise.
         compute_dtype: Likewise.
         train: Likewise.
-        caller: Likewise.
-        repeats: What to do with repeated layers.
+        layers: What to do with repeated layers.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, repeats, capture_settings())
+    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
-        options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
-        joint = JointLoss(model, loss_fn, signature, **options)
-        what = f"{caller}: the loss"
-        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, repeats, joint, what)
+        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
+        what = f"{caller()}: the loss"
+        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, layers, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._capture import Spec
+from torch_shard._common.caller import caller
 from torch_shard._device import BatchLayout
 from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, stack_sharding
 from torch_shard._train.batch import BatchSignature
@@ -24,9 +25,6 @@ class Microbatches:
     """
 
     def __init__(self, num: int, layout: BatchLayout) -> None:
-        caller = layout.caller
-        if not isinstance(num, int) or isinstance(num, bool) or num < 1:
-            raise ValueError(f"{caller}: accumulate_steps must be an integer of at least 1, got {num!r}.")
         self.num, self._layout = num, layout
 
     def check(self, leaves: Sequence[Any], paths: Sequence[str]) -> None:
@@ -59,7 +57,7 @@ class Microbatches:
         if faults:
             layout = self._layout
             raise ValueError(
-                f"{layout.caller}: the batch cannot be split into accumulate_steps={self.num} microbatches on mesh "
+                f"{caller()}: the batch cannot be split into accumulate_steps={self.num} microbatches on mesh "
                 f"{describe_mesh(layout.mesh)}.\n\n" + "\n".join(faults) + f"\n\n{remedy}"
             )
 

@@ -10,6 +10,7 @@ import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
@@ -84,9 +85,8 @@ class StateLayout:
         optimizer: optax.GradientTransformation,
         *,
         groups: list[Siblings],
-        caller: str,
     ) -> None:
-        self._plan, self._caller, self._optimizer = plan, caller, optimizer
+        self._plan, self._optimizer = plan, optimizer
         layout = stack_layout(model, held.all, groups)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
@@ -162,7 +162,7 @@ class StateLayout:
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
         if faults or len(values) != len(layout.names):
             unknown = [f"  {name}: not among the {kind} of the model" for name in values if name not in layout.places]
-            raise ValueError(f"{self._caller}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
+            raise ValueError(f"{caller()}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
@@ -215,7 +215,7 @@ class StateLayout:
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
             raise ValueError(
-                f"{self._caller}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
+                f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
 

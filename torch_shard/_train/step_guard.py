@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from torch_shard._common.caller import caller
 from torch_shard._sharding import Stacks
 from torch_shard._train.state import TrainState
 
@@ -78,7 +79,7 @@ def keep(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
     return dataclasses.replace(kept, num_batches=new.num_batches)
 
 
-def check_max_grad_norm(caller: str, value: Any) -> None:
+def check_max_grad_norm(value: Any) -> None:
     """Refuse what is no norm.
 
     Raises:
@@ -87,6 +88,6 @@ def check_max_grad_norm(caller: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):
         raise ValueError(
-            f"{caller}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
+            f"{caller()}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."
         )
