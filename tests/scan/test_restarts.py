@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tables.cases import Case
 from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.cases import Case
 from tests.tables.layered import LAYERED, Layered
 
 

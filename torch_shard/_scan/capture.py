@@ -9,9 +9,9 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Contents, Spec, reached_by
 from torch_shard._lowering import FlatFn, Program, draws_random
-from torch_shard._scan.bundles import Unit, names_of
+from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.execute import Inputs, execute
-from torch_shard._scan.instructions import Instruction, Members, instructions_of, only_adds_bundles
+from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
@@ -67,7 +67,7 @@ class LayerOptions:
 
 
 class RolledLoss:
-    """A captured program of steps and loops.
+    """A captured program of instructions and loops.
 
     Args:
         program: With an operator for each call of a layer.
@@ -78,8 +78,8 @@ class RolledLoss:
 
     def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
-        steps, self._outputs = instructions_of(program.graph.module, calls, remat)
-        self._items: list[Instruction | Loop] = reroll(steps) if scan else list(steps)
+        instructions, self._outputs = instructions_of(program.graph.module, calls, remat)
+        self._items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
@@ -95,10 +95,10 @@ class RolledLoss:
         """Arrays, and rows of stacked arrays."""
         return execute(self._items, self._outputs, key, inputs)
 
-    def without(self, units: Sequence[Unit]) -> list[str]:
-        """Those of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
-        pairs = zip(units, self._outputs[1:], strict=False)
-        bundles = [(names_of(unit), found.values) for unit, found in pairs if isinstance(found, Members)]
+    def without(self, inputs: Sequence[GraphInput]) -> list[str]:
+        """Those of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
+        pairs = zip(inputs, self._outputs[1:], strict=False)
+        bundles = [(names_of(given), found.values) for given, found in pairs if isinstance(found, BundleValues)]
         return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
 
     @property

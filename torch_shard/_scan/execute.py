@@ -1,4 +1,4 @@
-"""Steps and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
+"""Instructions and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._lowering import matmul_precision
-from torch_shard._scan.instructions import Instruction, Members, Operand
+from torch_shard._scan.instructions import BundleValues, Instruction, Operand
 from torch_shard._scan.reroll import Loop
 
 
@@ -79,11 +79,11 @@ class StackRows(Mapping[str, Any]):
 
 
 def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
-    """Run steps and loops.
+    """Run instructions and loops.
 
     Args:
         items: In order.
-        outputs: `Operand`s, `Members`, or what is no tensor.
+        outputs: `Operand`s, `BundleValues`, or what is no tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
 
@@ -106,13 +106,13 @@ class _Run:
         self.done: dict[Instruction, Any] = {}
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Any] = {}
         self._wanted: dict[Any, set[tuple[int, ...]]] = {}
-        each = itertools.chain(*(v.values if isinstance(v, Members) else [v] for v in outputs))
+        each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
         for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
     def output(self, value: Any) -> Any:
         """What an output is."""
-        if isinstance(value, Members):
+        if isinstance(value, BundleValues):
             return [None if v is None else self.read(v) for v in value.values]
         return self.read(value) if isinstance(value, Operand) else value
 
@@ -140,15 +140,15 @@ class _Run:
 
     def loop(self, loop: Loop, key: Any) -> None:
         """Run a loop; its results are kept as rows."""
-        count, steps = len(loop.iterations), loop.iterations[0]
+        count, instructions = len(loop.iterations), loop.iterations[0]
         backwards = _runs_backwards(loop)
         in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
         fixed = [array_of(self.read(v)) for v in loop.fixed]
         per_row = [self._given(in_order(values)) for values in loop.each]
         places = {
             i: jnp.asarray(in_order([span[i].place for span in loop.iterations]), jnp.int32)
-            for i, step in enumerate(steps)
-            if step.place is not None
+            for i, instruction in enumerate(instructions)
+            if instruction.place is not None
         }
         results = self._results(loop)
 
@@ -157,11 +157,11 @@ class _Run:
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
             found: list[Any] = []
             known = {"carry": carry, "each": each, "fixed": fixed}
-            for i, step in enumerate(steps):
+            for i, instruction in enumerate(instructions):
                 sources = [
                     _at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
                 ]
-                found.append(step.operate(key, places.get(i), sources))
+                found.append(instruction.operate(key, places.get(i), sources))
             return (
                 [_at(found[number], path) for _, number, path in loop.carries],
                 [_at(found[number], path) for number, path in results],
@@ -179,13 +179,13 @@ class _Run:
                 self._rows[loop.iterations[-1][number], path] = value
 
     def _results(self, loop: Loop) -> list[tuple[int, tuple[int, ...]]]:
-        """`(number of the step, path)` of what is read outside, and is not only handed on."""
+        """`(number of the instruction, path)` of what is read outside, and is not only handed on."""
         handed = {(number, path) for _, number, path in loop.carries}
         final = loop.iterations[-1]
         found = {}
         for span in loop.iterations:
-            for number, step in enumerate(span):
-                for path in sorted(self._wanted.get(step, ())):
+            for number, instruction in enumerate(span):
+                for path in sorted(self._wanted.get(instruction, ())):
                     if span is not final or (number, path) not in handed:
                         found[number, path] = None
         return list(found)

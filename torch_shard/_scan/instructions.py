@@ -1,4 +1,4 @@
-"""A captured graph as a list of steps, in which a layer's forward and backward pass are one step each."""
+"""A captured graph as a list of instructions, in which a layer's forward and backward pass are one instruction each."""
 
 import dataclasses
 import operator
@@ -19,7 +19,7 @@ Operate = Callable[[Any, Any, Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor: an input of the program by its number, or what a step gives, with indices into it."""
+    """A tensor: an input of the program by its number, or what an instruction gives, with indices into it."""
 
     source: "int | Instruction"
     path: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class BundleValues:
     """A bundle: the value of each member, None for one that is zero."""
 
     values: tuple[Operand | None, ...]
@@ -40,7 +40,7 @@ class Instruction:
     """One operation.
 
     Attributes:
-        kind: Steps of one kind do the same to their sources.
+        kind: Instructions of one kind do the same to their sources.
         sources: What it works on.
         operate: `(random key, place in its stream, values of the sources) -> value`.
         place: Where it stands in the stream of random numbers, if it draws any.
@@ -109,13 +109,13 @@ def _stays(values: list[Operand]) -> bool:
 
 
 def instructions_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Instruction], list[Any]]:
-    """The steps of a graph, and its outputs: a `Operand` or `Members` each, or what is no tensor."""
+    """The instructions of a graph, and its outputs: an `Operand` or `BundleValues` each, or what is no tensor."""
     builder = _Builder(calls, remat)
     for node in graph.graph.nodes:
         builder.add(node)
     builder.connect()
     outputs = [builder.values[n] if isinstance(n, Node) else n for n in outputs_of(graph.graph)]
-    return builder.steps, outputs
+    return builder.instructions, outputs
 
 
 def only_adds_bundles(graph: GraphModule, calls: Mapping[int, Call]) -> bool:
@@ -143,7 +143,7 @@ class _Builder:
     def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
         self._calls, self._remat = calls, remat
         self.values: dict[Node, Any] = {}
-        self.steps: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self._forwards: dict[int, Instruction] = {}
         self._backwards: list[tuple[int, Instruction]] = []
 
@@ -165,9 +165,9 @@ class _Builder:
             return self._sum(node, sources)
         return Operand(self._new(Instruction(_kind(node), sources, operation(node), node.meta.get("random_place"))))
 
-    def _new(self, step: Instruction) -> Instruction:
-        self.steps.append(step)
-        return step
+    def _new(self, instruction: Instruction) -> Instruction:
+        self.instructions.append(instruction)
+        return instruction
 
     def _forward(self, number: int, arguments: list[Operand]) -> Operand:
         call = self._calls[number]
@@ -177,24 +177,24 @@ class _Builder:
         )
         return Operand(self._forwards[number])
 
-    def _backward(self, number: int, sources: list[Operand]) -> list[Operand | Members]:
+    def _backward(self, number: int, sources: list[Operand]) -> list[Operand | BundleValues]:
         call = self._calls[number]
-        step = self._new(
+        instruction = self._new(
             Instruction((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True)
         )
-        self._backwards.append((number, step))
-        found: list[Operand | Members] = []
+        self._backwards.append((number, instruction))
+        found: list[Operand | BundleValues] = []
         for argument, numbers in call.gradients.items():
-            values = {member: Operand(step, (i,)) for member, i in numbers.items()}
+            values = {member: Operand(instruction, (i,)) for member, i in numbers.items()}
             bundle = call.bundles.get(argument)
-            found.append(Members(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
+            found.append(BundleValues(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
         return found
 
-    def _sum(self, node: Node, sources: list[Any]) -> Members:
+    def _sum(self, node: Node, sources: list[Any]) -> BundleValues:
         """The gradients of a layer that is called several times, which autograd adds: nothing else is known here."""
-        assert _is_sum(node) and all(isinstance(source, Members) for source in sources)
+        assert _is_sum(node) and all(isinstance(source, BundleValues) for source in sources)
         pairs = zip(*(source.values for source in sources), strict=True)
-        return Members(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
+        return BundleValues(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
 
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
@@ -206,20 +206,20 @@ class _Builder:
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
         passes: dict[int, Passes] = {}
-        for number, step in self._forwards.items():
+        for number, instruction in self._forwards.items():
             region = self._calls[number].region
             same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
             if id(region) not in passes:
                 passes[id(region)] = _passes(region, self._remat, same)
-            step.operate = passes[id(region)].forward
-        for number, step in self._backwards:
+            instruction.operate = passes[id(region)].forward
+        for number, instruction in self._backwards:
             before, region = self._forwards[number], self._calls[number].region
             mine, num_results = passes[id(region)], len(region.results)
             assert mine.backward is not None
             saved = [before.sources[i] for i in mine.at_hand]
             saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
-            cotangents = [step.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
-            step.sources, step.operate = [*saved, *cotangents], mine.backward
+            cotangents = [instruction.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
+            instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
 
 def _unconnected(key: Any, place: Any, values: Sequence[Any]) -> Any:

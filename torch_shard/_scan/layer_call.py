@@ -168,7 +168,9 @@ class LayerCall:
         capture_mode = current_mode()
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
-        with autocast_only(self._around.cast_backward):  # the layer may run within autocast, its backward pass runs after
+        with autocast_only(
+            self._around.cast_backward
+        ):  # the layer may run within autocast, its backward pass runs after
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
@@ -235,7 +237,10 @@ class LayerCall:
             if region.made[number] is not fake:
                 equate(fake, region.made[number])
             result = new.get(id(fake))
-            leave(fake, functools.partial(self._used, region, number) if result is None else functools.partial(_itself, result))
+            leave(
+                fake,
+                functools.partial(self._used, region, number) if result is None else functools.partial(_itself, result),
+            )
         return self._returned(new)
 
     def _used(self, region: Region, number: int) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.restarts import Refused, Restart
 from torch_shard._scan.siblings import CallKind, Siblings
 
-
 Origin = Literal["buffer", "outside", "constant", "cotangent"]
 """Where an input of a region comes from."""
 
@@ -155,9 +154,7 @@ def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) 
     found, region = CALLS[call], CALLS[call].region
     fakes = region.fakes[region.num_results : region.graph.num_outputs]
     return [
-        torch.empty(bundle.numel, dtype=bundle.dtype, device="cpu")
-        if (bundle := found.bundles.get(argument))
-        else _like(fakes[numbers[None]])
+        torch.empty((), device="cpu") if argument in found.bundles else _like(fakes[numbers[None]])
         for argument, numbers in found.gradients.items()
     ]
 
@@ -183,7 +180,9 @@ class RegionFunction(torch.autograd.Function):
         *outputs, ctx.token = torch.ops.torch_shard.layer(number, list(tensors))  # the backward pass needs this call
         ctx.number = number
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(tensors[i] for i in _kept(call)))  # for autograd's check that nobody writes to them in between
+        ctx.save_for_backward(
+            *(tensors[i] for i in _kept(call))
+        )  # for autograd's check that nobody writes to them in between
         constant = [not d for d in region.differentiable]
         ctx.mark_non_differentiable(*itertools.compress(outputs, constant), *outputs[len(constant) :])
         return tuple(outputs)

@@ -12,7 +12,7 @@ from torch import nn
 from torch_shard._capture import Spec, note_modules
 from torch_shard._common.caller import caller
 from torch_shard._lowering import FlatFn
-from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
+from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
 
@@ -25,11 +25,11 @@ Check = Callable[[], None] | None
 class LossShape:
     """How to read the flat inputs and outputs of the capture."""
 
-    units: list[Unit]
-    grads: list[Unit]
+    inputs: list[GraphInput]
+    grads: list[GraphInput]
     buffers: list[str]
     metrics: Any
-    without_grad: tuple[Unit, ...]
+    without_grad: tuple[GraphInput, ...]
 
 
 class JointLoss:
@@ -65,11 +65,11 @@ class JointLoss:
         """
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        units = units_of(self._model, self._held.all, groups, self._held.trainable, hooked)
+        named = graph_inputs(self._model, self._held.all, groups, self._held.trainable, hooked)
 
         def joint(*inputs: torch.Tensor) -> Any:
-            given = dict(zip(units, inputs, strict=False))
-            batch = inputs[len(units) :]
+            given = dict(zip(named, inputs, strict=False))
+            batch = inputs[len(named) :]
             with contextlib.ExitStack() as stack:
                 if regions:
                     stack.enter_context(regions.active())
@@ -83,29 +83,31 @@ class JointLoss:
                     regions.check_used()
                 return found
 
-        return joint, [*map(self._spec, units), *self._signature.specs]
+        return joint, [*map(self._spec, named), *self._signature.specs]
 
-    def _spec(self, unit: Unit) -> Spec:
-        if isinstance(unit, Bundle):
-            return Spec((unit.numel,), unit.dtype, self._train)
-        tensor = self._held.all[unit]
-        return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
+    def _spec(self, given: GraphInput) -> Spec:
+        if isinstance(given, Bundle):
+            return Spec((), torch.float32, self._train)
+        tensor = self._held.all[given]
+        return Spec(tuple(tensor.shape), tensor.dtype, self._train and given in self._held.trainable)
 
-    def _tensors(self, given: dict[Unit, torch.Tensor], regions: LayerInterceptor | None) -> dict[str, torch.Tensor]:
+    def _tensors(
+        self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
+    ) -> dict[str, torch.Tensor]:
         """What the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
-        for unit, tensor in given.items():
-            if isinstance(unit, Bundle):
+        for name, tensor in given.items():
+            if isinstance(name, Bundle):
                 assert regions is not None
-                regions.bind(unit, tensor, self._held.trainable)
+                regions.bind(name, tensor, self._held.trainable)
             else:
-                found[unit] = tensor
+                found[name] = tensor
         return found
 
     def _training(
-        self, module: nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> Any:
-        leaves = {unit: t for unit, t in given.items() if isinstance(unit, Bundle) or unit in self._held.trainable}
+        leaves = {name: t for name, t in given.items() if isinstance(name, Bundle) or name in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
@@ -116,7 +118,7 @@ class JointLoss:
         return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
 
     def _evaluation(
-        self, module: nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> Any:
         loss, metrics, tree = self._forward(module, batch, check)
         return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
@@ -143,7 +145,9 @@ class JointLoss:
                 )
         return [now[name] for name in self._held.buffers]
 
-    def _gradients(self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]) -> tuple[Any, tuple[Unit, ...]]:
+    def _gradients(
+        self, loss: torch.Tensor, leaves: dict[GraphInput, torch.Tensor]
+    ) -> tuple[Any, tuple[GraphInput, ...]]:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
