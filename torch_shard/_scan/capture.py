@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+import jax
+from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Contents, Spec, reached_by
 from torch_shard._lowering import FlatFn, Program, draws_random
 from torch_shard._scan.bundles import GraphInput, names_of
-from torch_shard._scan.execute import Inputs, execute
+from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
@@ -44,7 +46,7 @@ class LayerOptions:
 
     scan: ScanLayers = "auto"
     remat: Remat | int = "none"
-    specs: tuple[tuple[str, Any], ...] = ()
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @property
     def wanted(self) -> bool:
@@ -91,7 +93,7 @@ class RolledLoss:
         """The same program with another choice."""
         return RolledLoss(self._program, self.calls, self.scan, remat)
 
-    def run(self, key: Any, inputs: Inputs) -> list[Any]:
+    def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
         return execute(self._items, self._outputs, key, inputs)
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from torch_shard._lowering import matmul_precision
-from torch_shard._scan.instructions import BundleValues, Instruction, Operand
+from torch_shard._scan.instructions import BundleValues, Instruction, Key, Operand, Output
 from torch_shard._scan.reroll import Loop
 
 
@@ -36,12 +36,16 @@ class StackRow:
         return self.stack[self.index]
 
 
-def array_of(value: Any) -> Any:
+Result = Any
+"""An array, a `StackRow`, for a bundle a list of them with None for zero, or what is not a tensor."""
+
+
+def array_of(value: Result) -> Any:
     """A result as an array of its own."""
     return value.array if isinstance(value, StackRow) else value
 
 
-def stack_of(values: Sequence[Any]) -> jax.Array:
+def stack_of(values: Sequence[Result]) -> jax.Array:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
     pieces: list[jax.Array] = []
     for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
@@ -53,15 +57,15 @@ def stack_of(values: Sequence[Any]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def _run_of(position: int, value: Any) -> Any:
+def _run_of(position: int, value: Result) -> Hashable:
     """The same for neighbours that can be taken at once."""
     return (id(value.stack), position - value.index) if isinstance(value, StackRow) else None
 
 
-class StackRows(Mapping[str, Any]):
+class StackRows(Mapping[str, jax.Array]):
     """Results by name, of which some are rows of stacks."""
 
-    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, values: Mapping[str, Result] | Iterable[tuple[str, Result]]) -> None:
         self._values = dict(values)
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -78,7 +82,7 @@ class StackRows(Mapping[str, Any]):
         return stack_of([self._values[name] for name in names])
 
 
-def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
+def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key: Key, inputs: Inputs) -> list[Result]:
     """Run instructions and loops.
 
     Args:
@@ -101,22 +105,22 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: An
 
 
 class _Run:
-    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Any], inputs: Inputs) -> None:
+    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Output], inputs: Inputs) -> None:
         self._inputs = inputs
-        self.done: dict[Instruction, Any] = {}
-        self._rows: dict[tuple[Instruction, tuple[int, ...]], Any] = {}
-        self._wanted: dict[Any, set[tuple[int, ...]]] = {}
+        self.done: dict[Instruction, Result] = {}
+        self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
+        self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
         each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
         for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
-    def output(self, value: Any) -> Any:
+    def output(self, value: Output) -> Result:
         """What an output is."""
         if isinstance(value, BundleValues):
             return [None if v is None else self.read(v) for v in value.values]
         return self.read(value) if isinstance(value, Operand) else value
 
-    def read(self, value: Operand) -> Any:
+    def read(self, value: Operand) -> Result:
         """The array or row that a value is."""
         if isinstance(value.source, int):
             return self._inputs[(value.source, *value.path)]
@@ -134,11 +138,11 @@ class _Run:
                 return first.stack, jnp.asarray(rows, jnp.int32)
         return None, stack_of(found)
 
-    def _row(self, value: Operand) -> Any:
+    def _row(self, value: Operand) -> Result:
         row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
         return self.read(value) if row is None else row
 
-    def loop(self, loop: Loop, key: Any) -> None:
+    def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
         count, instructions = len(loop.iterations), loop.iterations[0]
         backwards = _runs_backwards(loop)
@@ -152,10 +156,10 @@ class _Run:
         }
         results = self._results(loop)
 
-        def body(carry: list[Any], given: Any) -> Any:
+        def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            found: list[Any] = []
+            found: list[Result] = []
             known = {"carry": carry, "each": each, "fixed": fixed}
             for i, instruction in enumerate(instructions):
                 sources = [
@@ -195,7 +199,7 @@ def _reads(item: Instruction | Loop) -> Iterable[Operand]:
     return item.reads if isinstance(item, Loop) else item.sources
 
 
-def _at(value: Any, path: Sequence[int]) -> Any:
+def _at(value: Result, path: Sequence[int]) -> Result:
     for index in path:
         value = value[index]
     return value

@@ -9,14 +9,16 @@ pack saved tensors. A refusal is noted and nothing is raised, for it is found in
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
@@ -35,12 +37,12 @@ class Fingerprint(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: list[Any] = []
-        self._numbers: dict[int, Any] = {}
-        self._alive: list[Any] = []
+        self._events: list[Hashable] = []
+        self._numbers: dict[int, Hashable] = {}
+        self._alive: list[object] = []
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
-        self.rules: dict[Any, Any] = {}
+        self.rules: dict[type[torch.autograd.Function], tuple[Hashable, ...]] = {}
         """What the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
@@ -60,10 +62,10 @@ class Fingerprint(TorchDispatchMode):
         self._events.append((func, torch.is_grad_enabled(), given, self._encode(result, new=True)))
         return result
 
-    def close(self, result: Any) -> tuple[Any, ...]:
+    def close(self, result: object) -> Hashable:
         """The record as one hashable value, for a call that returned `result`."""
         leaves, tree = torch_pytree.tree_flatten(result)
-        nodes: dict[Any, int] = {}
+        nodes: dict[Node, int] = {}
         behind = tuple(self._behind(_grad_fn(t), nodes) for t in self.tensors().values() if t.requires_grad)
         returned = tuple(self._numbers.get(id(leaf)) for leaf in leaves)
         return tuple(self._events), str(tree), returned, behind
@@ -73,11 +75,11 @@ class Fingerprint(TorchDispatchMode):
         alive = [t for t in self._alive if isinstance(t, torch.Tensor)]
         return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
-    def made(self, value: Any) -> bool:
+    def made(self, value: object) -> bool:
         """Whether `value` is a tensor that the call has made."""
         return isinstance(self._numbers.get(id(value)), int)
 
-    def _encode(self, value: Any, *, new: bool = False) -> Any:
+    def _encode(self, value: object, *, new: bool = False) -> Hashable:
         if isinstance(value, torch.Tensor):
             return self._number(value, new), value.requires_grad
         if isinstance(value, (tuple, list)):
@@ -88,17 +90,17 @@ class Fingerprint(TorchDispatchMode):
             return value
         return (type(value), repr(value)) if isinstance(value, _VALUES) else self._same(value)
 
-    def _same(self, value: Any) -> Same:
+    def _same(self, value: object) -> Same:
         self._alive.append(value)
         return Same(value)
 
-    def _number(self, tensor: torch.Tensor, new: bool) -> Any:
+    def _number(self, tensor: torch.Tensor, new: bool) -> Hashable:
         if id(tensor) not in self._numbers:
             self._alive.append(tensor)
             self._numbers[id(tensor)] = len(self._numbers) if new else self._meet(tensor)
         return self._numbers[id(tensor)]
 
-    def _meet(self, tensor: torch.Tensor) -> Any:
+    def _meet(self, tensor: torch.Tensor) -> Hashable:
         """The number of a tensor that no operator has made: one from outside, or one of Python's numbers."""
         capture_mode = current_mode()
         assert capture_mode is not None
@@ -114,10 +116,10 @@ class Fingerprint(TorchDispatchMode):
         self.refuse("it uses a tensor whose origin is not known")
         return None
 
-    def _behind(self, node: Any, nodes: dict[Any, int]) -> Any:
+    def _behind(self, node: Node | None, nodes: dict[Node, int]) -> Hashable:
         """The autograd graph from a node on, each node once."""
         if node is None or node in nodes:
-            return nodes.get(node)
+            return None if node is None else nodes[node]
         nodes[node] = len(nodes)
         self._alive.append(node)
         if (leaf := getattr(node, "variable", None)) is not None:
@@ -151,18 +153,18 @@ def hooks_refused(current: Callable[[], Fingerprint | None]) -> Iterator[None]:
         if (record := current()) is not None:
             record.refuse(why)
 
-    def grad_fn(tensor: torch.Tensor) -> Any:
+    def grad_fn(tensor: torch.Tensor) -> Node | None:
         if current() is not None and not _reads_plainly(sys._getframe(1)):
             refuse("it reads grad_fn, where a hook may be registered")
         return _grad_fn(tensor)
 
     register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
 
-    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+    def register_hook(tensor: torch.Tensor, hook: Callable[..., object]) -> RemovableHandle:
         refuse("it registers a hook on a tensor")
         return register(tensor, hook)
 
-    def saved_hooks(hooks: Any) -> Any:
+    def saved_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         if not type(hooks).__module__.startswith(_CHECKPOINT):
             refuse("it packs saved tensors by hooks of its own")
         return enter(hooks)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import torch
@@ -14,7 +14,11 @@ from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
-Operate = Callable[[Any, Any, Sequence[Any]], Any]
+Key = jax.Array | None
+
+Place = jax.Array | int | None
+
+Operate = Callable[[Key, Place, Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,10 @@ class BundleValues:
     values: tuple[Operand | None, ...]
 
 
+Output = Operand | BundleValues | object
+"""An output of a graph: some are not tensors."""
+
+
 @dataclasses.dataclass(eq=False)
 class Instruction:
     """One operation.
@@ -48,7 +56,7 @@ class Instruction:
         is_backward: Whether it is the backward pass.
     """
 
-    kind: Any
+    kind: Hashable
     sources: list[Operand]
     operate: Operate
     place: int | None = None
@@ -87,11 +95,11 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     order = [*at_hand, *kept]
     back = None if halves.backward is None else lower(halves.backward)
 
-    def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place)
         return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
 
-    def backward(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
         first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
@@ -108,8 +116,10 @@ def _stays(values: list[Operand]) -> bool:
     return all(isinstance(v.source, int) for v in values) or all(v == values[0] for v in values)
 
 
-def instructions_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Instruction], list[Any]]:
-    """The instructions of a graph, and its outputs: an `Operand` or `BundleValues` each, or what is no tensor."""
+def instructions_of(
+    graph: GraphModule, calls: Mapping[int, Call], remat: str
+) -> tuple[list[Instruction], list[Output]]:
+    """The instructions of a graph, and its outputs."""
     builder = _Builder(calls, remat)
     for node in graph.graph.nodes:
         builder.add(node)
@@ -190,9 +200,9 @@ class _Builder:
             found.append(BundleValues(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
         return found
 
-    def _sum(self, node: Node, sources: list[Any]) -> BundleValues:
+    def _sum(self, node: Node, sources: list[BundleValues]) -> BundleValues:
         """The gradients of a layer that is called several times, which autograd adds: nothing else is known here."""
-        assert _is_sum(node) and all(isinstance(source, BundleValues) for source in sources)
+        assert _is_sum(node)
         pairs = zip(*(source.values for source in sources), strict=True)
         return BundleValues(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
 
@@ -222,18 +232,18 @@ class _Builder:
             instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
 
-def _unconnected(key: Any, place: Any, values: Sequence[Any]) -> Any:
+def _unconnected(key: Key, place: Place, values: Sequence[object]) -> NoReturn:
     raise AssertionError("a layer that was not connected")
 
 
-def _kind(node: Node) -> Any:
+def _kind(node: Node) -> Hashable:
     """All of a node but its sources."""
     arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
     about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
     return node.target, repr(arguments), about, node.meta.get("random_axes")
 
 
-def _about(value: Any) -> Any:
+def _about(value: object) -> Hashable:
     """Shape and dtype of what a node gives."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_about, value))

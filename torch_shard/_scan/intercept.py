@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from unittest import mock
 
 import torch
@@ -37,7 +36,7 @@ class LayerInterceptor:
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
         self._group_of = {key: group for group in groups if not group.refused for key in group.members}
-        self._found: dict[int, dict[Any, list[Region]]] = {id(group): {} for group in groups}
+        self._found: dict[int, dict[Hashable, list[Region]]] = {id(group): {} for group in groups}
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
         self._layer: LayerCall | None = None  # the one that is under way
@@ -62,8 +61,8 @@ class LayerInterceptor:
         def record() -> Fingerprint | None:
             return self._layer.record if self._layer and threading.get_ident() == thread else None
 
-        def intercept(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def intercept(original: Callable[..., object]) -> Callable[..., object]:
+            def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 group = self._group_of.get(id(module))
                 if group is None or self._layer or not is_mine():
                     return original(module, *args, **kwargs)
@@ -97,7 +96,7 @@ class LayerInterceptor:
         """Let the capture start again once the user's code has run; the first reason stays."""
         self.restart = self.restart or reason
 
-    def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
+    def _call(self, group: Siblings, module: nn.Module, run: Callable[[], object]) -> object:
         number = self._counts[id(group)]
         self._counts[id(group)] += 1
         layer = self._layer = LayerCall(module, run, self._around)

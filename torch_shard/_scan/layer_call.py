@@ -64,19 +64,19 @@ class Surroundings:
 class LayerCall:
     """One call of one module."""
 
-    def __init__(self, module: nn.Module, run: Callable[[], Any], around: Surroundings) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[], object], around: Surroundings) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
         self._around = around
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
         self.parameters = list(module.parameters())
         self.record = Fingerprint()
-        self.out: Any = None
+        self.out: object = None
         self.finished = False
         """Whether the module has run to its end."""
         self.passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.assigned: dict[str, torch.Tensor] = {}
 
-    def _forward(self, *buffers: torch.Tensor) -> Any:
+    def _forward(self, *buffers: torch.Tensor) -> tuple[object, dict[str, torch.Tensor]]:
         """Run the module, once; new buffers are taken back."""
         capture_mode = current_mode()
         assert capture_mode is not None
@@ -110,7 +110,7 @@ class LayerCall:
             self.record.refuse(_first_line(error))
         return None if self.record.refused else key
 
-    def _key(self, result: Any) -> Hashable:
+    def _key(self, result: object) -> Hashable:
         kinds = tuple((name, tuple(b.shape), b.dtype) for name, b in self.buffers.items())
         return self.grad, torch.is_autocast_enabled("cpu"), kinds, self.record.close(result)
 
@@ -120,7 +120,7 @@ class LayerCall:
         cotangents: list[torch.Tensor] = []
         found: list[Any] = []
 
-        def run(*buffers: torch.Tensor) -> Any:
+        def run(*buffers: torch.Tensor) -> tuple[list[torch.Tensor], int]:
             key = self._key(self._forward(*buffers))
             results = self._own_results(kind)
             if _has_views(results, buffers):
@@ -188,11 +188,12 @@ class LayerCall:
             "cotangent": cotangents,
             "constant": self.record.constants,
         }
+        origins: dict[int, tuple[Origin, int]]
         origins = {id(t): (origin, i) for origin, tensors in known.items() for i, t in enumerate(tensors)}
         if any(id(t) not in origins for t in graph.closure):
             self.record.refuse("it uses a tensor whose origin is not known")
         own: list[tuple[Origin, int]] = [("buffer", i) for i in range(len(self.buffers))]
-        return own + [origins[id(t)] for t in graph.closure if id(t) in origins]
+        return [*own, *(origins[id(t)] for t in graph.closure if id(t) in origins)]
 
     def _own_results(self, kind: CallKind) -> list[torch.Tensor]:
         """The tensors that the call has made and returns, or left for others, each once."""
@@ -221,7 +222,7 @@ class LayerCall:
         place = skip_draws(region.num_draws)
         return Call(region, path, place, places, bundles, number, self._around.note), arguments
 
-    def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
+    def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> object:
         """What the call returns: the results of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
@@ -248,7 +249,7 @@ class LayerCall:
         self._around.note(LeftBehind(region, number))
         return _adopted(region.made[number])
 
-    def unknown_results(self) -> Any:
+    def unknown_results(self) -> object:
         """What the call returns in a capture that starts again: tensors of the same looks, without a graph."""
         made = self.record.tensors().values()
         own = [t for t in made if any(t is leaf for leaf in torch_pytree.tree_leaves(self.out))]
@@ -262,7 +263,7 @@ class LayerCall:
             leave(fake, functools.partial(_adopted, fake))
         return self._returned(new)
 
-    def _returned(self, new: Mapping[int, torch.Tensor]) -> Any:
+    def _returned(self, new: Mapping[int, torch.Tensor]) -> object:
         """What the call returned, with the tensors of the capture of the whole."""
         for fake, tensor in self.passed:
             leave(fake, functools.partial(_itself, tensor))
@@ -316,7 +317,7 @@ def saving_plainly() -> Iterator[None]:
 _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)
 
 
-def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+def _replaced(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
     """Tensors replaced by `id`: within lists and dicts in place, for forward may write to them."""
     if isinstance(value, tuple):
         items = [_replaced(item, new) for item in value]

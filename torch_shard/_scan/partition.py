@@ -1,7 +1,7 @@
 """A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, nu
     )
 
 
-def _saved(grads: list[Any], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
+def _saved(grads: Sequence[object], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
     """What the backward pass must be given: values of the forward pass that may be saved, and inputs."""
     behind = depending_on(cotangents)
     saved: set[Node] = set()

@@ -5,7 +5,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -50,7 +50,7 @@ class Region:
     num_results: int
     gradients: list[int]
     flags: ModuleFlags
-    rules: dict[Any, Any]
+    rules: dict[type[torch.autograd.Function], tuple[Hashable, ...]]
     num_draws: int
     differentiable: list[bool]
     used: tuple[bool, ...]
@@ -188,7 +188,7 @@ class RegionFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call = CALLS[ctx.number]
         assert ctx.saved_tensors is not None
         if torch.is_grad_enabled():
@@ -223,7 +223,7 @@ class UnknownResults(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *_no_gradients(ctx.saved_tensors)
 
 

@@ -100,7 +100,7 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
 def _best(
     instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int]
 ) -> tuple[int, int, Loop] | None:
-    """Where the longest loop from the first anchor on starts and stops; of equal ones the one with the shortest body."""
+    """Where the longest loop from the first anchor on starts and stops; of equal ones the shorter."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
@@ -168,13 +168,14 @@ class _Proof:
             ),
             "each": lambda q, v: self._is_before(v),
         }
-        lengths = {kind: _prefix(values, test) for kind, test in holds.items()}
+        lengths: dict[SourceKind, int] = {kind: _prefix(values, test) for kind, test in holds.items()}
         kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
         self.holds = max(1, min(self.holds, lengths[kind]))
         if kind == "own":
             return Source(kind, *(own or (0, ())))
         if kind == "carry":
-            return Source(kind, _index(self.carries, (first, *(handed or (0, ())))))
+            number, path = handed or (0, ())
+            return Source(kind, _index(self.carries, (first, number, path)))
         return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
