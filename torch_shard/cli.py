@@ -45,7 +45,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Read a mesh such as `batch=4,model=2`.
 
     Raises:
-        typer.BadParameter: It is no such thing.
+        typer.BadParameter: It is not a mesh.
 
     Example:
         >>> parse_mesh("batch=4,model=2")
@@ -63,6 +63,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @app.command()
 def demo(
+    *,
     mesh: Annotated[
         str | None,
         typer.Option(

@@ -1,12 +1,9 @@
-"""What PyTorch is set to while a callable is captured."""
+"""Settings of PyTorch while a callable is captured."""
 
 import contextlib
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,12 +12,13 @@ from torch_shard._capture import replacements  # noqa: F401  (fills the table)
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import ATTRIBUTES
+from torch_shard._common.patching import patched
 
 
 @contextlib.contextmanager
 def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
-    unchecked = mock.patch.object(torch.distributions.Distribution, "_validate_args", False)  # checks of values
+    unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
     with cumulative_batch_norms(), autocast_on_fakes(), _substituted(), _compiled_functions_run_plainly(), unchecked:
         yield
 
@@ -42,23 +40,15 @@ def reference_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _substituted() -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def choose(original: Callable[..., Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (substitute if threading.get_ident() == thread else original)(*args, **kwargs)
-
-        return call
-
     with contextlib.ExitStack() as stack:
         for owner, name, substitute in ATTRIBUTES:
-            stack.enter_context(mock.patch.object(owner, name, choose(getattr(owner, name), substitute)))
+            stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
         yield
 
 
 @contextlib.contextmanager
 def _compiled_functions_run_plainly() -> Iterator[None]:
-    """What `torch.compile` made runs as the function that it was made of."""
+    """Let what `torch.compile` made run as the function that it was made of."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield

@@ -8,7 +8,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
@@ -28,6 +27,7 @@ from torch_shard._capture.data_dependence import Constants, DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import annotated, current_user_line
+from torch_shard._common.patching import patched
 
 aten = torch.ops.aten
 
@@ -40,8 +40,8 @@ _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
 
-def is_fake(value: Any) -> bool:
-    """Whether `value` stands for a tensor of a capture under way."""
+def is_fake(value: object) -> bool:
+    """Tell whether `value` stands for a tensor of a capture under way."""
     return isinstance(value, FakeTensor)
 
 
@@ -51,7 +51,11 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     part = functools.partial
     capture_mode = CaptureMode(
-        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
+        part(_is_of_capture, mode),
+        part(_make_standin, mode),
+        _revive,
+        _set_data,
+        explain=annotated if explain else None,
     )
     with _LOCK, _disable_current_modes(), torch.enable_grad(), capture_mode.innermost():
         _MODES.append(mode)
@@ -82,7 +86,7 @@ def untraced() -> Iterator[None]:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is under way."""
+    """Tell whether a transform of torch.func is under way."""
     return maybe_current_level() is not None
 
 
@@ -121,7 +125,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     An input of the capture is written instead, so that its new value comes out.
     """
-    node: Any = node_of(tensor)
+    node: torch.fx.Node | None = node_of(tensor)
     mode: Any = get_proxy_mode()
     if _is_input(node):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -137,7 +141,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _is_input(node: torch.fx.Node | None) -> bool:
-    """Whether a node is an input of the capture, or a plain alias of one."""
+    """Tell whether a node is an input of the capture, or a plain alias of one."""
     while node is not None and node.target in (aten.detach.default, aten.alias.default):
         node = node.all_input_nodes[0]
     return node is not None and node.op != "call_function"
@@ -170,12 +174,12 @@ def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
 
 
 def _constant(fake: FakeTensor) -> torch.Tensor | None:
-    """What a fake of an earlier capture was, if it is known."""
+    """Tensor that a fake of an earlier capture stood for, if it is known."""
     fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
     earlier: Any = getattr(fake.fake_mode, "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
         return None
-    node: Any = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
+    node: torch.fx.Node = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
     with _disable_current_modes(), torch.no_grad():
         return Constants(node.graph, earlier.root).value(node)
 
@@ -200,7 +204,7 @@ def standins_given() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module, name in _TAKE_TENSORS:
-            stack.enter_context(mock.patch.object(module, name, _on_standins(getattr(module, name))))
+            stack.enter_context(patched(module, name, _on_standins))
         yield
 
 

@@ -1,10 +1,9 @@
-"""What a callable does while it is captured: the tensors that it closes over, the modules that run, and where."""
+"""A mode that sees what a captured callable does: tensors that it closes over, modules that run, and where."""
 
 import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
+from torch_shard._common.types import PyTree
 
 _T = torch.Tensor
 
@@ -48,6 +48,7 @@ class CaptureMode(TorchFunctionMode):
         make_standin: Callable[[torch.Tensor], torch.Tensor],
         revive: Callable[[torch.Tensor], torch.Tensor],
         set_data: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
         explain: Callable[[str], contextlib.AbstractContextManager] | None,
     ) -> None:
         super().__init__()
@@ -58,10 +59,12 @@ class CaptureMode(TorchFunctionMode):
         self._running: list[nn.Module] = []
         self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
-        self.axes: dict[Any, int] = {}
+        self.axes: dict[str, int] = {}
         """Named axes that the capture depends on, with their sizes."""
+        self.held: list[object] = []
+        """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if (
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
@@ -77,7 +80,7 @@ class CaptureMode(TorchFunctionMode):
         with self._explain(self._where()) if self._explain else contextlib.nullcontext():
             return func(*args, **kwargs)
 
-    def _on_cpu(self, value: Any) -> Any:
+    def _on_cpu(self, value: PyTree) -> PyTree:
         """Arguments of a torch call as they are in the capture."""
         kind = type(value)
         if kind in _PLAIN:
@@ -108,7 +111,7 @@ class CaptureMode(TorchFunctionMode):
         return self._standins[id(tensor)][0]
 
     def was_read(self, tensor: torch.Tensor) -> bool:
-        """Whether the callable closed over this tensor."""
+        """Tell whether the callable closed over this tensor."""
         return id(tensor) in self._standins
 
     def standins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,14 +147,14 @@ class CaptureMode(TorchFunctionMode):
             before.remove()
             after.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         if _INNERMOST.capture_mode is self:
             if id(module) not in self._modules:
                 self._modules[id(module)] = (weakref.ref(module), module.training)
                 self.side_effects.note(module.named_modules())
             self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if _INNERMOST.capture_mode is self:
             self._running.pop()
 
@@ -167,7 +170,7 @@ class CaptureMode(TorchFunctionMode):
         return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
 
 
-def _refuse_lost_writes(func: Callable, kwargs: dict[str, Any]) -> None:
+def _refuse_lost_writes(func: Callable, kwargs: dict[str, object]) -> None:
     """These leave `out=` alone where tensors have no data: PyTorch assigns a new tensor in its place."""
     if kwargs.get("out") is not None and getattr(func, "__name__", "") == "linalg_matrix_rank":
         raise NotImplementedError(
@@ -213,7 +216,7 @@ def bound_tensors() -> tuple[torch.Tensor, ...]:
 
 
 def current_mode() -> CaptureMode | None:
-    """Of the innermost capture under way."""
+    """The mode of the innermost capture under way."""
     return _INNERMOST.capture_mode
 
 
@@ -233,8 +236,14 @@ def add_modules(flags: ModuleFlags) -> None:
         _INNERMOST.capture_mode.add_modules(flags)
 
 
+def hold(value: object) -> None:
+    """Keep a value alive until the graph of the capture under way is complete."""
+    if _INNERMOST.capture_mode is not None:
+        _INNERMOST.capture_mode.held.append(value)
+
+
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor in the capture under way."""
+    """Fake that stands for a tensor in the capture under way."""
     return tensor if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode._on_cpu(tensor)
 
 
@@ -249,5 +258,5 @@ def repeating() -> Iterator[None]:
 
 
 def is_repeating() -> bool:
-    """Whether another program runs what is being captured."""
+    """Tell whether another program runs what is being captured."""
     return _INNERMOST.repeats

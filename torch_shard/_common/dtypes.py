@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-_TORCH_TO_JAX = {
+_SAME = {
     torch.bool: jnp.bool_,
     torch.uint8: jnp.uint8,
     torch.int8: jnp.int8,
@@ -25,7 +25,7 @@ _TORCH_TO_JAX = {
     torch.float8_e5m2: jnp.float8_e5m2,
 }
 
-_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _TORCH_TO_JAX.items()}
+_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _SAME.items()}
 
 _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
@@ -59,5 +59,5 @@ def captured_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def has_x64() -> bool:
-    """Whether JAX keeps 64-bit values."""
+    """Tell whether JAX keeps 64-bit values."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
+
+from torch_shard._common.types import Operator
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
@@ -13,13 +15,19 @@ def args_of(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
+def target_of(node: Node) -> Operator:
+    """The operator that a node of an ATen graph calls."""
+    target: Any = node.target
+    return target
+
+
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Tell whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node does something besides its results, such as printing."""
+    """Tell whether a node does something besides its results, such as printing."""
     return getattr(node.target, "_opname", "") == "call_for_effect"
 
 
@@ -66,7 +74,7 @@ def dtype_of(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-def call_before(at: Node, target: torch._ops.OpOverload, args: tuple, shape: tuple[int, ...]) -> Node:
+def call_before(at: Node, target: Operator, args: tuple[Argument, ...], shape: tuple[int, ...]) -> Node:
     """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(target, args)

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from torch_shard._common.caller import caller
 
 
-def check_kind(argument: str, value: Any, kind: Any, *, hint: str = "") -> None:
+def check_kind(argument: str, value: object, kind: Any, *, hint: str = "") -> None:
     """Refuse what is of another type.
 
     Args:
@@ -21,7 +21,8 @@ def check_kind(argument: str, value: Any, kind: Any, *, hint: str = "") -> None:
         TypeError: It is of another type.
     """
     if not isinstance(value, kind):
-        wanted = " or ".join("None" if k is NoneType else _with_article(k.__name__) for k in get_args(kind) or (kind,))
+        kinds = cast(tuple[type, ...], get_args(kind) or (kind,))
+        wanted = " or ".join("None" if k is NoneType else _with_article(k.__name__) for k in kinds)
         raise TypeError(f"{caller()}: {argument} must be {wanted}, got {type(value).__name__}.{hint and ' '}{hint}")
 
 
@@ -29,22 +30,22 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def check_path(argument: str, value: Any, *, hint: str = "") -> Path:
-    """What was given, as a path.
+def check_path(argument: str, value: object, *, hint: str = "") -> Path:
+    """Check that an argument is a path, and return it as one.
 
     Raises:
         TypeError: It is none.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{caller()}: {argument} must be a path, got {type(value).__name__}.{hint and ' '}{hint}")
-    return Path(value)
+    return Path(cast(str | os.PathLike[str], value))
 
 
-def check_directory(argument: str, value: Any) -> Path:
-    """What was given, as the path of a directory, which may be yet to be made.
+def check_directory(argument: str, value: object) -> Path:
+    """Check that an argument is the path of a directory, which may be yet to be made, and return it.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         NotADirectoryError: A file is there.
     """
     path = check_path(argument, value)

@@ -1,5 +1,6 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
     ShardingPlan,
@@ -17,6 +20,7 @@ from torch_shard._sharding import (
     check_mesh,
     describe_mesh,
     describe_spec,
+    entry_of,
     find_spec_faults,
     holdings,
     refuse_hooks,
@@ -25,7 +29,7 @@ from torch_shard._sharding import (
 )
 
 
-def put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
     """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
     if isinstance(value, JaxTensor):
         value = value.jax()
@@ -35,7 +39,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 
-def put_rows(values: list[Any], sharding: NamedSharding) -> jax.Array:
+def put_rows(values: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
     """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
     stacked = stack_sharding(sharding)
     if any(isinstance(value, JaxTensor | jax.Array) for value in values):
@@ -58,7 +62,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in stacks}
 
 
-def refuse_meta(tensors: dict[str, Any]) -> None:
+def refuse_meta(tensors: Mapping[str, object]) -> None:
     """Refuse entries that have no values.
 
     Raises:
@@ -90,7 +94,7 @@ def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @public
-def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
+def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     """Put each entry of a module or a state_dict onto its shards.
 
     One entry moves at a time, and its old storage is let go: no second copy of the model exists.
@@ -123,19 +127,13 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
     refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
-        tensor = _entry(model_or_tree, name)
-        replace_tensors(model_or_tree, tensor, wrap_array(put(tensor.detach(), shardings[name])))
+        tensor = entry_of(model_or_tree, name)
+        replace_tensors(model_or_tree, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     return model_or_tree
 
 
-def _entry(module: torch.nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]  # pyright: ignore
-
-
 @public
-def gather(model_or_tree: Any) -> Any:
+def gather(model_or_tree: PyTree) -> PyTree:
     """Bring a placed module, or a pytree of tensors and arrays, back to ordinary CPU tensors, an entry at a time.
 
     Args:
@@ -144,30 +142,41 @@ def gather(model_or_tree: Any) -> Any:
 
     Returns:
         The module; or the pytree, with CPU tensors that share no memory with the arrays, by name in plain dicts.
+
+    Raises:
+        NotImplementedError: A parameter has hooks.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = ts.make_mesh(batch=1, model=1)
+        >>> placed = ts.place(torch.nn.Linear(4, 2), mesh, ts.ShardingPlan({"weight": P("model")}, default=P()))
+        >>> placed.weight.device.type, ts.gather(placed).weight.device.type
+        ('jax', 'cpu')
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
     refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
-        tensor = _entry(model_or_tree, name)
-        replace_tensors(model_or_tree, tensor, _to_cpu(tensor.detach()))
+        tensor = entry_of(model_or_tree, name)
+        replace_tensors(model_or_tree, [(tensor, _to_cpu(tensor.detach()))])
     return model_or_tree
 
 
-def _gather_node(node: Any) -> Any:
+def _gather_node(node: PyTree) -> PyTree:
     if isinstance(node, Stacks):
         return to_host_by_name(node)
     return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     return to_host(value.jax() if isinstance(value, JaxTensor) else value)
 
 
 class BatchLayout:
-    """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
+    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says."""
 
     def __init__(self, mesh: Mesh, spec: PartitionSpec | None) -> None:
         self.mesh = check_mesh(mesh)
@@ -185,7 +194,7 @@ class BatchLayout:
             self._shardings[ndim] = NamedSharding(self.mesh, PartitionSpec(*tuple(self.spec)[:ndim]))
         return self._shardings[ndim]
 
-    def check(self, leaves: list[Any], paths: list[str]) -> None:
+    def check(self, leaves: list[PyTree], paths: list[str]) -> None:
         """Refuse a batch that does not divide.
 
         Args:
@@ -209,11 +218,11 @@ class BatchLayout:
                 "(DataLoader(drop_last=True))."
             )
 
-    def put(self, leaves: list[Any]) -> list[jax.Array]:
+    def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""
         return [self._put(leaf) for leaf in leaves]
 
-    def _put(self, leaf: Any) -> jax.Array:
+    def _put(self, leaf: PyTree) -> jax.Array:
         array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
         if not isinstance(array, jax.Array):
             # A copy, as the caller may write to its batch while the step still runs; not by `device_put`, whose Python

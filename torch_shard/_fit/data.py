@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train import Placed, Step
 
@@ -51,7 +52,7 @@ class Batches:
                 "before, and a resumed run draws others. (The order of the batches is the same.)", caller(),
             )  # fmt: skip
 
-    def starting_at(self, position: int) -> Iterator[Any]:
+    def starting_at(self, position: int) -> Iterator[PyTree]:
         """The batches from a position on, counted from 0 over all epochs; without end if the loader starts anew.
 
         Raises:
@@ -62,7 +63,7 @@ class Batches:
             return self._once(position)
         return self._epochs(position)
 
-    def _once(self, position: int) -> Iterator[Any]:
+    def _once(self, position: int) -> Iterator[PyTree]:
         if self._is_iterator and position > 0:
             raise ValueError(
                 f"{caller()}: the state has seen {position} batches, and an iterator cannot be brought to where "
@@ -78,14 +79,14 @@ class Batches:
             )
         return self._to_its_end(found)
 
-    def _to_its_end(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _to_its_end(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         yield from self.epoch(0, batches)
         raise ValueError(
             f"{caller()}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
             "iter (a list, a DataLoader), which is taken epoch after epoch."
         )
 
-    def _epochs(self, position: int) -> Iterator[Any]:
+    def _epochs(self, position: int) -> Iterator[PyTree]:
         first, skipped = divmod(position, size) if (size := _reliable_len(self._loader)) else (0, position)
         for number in itertools.count(first):
             count = 0
@@ -100,7 +101,7 @@ class Batches:
             if size and count != size:
                 raise ValueError(f"{caller()}: the loader has {count} batches, but len() says {size}.")
 
-    def epoch(self, number: int, loader: Any = None) -> Iterator[Any]:
+    def epoch(self, number: int, loader: Any = None) -> Iterator[PyTree]:
         """The batches of one epoch."""
         # Those that a function or an iterator holds are its own: it cannot be begun anew.
         held = find_generators(self._loader) if loader is None else []
@@ -125,7 +126,7 @@ class Batches:
 
 
 def _reliable_len(loader: Any) -> int | None:
-    """How many batches an epoch has; None where that is unknown, or an estimate."""
+    """Number of batches of an epoch; None where that is unknown, or an estimate."""
     if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
         return None
     try:
@@ -139,8 +140,8 @@ def _draw_seed_of_workers(loader: Any) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def _parts(loader: Any) -> list[Any]:
-    """What may hold an epoch's number."""
+def _parts(loader: Any) -> list[object]:
+    """Parts that may hold an epoch's number."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     parts = [loader, *samplers, getattr(loader, "dataset", None)]
@@ -157,7 +158,7 @@ class Ahead:
         limit: How many to draw in all: one more might never come, or start the workers of another epoch.
     """
 
-    def __init__(self, batches: Iterator[Any], step: Step, size: int, limit: int) -> None:
+    def __init__(self, batches: Iterator[PyTree], step: Step, size: int, limit: int) -> None:
         self._batches, self._step, self._size, self._left = batches, step, size, limit
         self._ready: collections.deque[Placed] = collections.deque()
         self._error: Exception | None = None

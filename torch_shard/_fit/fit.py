@@ -5,8 +5,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 def fit(
     step: TrainStep,
     state: TrainState | None,
-    loader: Any,
+    loader: Iterable[PyTree] | Callable[[int], Iterable[PyTree]],
     *,
     steps: int,
-    eval_loader: Any = None,
+    eval_loader: Iterable[PyTree] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
     checkpointer: Checkpointer | None = None,
@@ -72,7 +72,7 @@ def fit(
             over the state.
         seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
-        progress: Whether to show a bar, or the rich console to show it on.
+        progress: True shows a bar; a rich console shows it there.
 
     Returns:
         The state that has seen `steps` batches.
@@ -80,7 +80,7 @@ def fit(
     Raises:
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
-        SystemExit: `SIGTERM` came, likewise; with status 143.
+        SystemExit: `SIGTERM` came, and the state is saved; with status 143.
         TypeError: An argument is of the wrong kind.
         NotADirectoryError: `log` is a file.
         ValueError: An option has no such value, or needs another; `steps` is behind the state, or the loader ends too
@@ -103,7 +103,8 @@ def fit(
         >>> int(state.step)
         20
     """
-    _check(steps, eval_every, log_every, on_bad_step, prefetch)
+    _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
+    _check_on_bad_step(on_bad_step)
     _check_seed(seed)
     check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
@@ -130,22 +131,24 @@ def fit(
         return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
 
 
-def _check(steps: Any, eval_every: Any, log_every: Any, on_bad_step: Any, prefetch: Any) -> None:
-    numbers = {"steps": steps, "eval_every": eval_every, "log_every": log_every, "prefetch": prefetch}
+def _check_numbers(**numbers: object) -> None:
     for name, value in numbers.items():
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not is_count and not (name == "eval_every" and value is None):
             raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
+
+
+def _check_on_bad_step(on_bad_step: object) -> None:
     if on_bad_step not in ON_BAD_STEP:
         raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
 
 
-def _check_seed(seed: Any) -> None:
+def _check_seed(seed: object) -> None:
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"fit: seed must be an integer, 0 or more, got {seed!r}.")
 
 
-def _check_kinds(step: Any, state: Any, checkpointer: Any, log: Any) -> None:
+def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
     check_kind("step", step, TrainStep, hint="make_train_step gives one.")
     check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
     check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
@@ -153,7 +156,7 @@ def _check_kinds(step: Any, state: Any, checkpointer: Any, log: Any) -> None:
         check_directory("log", log)
 
 
-def _check_evaluation(eval_loader: Any, eval_every: Any, eval_step: Any) -> None:
+def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object) -> None:
     check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
         check_kind("eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
@@ -234,7 +237,7 @@ class _Loop:
         return state
 
     def _between(self, state: TrainState, position: int) -> None:
-        """What is due after this batch."""
+        """Do what is due after this batch."""
         if self.evaluation and (position == self.steps or (self.eval_every and position % self.eval_every == 0)):
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))

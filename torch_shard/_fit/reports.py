@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a bar, metrics.jsonl and TensorBoard."""
+"""Reports of a run while it trains: a bar, metrics.jsonl and TensorBoard."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._train import Placed
 
 METRICS = "metrics.jsonl"
@@ -50,7 +51,7 @@ class MetricsLog:
         with replacing(path) as partial:
             partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
-    def write(self, kind: str, batch: int, numbers: Mapping[str, Any]) -> None:
+    def write(self, kind: str, batch: int, numbers: Mapping[str, object]) -> None:
         """Add a record.
 
         Args:
@@ -76,7 +77,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def scalars(metrics: Mapping[str, PyTree]) -> dict[str, float]:
     """Loss and those metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
@@ -87,7 +88,7 @@ def num_rows(placed: Placed) -> int:
 
 
 def _amount(placed: Placed) -> tuple[str, int]:
-    """What a batch is counted in: tokens, if its first leaf is integers of at least two dims, else samples."""
+    """Size and unit of a batch: tokens, if its first leaf is integers of at least two dims, else samples."""
     first = next((array for array in placed.arrays if array.ndim), None)
     if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
         return "tokens", first.size
@@ -135,7 +136,7 @@ def _brief(name: str, value: float) -> str:
 
 
 class Reports:
-    """Takes the metrics of each batch when they are there, and tells of them.
+    """Reports the metrics of each batch once they are computed.
 
     Attributes:
         numbers: The latest, by name: of training, and of evaluation with `eval_` before it.
@@ -143,11 +144,11 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, Placed, Mapping[str, Any]] | None = None
+        self._pending: tuple[int, Placed, Mapping[str, PyTree]] | None = None
         self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
         self.numbers: dict[str, float] = {}
 
-    def expect(self, position: int, placed: Placed, metrics: Mapping[str, Any]) -> None:
+    def expect(self, position: int, placed: Placed, metrics: Mapping[str, PyTree]) -> None:
         """Note the metrics of a batch, which may still be computed."""
         self._pending = position, placed, metrics
 

@@ -13,12 +13,14 @@ import numpy as np
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
 from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
 
@@ -27,7 +29,7 @@ MAX_ROWS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one value is from its reference, as `max |a - b|` over the largest entry of the reference.
+    """Distance of one value from its reference, as `max |a - b|` over the largest entry of the reference.
 
     Attributes:
         kind: "loss", "metric", "gradient", "parameter" or "buffer".
@@ -51,7 +53,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare_with_torch` found; print it with `rich.print` or `print`.
+    """Differences that `compare_with_torch` found; print it with `rich.print` or `print`.
 
     Attributes:
         rows: One for each loss, metric, gradient, parameter and buffer, the largest difference first.
@@ -59,6 +61,16 @@ class Comparison:
         mesh: The mesh.
         tolerance: What rounding explains, by the lowest precision at work.
         losses: Of the reference, at each step.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> found = ts.compare_with_torch(
+        ...     torch.nn.Linear(4, 2), lambda model, batch: model(batch).square().mean(), torch.ones(8, 4),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> found.reference, sorted({row.kind for row in found.rows}), found.rows[0].worst <= found.tolerance
+        ('eager torch', ['gradient', 'loss', 'parameter'], True)
     """
 
     rows: tuple[Difference, ...]
@@ -68,7 +80,11 @@ class Comparison:
     losses: tuple[float, ...]
 
     def raise_if_different(self, rtol: float | None = None) -> None:
-        """Raise if anything differs by more than `rtol`, by default the tolerance.
+        """Raise if anything differs by more than `rtol`.
+
+        Args:
+            rtol: The largest difference that is allowed, relative to the largest entry of the reference; by default
+                `tolerance`.
 
         Raises:
             AssertionError: With the names and how far they are apart.
@@ -116,7 +132,7 @@ Values = dict[tuple[str, str], np.ndarray]  # by kind and name
 def compare_with_torch(
     model: torch.nn.Module,
     loss_fn: LossFn,
-    batch: Any,
+    batch: PyTree,
     *,
     mesh: Mesh,
     plan: ShardingPlan,
@@ -129,17 +145,19 @@ def compare_with_torch(
     """Train copies of a model on one batch by eager torch on the CPU, on one device and on the mesh, and compare.
 
     Args:
-        model: As for `make_train_step`; it is left as it is.
-        loss_fn: Likewise. If it draws random numbers (dropout), torch's are others than JAX's, so one device is
-            compared with the mesh alone.
-        batch: CPU tensors.
-        mesh: Likewise.
-        plan: Likewise.
+        model: Any module with values, on the CPU or the jax device; it is left as it is.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+            If it draws random numbers (dropout), torch's are others than JAX's, so one device is compared with the
+            mesh alone.
+        batch: A pytree of CPU tensors, of global sizes.
+        mesh: Devices with Auto axes, from `make_mesh`.
+        plan: Which parameter and buffer is split how, by name.
         steps: How many steps to take on this batch.
         optimizer: Of optax, by default plain gradient descent with a rate of 0.01.
         torch_optimizer: Makes torch's optimiser for the same rule from a list of parameters.
-        batch_spec: Likewise.
-        compute_dtype: Likewise; torch then runs under `torch.autocast("cpu", dtype=compute_dtype)`.
+        batch_spec: How each leaf of a batch is split; by default the leading dim over the mesh axis `batch`.
+        compute_dtype: `torch.bfloat16` for mixed precision; torch then runs under
+            `torch.autocast("cpu", dtype=compute_dtype)`.
 
     Returns:
         A `Comparison`: loss and metrics, each gradient, and each parameter and buffer after the steps, worst first;
@@ -159,33 +177,46 @@ def compare_with_torch(
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
-    options = {"batch_spec": batch_spec, "compute_dtype": compute_dtype}
-    return compare_batches(model, loss_fn, [batch] * steps, mesh=mesh, plan=plan, optimizers=optimizers, **options)
+    return compare_batches(
+        model,
+        loss_fn,
+        [batch] * steps,
+        mesh=mesh,
+        plan=plan,
+        optimizers=optimizers,
+        batch_spec=batch_spec,
+        compute_dtype=compute_dtype,
+    )
 
 
 def compare_batches(
     model: torch.nn.Module,
     loss_fn: LossFn,
-    batches: Sequence[Any],
+    batches: Sequence[PyTree],
     *,
     mesh: Mesh,
     plan: ShardingPlan,
     optimizers: tuple[optax.GradientTransformation, Callable[..., torch.optim.Optimizer]],
+    batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Comparison:
-    """As `compare_with_torch`, with a batch for each step."""
+    """Do as `compare_with_torch` does, with a batch for each step."""
     alone = make_mesh(devices=[mesh.devices.flat[0]], **dict.fromkeys(mesh.axis_names, 1))
     optimizer = optax.chain(_keep_gradients(), optimizers[0])
-    options["compute_dtype"] = compute_dtype
 
     def train(mesh: Mesh) -> tuple[TrainStep, list[Values]]:
-        step = make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+        step = make_train_step(
+            model, loss_fn, optimizer, mesh=mesh, plan=plan, batch_spec=batch_spec, compute_dtype=compute_dtype
+        )
         return step, _on_mesh(step, batches)
 
     (step, on_mesh), (_, on_one) = train(mesh), train(alone)
     random = step.draws_random
-    in_torch = on_one if random else _in_torch(step, loss_fn, batches, optimizers[1], compute_dtype)
+    in_torch = (
+        on_one
+        if random
+        else _in_torch(step, loss_fn, batches, make_optimizer=optimizers[1], compute_dtype=compute_dtype)
+    )
     rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in {**in_torch[-1], **on_mesh[-1]}]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
     return Comparison(
@@ -201,7 +232,7 @@ def _keep_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
-def _on_mesh(step: TrainStep, batches: Sequence[Any]) -> list[Values]:
+def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     state, found = step.init(), []
     with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
         for batch in batches:
@@ -213,7 +244,8 @@ def _on_mesh(step: TrainStep, batches: Sequence[Any]) -> list[Values]:
 def _in_torch(
     step: TrainStep,
     loss_fn: LossFn,
-    batches: Sequence[Any],
+    batches: Sequence[PyTree],
+    *,
     make_optimizer: Callable[..., torch.optim.Optimizer],
     compute_dtype: torch.dtype | None,
 ) -> list[Values]:
@@ -237,11 +269,11 @@ def _in_torch(
     return found
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: PyTree) -> PyTree:
     return torch.as_tensor(leaf).clone() if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     if isinstance(value, jax.Array):
         value = to_host(value)
     if isinstance(value, torch.Tensor):
@@ -250,13 +282,13 @@ def _array(value: Any) -> np.ndarray:
     return np.array(value)
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+def _numbers(metrics: dict[str, PyTree]) -> dict[str, PyTree]:
     """Metrics by path, without the step's own gradient norm."""
     leaves = jax.tree_util.tree_leaves_with_path({n: v for n, v in metrics.items() if n != "grad_norm"})
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _values(numbers: dict[str, Any], grads: Any, state: TrainState, tensors: Any = None) -> Values:
+def _values(numbers: dict[str, PyTree], grads: PyTree, state: TrainState, tensors: PyTree = None) -> Values:
     kinds = {**dict.fromkeys(state.params, "parameter"), **dict.fromkeys(state.frozen, "parameter")}
     held = state.tensors if tensors is None else tensors
     found = {("loss" if name == "loss" else "metric", name): value for name, value in numbers.items()}

@@ -1,11 +1,10 @@
-"""What lies where: the shardings of arrays, modules and states, drawn as grids of devices."""
+"""Shardings of arrays, modules and states, drawn as grids of devices."""
 
 import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
 
 import jax
 import torch
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from torch_shard._capture import is_fake
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
@@ -27,11 +27,21 @@ SUFFIXES = (".svg", ".png")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Drawing:
-    """Which devices hold what: printed by rich or as a string, saved as a picture, shown by a notebook.
+    """A picture of which devices hold what: printed by rich or as a string, saved as a file, shown by a notebook.
 
     Attributes:
         heading: What is drawn, where that is more than one array; else empty.
         grids: One for all arrays that lie alike.
+
+    Example:
+        >>> import jax, torch_shard as ts
+        >>> drawing = ts.visualize_sharding(jax.numpy.zeros(2), name="w")
+        >>> print(drawing)
+        w (2,) float32
+        ┌───────┐
+        │ CPU 0 │
+        │ [:]   │
+        └───────┘
     """
 
     heading: str
@@ -80,7 +90,7 @@ class Drawing:
         return paint(self.heading, self.grids, file_format)
 
 
-def visualize_sharding(subject: Any, *, name: str = "") -> Drawing:
+def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
     """Draw which devices hold which part of an array, or of everything that a module or a state holds.
 
     A cell is a shard: the devices that hold it (several, where it is replicated) and its range of global
@@ -126,8 +136,8 @@ def visualize_sharding(subject: Any, *, name: str = "") -> Drawing:
     return Drawing(f"{name}: {_count(entries, 'array')}, {_count(grids, 'layout')}", grids)
 
 
-def _find_held(subject: Any) -> Mapping[str, Any] | None:
-    """What `subject` holds, by name; None if it is no collection."""
+def _find_held(subject: object) -> Mapping[str, PyTree] | None:
+    """Entries of `subject` by name; None if it is not a collection."""
     if isinstance(subject, torch.nn.Module):
         params = subject.named_parameters(remove_duplicate=False)
         return {**dict(params), **dict(subject.named_buffers(remove_duplicate=False))}
@@ -139,11 +149,11 @@ def _find_held(subject: Any) -> Mapping[str, Any] | None:
     return subject if isinstance(subject, Mapping) else None
 
 
-def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
-    """What is to be drawn, a tie once."""
+def _read_entries(held: Mapping[str, PyTree], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
+    """Arrays that are to be drawn, a tie once."""
     arrays = {name: value.jax() if isinstance(value, JaxTensor) else value for name, value in held.items()}
     _check_placed(arrays, owner, alone=alone)
-    ties: dict[Any, list[str]] = {}
+    ties: dict[object, list[str]] = {}
     for name, array in arrays.items():
         tie = array.tied_to or name if isinstance(array, ResolvedEntry) else id(array)
         ties.setdefault(name if isinstance(array, jax.ShapeDtypeStruct) else tie, []).append(name)
@@ -153,13 +163,13 @@ def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -
         yield DrawnArray(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
 
 
-def _struct(array: Any) -> Any:
+def _struct(array: PyTree) -> PyTree:
     if not isinstance(array, jax.Array):
         return array
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None:
+def _check_placed(arrays: Mapping[str, PyTree], owner: str, *, alone: bool) -> None:
     """Refuse what has no sharding, all of it in one error."""
     bare = [name for name, array in arrays.items() if getattr(array, "sharding", None) is None]
     if not bare:
@@ -183,7 +193,7 @@ def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None
     )
 
 
-def _describe_bare(value: Any) -> str:
+def _describe_bare(value: object) -> str:
     on = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
     return f"{type(value).__name__}{on}"
 

@@ -1,9 +1,8 @@
-"""What a capture of a loss consists of: operators, their lowerings, what was skipped and what has none."""
+"""The parts of a capture of a loss: operators, their lowerings, what was skipped and what has none."""
 
 import collections
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -12,9 +11,10 @@ from rich.text import Text
 
 from torch_shard._capture import Captured, capture
 from torch_shard._common.caller import public
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
-from torch_shard._train import JointLoss, flatten_batch
+from torch_shard._train import JointLoss, LossShape, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain_capture` found; print it with `rich.print`.
+    """Findings of `explain_capture`; print it with `rich.print`.
 
     Attributes:
         operators: By number of nodes, the refused ones first.
@@ -45,7 +45,15 @@ class Explanation:
         written: How many inputs are written in place, without the buffers that are assigned.
         unreached: Trainable parameters that the loss does not reach.
         skipped_checks: Places of checks of values, which a compiled program does not make.
-        random: Whether it draws random numbers.
+        random: True if it draws random numbers.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.dropout(model(batch)).sum()
+        >>> found = ts.explain_capture(torch.nn.Linear(4, 2), loss_fn, torch.ones(8, 4))
+        >>> found.random, found.unreached, "aten.mm.default" in [op.name for op in found.operators]
+        (True, (), True)
     """
 
     operators: tuple[Operator, ...]
@@ -75,20 +83,20 @@ class Explanation:
 
 
 @public
-def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True) -> Explanation:
+def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, train: bool = True) -> Explanation:
     """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
 
     Args:
-        model: As for `make_train_step`.
-        loss_fn: Likewise.
-        batch: Likewise; only shapes and dtypes matter.
-        train: With gradients; otherwise as `make_eval_step` would capture it.
+        model: Any module, on any device, the meta device too; it is only read.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes matter.
+        train: True for the loss with its gradients; False for the loss in eval mode, as `make_eval_step` has it.
 
     Returns:
         An `Explanation`; operators without a lowering are part of it.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         NotImplementedError: Python depends on the value of a tensor; with file and line.
 
     Example:
@@ -108,13 +116,13 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
         num_nodes=graph.num_nodes,
         closure=tuple(tuple(t.shape) for t in graph.closure),
         written=len(graph.written),
-        unreached=graph.aux.without_grad,
+        unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
     )
 
 
-def _operators(graph: Captured) -> tuple[Operator, ...]:
+def _operators(graph: Captured[LossShape]) -> tuple[Operator, ...]:
     nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     counts = collections.Counter(node.target for node in nodes)
     first = {node.target: node for node in reversed(nodes)}
@@ -122,7 +130,7 @@ def _operators(graph: Captured) -> tuple[Operator, ...]:
     return tuple(sorted(found, key=lambda op: (op.lowering != "none", -op.count, op.name)))
 
 
-def _lowering_of(op: Any) -> str:
+def _lowering_of(op: torch._ops.OpOverload) -> str:
     if op in LOWERINGS:
         return "torch_shard"
     return "none" if find_lowering(op) is None else "torchax"

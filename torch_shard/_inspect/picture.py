@@ -28,7 +28,7 @@ DPI = 150
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How text is set: its size in points, weight and colour."""
+    """A style of text: its size in points, weight and colour."""
 
     size: float
     weight: str
@@ -62,7 +62,7 @@ class Page:
         )
         self._reach(x + (0 if centred else style.measure(text)), y + LINE / 2)
 
-    def fill(self, x: float, y: float, width: float, height: float, color: str) -> None:
+    def fill(self, x: float, y: float, width: float, height: float, *, color: str) -> None:
         """Fill a box with rounded corners."""
         box = FancyBboxPatch(
             (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.05", facecolor=color, edgecolor="none"
@@ -96,12 +96,12 @@ class Panel:
 
     @functools.cached_property
     def kind_x(self) -> float:
-        """Where shapes and dtypes begin."""
+        """Horizontal place where shapes and dtypes begin."""
         return max(NAME.measure(name) for name, _ in self.names) + PADDING * any(name for name, _ in self.names)
 
     @property
     def width(self) -> float:
-        """Of the whole."""
+        """Width of the whole."""
         kinds = (self.kind_x + PLAIN.measure(kind) for _, kind in self.names)
         return max(*kinds, PLAIN.measure(self.grid.spec), self.cell_width * max(map(len, self.grid.rows)))
 
@@ -120,7 +120,7 @@ class Panel:
         for i, row in enumerate(self.grid.coloured_rows):
             for j, (cell, colour) in enumerate(row):
                 left, top = x + j * self.cell_width, y + i * CELL_HEIGHT
-                page.fill(left, top, self.cell_width - GAP, CELL_HEIGHT - GAP, colour)
+                page.fill(left, top, self.cell_width - GAP, CELL_HEIGHT - GAP, color=colour)
                 middle = left + (self.cell_width - GAP) / 2
                 page.write(cell.owner, OWNER, middle, top + 0.19, centred=True)
                 page.write(cell.part, PART, middle, top + 0.38, centred=True)

@@ -5,17 +5,21 @@ printing, stays, used or not.
 """
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
 from torch.fx import has_side_effect
 
-from torch_shard._capture import as_captured, outside_capture
+from torch_shard._capture import as_captured, hold, outside_capture
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes, vary, vjp_of_chosen
 from torch_shard._common.dtypes import captured_dtype, jax_dtype
+from torch_shard._common.fx import args_of
+from torch_shard._common.overrides import rewrites
 from torch_shard._device import to_array, wrap_array
 from torch_shard._interop.closure import MoreInputs
 from torch_shard._lowering import lowers
@@ -24,8 +28,17 @@ FlatJaxFn = Callable[..., list[jax.Array]]
 
 _HANDLES = itertools.count()
 
-_FUNCTIONS: dict[int, tuple[FlatJaxFn, list[jax.ShapeDtypeStruct]]] = {}
-"""What each opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Called:
+    """A function that an opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+
+    fn: FlatJaxFn
+    results: list[jax.ShapeDtypeStruct]
+
+
+_FUNCTIONS: weakref.WeakValueDictionary[int, _Called] = weakref.WeakValueDictionary()
+"""By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""
 
 
 @torch.library.custom_op("torch_shard::call", mutates_args=())
@@ -35,7 +48,7 @@ def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @_call_op.register_fake
 def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle][1]]
+    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle].results]
 
 
 @torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
@@ -60,7 +73,13 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
 
 @lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
 def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    return _FUNCTIONS[handle][0](*arrays)
+    return _FUNCTIONS[handle].fn(*arrays)
+
+
+@rewrites(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
+def _hold_function(node: torch.fx.Node) -> None:
+    """Let the node hold what it calls: a program may be lowered again long after its capture."""
+    node.meta["called"] = _FUNCTIONS[args_of(node)[0]]
 
 
 @lowers(torch.ops.torch_shard.draw_seed.default, random=True)
@@ -80,7 +99,7 @@ class _Opaque(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
         wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
         given = tuple(c is not None and _is_inexact(c) for c in cotangents)
@@ -113,14 +132,15 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     handle = next(_HANDLES)
     with outside_capture():
         traced, results = _trace(fn, shapes)
-    _FUNCTIONS[handle] = fn, results
+    called = _FUNCTIONS[handle] = _Called(fn, results)
+    hold(called)
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
     op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
     return op(handle, list(tensors))
 
 
 def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
-    """What `fn` does and returns for arrays like these; what they vary over is known when the graph is lowered."""
+    """Trace `fn` for arrays like these; what they vary over is known when the graph is lowered."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*shapes)
     except (TypeError, ValueError):
@@ -132,23 +152,32 @@ def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
         raise
 
 
-def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+def _apply(
+    flat: FlatJaxFn, run: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
 
 
-def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The results of a JAX function for tensors that have values; see `run_captured`."""
     # Moved by PyTorch, which brings gradients back to where their tensors are.
-    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure)
+    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure=closure)
 
 
-def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
-    return _run(flat, _run_captured, as_captured, tensors, closure)
+    return _run(flat, _run_captured, as_captured, tensors, closure=closure)
 
 
-def _run(flat: FlatJaxFn, run: Any, prepare: Any, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def _run(
+    flat: FlatJaxFn,
+    run: Callable[..., list[torch.Tensor]],
+    prepare: Callable[[torch.Tensor], torch.Tensor],
+    tensors: list[torch.Tensor],
+    *,
+    closure: list[torch.Tensor],
+) -> Sequence[torch.Tensor]:
     while True:
         try:
             return _apply(flat, run, [*map(prepare, tensors), *map(prepare, closure)])

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_path
 from torch_shard._device import JaxTensor, refuse_meta
 from torch_shard._io.formats import DTYPES, Stored
@@ -24,7 +25,7 @@ from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._train import TrainState
 
 SHARD_BYTES = 5 * 10**9
-"""Of one file, by default: as Hugging Face has it."""
+"""Size of one file by default, as Hugging Face has it."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -46,7 +47,7 @@ def split(stored: Mapping[str, Stored], max_shard_bytes: int) -> list[list[str]]
 
 
 class Export:
-    """Where an export goes: one file, or several with an index beside them.
+    """The files of an export: one, or several with an index beside them.
 
     Attributes:
         result: The one file, or the index.
@@ -163,7 +164,7 @@ def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
 
 @public
 def export_safetensors(
-    state: Any,
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
     path: str | os.PathLike[str],
     *,
     max_shard_bytes: int = SHARD_BYTES,
@@ -186,7 +187,7 @@ def export_safetensors(
         The path of the file, or of the index of several.
 
     Raises:
-        TypeError: It is none of these, or the metadata are no strings.
+        TypeError: `state` is none of these, or the metadata are not strings.
         ValueError: A tensor has no values (on the meta device) or a dtype that safetensors lack; or the state was
             donated to a step.
         NotADirectoryError: `path` is a file of another kind.
@@ -213,19 +214,26 @@ def export_safetensors(
 
 
 @public
-def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
+def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], path: str | os.PathLike[str]) -> Path:
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
     Args:
-        state: As for `export_safetensors`.
+        state: A `TrainState` (parameters and buffers, without the optimiser), a module on any device, or a mapping of
+            names to tensors and arrays; global shapes are written, whatever the sharding.
         path: A file. It takes the place of an older one when it is whole.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: As `export_safetensors`.
-        ValueError: A tensor has no values (on the meta device).
+        TypeError: `state` is none of these, or its names are not strings.
+        ValueError: A tensor has no values (on the meta device); or the state was donated to a step.
+
+    Example:
+        >>> import os, tempfile, torch, torch_shard as ts
+        >>> path = ts.export_torch(torch.nn.Linear(4, 2), os.path.join(tempfile.mkdtemp(), "weights.pt"))
+        >>> sorted(torch.load(path, weights_only=True))
+        ['bias', 'weight']
     """
     path = check_path("path", path)
     values, structs = _collect(state)
@@ -234,7 +242,9 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _collect(state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def _collect(
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
+) -> tuple[Mapping[str, PyTree], dict[str, PyTree]]:
     """The values, and shape and dtype of those that are to be written: each tensor under one name."""
     if isinstance(state, torch.nn.Module):
         values, unsaved = holdings(state).all, unsaved_buffers(state)
@@ -264,19 +274,19 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _struct(value: Any) -> Any:
+def _struct(value: PyTree) -> PyTree:
     """An array's shape and dtype: what is a row of a stack need not be cut out for that."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array | np.ndarray) else value
 
 
-def _dtype_of(state: Any, name: str, struct: Any) -> torch.dtype:
+def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     """An entry's dtype in torch, where JAX may hold it in fewer bits."""
     if isinstance(state, TrainState) and name in state.wide:
         return torch.int64
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array | np.ndarray) -> torch.Tensor:
     """The global value of a tensor or array, which other processes may hold parts of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.detach().cpu()
@@ -286,7 +296,7 @@ def _to_cpu(value: Any) -> torch.Tensor:
     return to_host(array)
 
 
-def _write_once(write: Callable[[Iterator[torch.Tensor]], Any], tensors: Iterator[torch.Tensor]) -> None:
+def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
     """Let the first process write; all of them go through the tensors, which gathers those on several processes."""
     if jax.process_count() == 1:
         write(tensors)

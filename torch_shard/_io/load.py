@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
@@ -25,7 +26,7 @@ Source = str | os.PathLike[str]
 @public
 def load_safetensors(
     path: Source,
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -33,7 +34,7 @@ def load_safetensors(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load safetensors straight onto their shards: each reads its own slice, and nothing is whole on host or device.
 
     All names, shapes, dtypes and the plan are checked before anything moves. Of several processes, each reads what its
@@ -54,7 +55,7 @@ def load_safetensors(
             theirs.
         allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all. They
             keep the values that they have, and are placed.
-        allow_unused: Likewise, names of the file that the model may lack.
+        allow_unused: Names or globs of entries of the file that the model may lack, or True for all.
 
     Returns:
         The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
@@ -79,14 +80,14 @@ def load_safetensors(
     """
     hint = "Tensors by name are for load_torch, which takes a mapping too." if isinstance(path, Mapping) else ""
     file = open_safetensors(check_path("path", path, hint=hint))
-    loader = _Loader(file, model_or_names, mesh, plan, dtype)
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
 
 @public
 def load_torch(
     path: Source | Mapping[str, torch.Tensor],
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -94,7 +95,7 @@ def load_torch(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load what `torch.save` wrote straight onto its shards, as `load_safetensors` does.
 
     The file is read with `weights_only=True`, so that it cannot run code, and mapped, where its format allows that
@@ -103,31 +104,52 @@ def load_torch(
     Args:
         path: A file with a flat state_dict; an index of many (`pytorch_model.bin.index.json`); a directory with one of
             these; or a mapping of names to CPU tensors.
-        model_or_names: As for `load_safetensors`.
-        mesh: Likewise.
-        plan: Likewise.
-        rename: Likewise.
-        dtype: Likewise.
-        allow_missing: Likewise.
-        allow_unused: Likewise.
+        model_or_names: A module on any device, the meta device too, which is filled in place and keeps ties,
+            `requires_grad` and non-persistent buffers; or a mapping from names to anything with shape and dtype.
+        mesh: The devices, with Auto axes.
+        plan: Which entry is split how, as for `place`.
+        rename: What a name of the file is in the model, as a dict (other names stay) or a function; None drops it.
+        dtype: What floating-point entries become, slice by slice, such as `torch.bfloat16`. Without it, file and model
+            must agree. Non-persistent buffers keep theirs.
+        allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all.
+        allow_unused: Names or globs of entries of the file that the model may lack, or True for all.
 
     Returns:
-        As `load_safetensors`.
+        The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
+        values in the file stay on the meta device if they were there.
 
     Raises:
-        FileNotFoundError: As `load_safetensors`.
-        ValueError: As `load_safetensors`; or the file holds something else than tensors by name.
+        FileNotFoundError: There is no such file, or an index names one that is missing.
+        ValueError: A file is damaged or holds something else than tensors by name; or, all in one error, what in the
+            file, the model and the plan does not fit.
         TypeError: An argument is of the wrong kind.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> weights = torch.nn.Linear(4, 2).state_dict()  # or the path of a file
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> plan = ts.ShardingPlan({"weight": P("model")}, default=P())
+        >>> ts.load_torch(weights, model, ts.make_mesh(batch=1, model=1), plan).weight.jax().sharding.spec
+        P('model',)
     """
     file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
-    return _Loader(file, model_or_names, mesh, plan, dtype).run(rename, allow_missing, allow_unused)
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
+    return loader.run(rename, allow_missing, allow_unused)
 
 
 class _Loader:
     """One load: check all, then read entry by entry."""
 
     def __init__(
-        self, file: TensorFile, target: Any, mesh: Mesh, plan: ShardingPlan, dtype: torch.dtype | None
+        self,
+        file: TensorFile,
+        target: torch.nn.Module | Mapping[str, PyTree],
+        *,
+        mesh: Mesh,
+        plan: ShardingPlan,
+        dtype: torch.dtype | None,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(
@@ -147,7 +169,9 @@ class _Loader:
         except ValueError as error:
             self._shardings, self._plan_fault = {}, str(error)
 
-    def run(self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed) -> Any:
+    def run(
+        self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed
+    ) -> torch.nn.Module | dict[str, torch.Tensor]:
         check_kind("rename", rename, Mapping | Callable | None)
         for option, given in (("allow_missing", allow_missing), ("allow_unused", allow_unused)):
             check_kind(option, given, Iterable | bool, hint="Give names or globs, or True for all.")
@@ -164,7 +188,7 @@ class _Loader:
             raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
 
     def _find_value_faults(self, entry: TargetEntry) -> Iterator[str]:
-        """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
+        """Faults that only bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
         if not entry.sources:
             return
         (first, *others), parts = entry.sources, self._parts(entry)
@@ -209,7 +233,7 @@ class _Loader:
                 yield entry, array
                 before = array
 
-    def _keep(self, name: str, value: Any) -> torch.Tensor | None:
+    def _keep(self, name: str, value: object) -> torch.Tensor | None:
         """An entry that the file lacks, with the values that it has, if any."""
         if isinstance(value, torch.Tensor):
             value = value.detach()
@@ -221,10 +245,10 @@ class _Loader:
     def _fill_module(self) -> torch.nn.Module:
         held = holdings(self._target).all  # by the first of its names; each is let go once it is replaced
         for entry, array in self._arrays():
-            replace_tensors(self._target, held.pop(entry.key), wrap_array(array))
+            replace_tensors(self._target, [(held.pop(entry.key), wrap_array(array))])
         for name in list(held):
             tensor = held.pop(name)
-            replace_tensors(self._target, tensor, self._keep(name, tensor))  # pyright: ignore[reportArgumentType]
+            replace_tensors(self._target, [(tensor, self._keep(name, tensor))])  # pyright: ignore[reportArgumentType]
         return self._target
 
     def _make_tree(self) -> dict[str, torch.Tensor]:
@@ -242,7 +266,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
 
 
 def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
-    """Whether the same part of two tensors is equal to the bit."""
+    """Tell whether the same part of two tensors is equal to the bit."""
     if file.stored[name] != file.stored[other]:
         return False
     pairs = zip(read_runs(file, name, part), read_runs(file, other, part), strict=True)

@@ -1,4 +1,4 @@
-"""What a saved state holds: each stored array with the names of the entries in it."""
+"""Contents of a saved state: each stored array with the names of the entries in it."""
 
 import dataclasses
 import functools
@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
 from torch_shard._train import KINDS, TrainState
 
 TENSORS = "tensors"
-"""Where parameters and buffers stand; all else is the rest of the state."""
+"""The place of parameters and buffers; all else is the rest of the state."""
 
 SCALARS = ("step", "num_batches", "key")
 
@@ -43,7 +44,7 @@ class SavedArray:
 
     @property
     def label(self) -> str:
-        """What it is called in the checkpoint."""
+        """Name of the array in the checkpoint."""
         return f"{self.where}/{describe_group(self.names)}" if self.names else self.where
 
     @property
@@ -58,7 +59,7 @@ class SavedArray:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
     @classmethod
@@ -67,9 +68,9 @@ class SavedArray:
         return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
 
 
-def flatten(state: TrainState) -> dict[SavedArray, Any]:
+def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
     """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
-    found: dict[SavedArray, Any] = {}
+    found: dict[SavedArray, PyTree] = {}
     for kind in KINDS:
         found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
     for name in SCALARS:
@@ -80,8 +81,8 @@ def flatten(state: TrainState) -> dict[SavedArray, Any]:
     return found
 
 
-def _plain(leaf: Any) -> Any:
-    """What can be written: of a random key, its words."""
+def _plain(leaf: jax.Array) -> jax.Array:
+    """A form that can be written: of a random key, its words."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -90,24 +91,24 @@ def _plain(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stacks)
 
 
-def _is_stacks(node: Any) -> bool:
+def _is_stacks(node: object) -> bool:
     return isinstance(node, Stacks)
 
 
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
+def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, jax.Array]:
     """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, Any] = {}
+    found: dict[SavedArray, jax.Array] = {}
     for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
         for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
             found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
     return found
 
 
-def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> SavedArray:
+def _describe(where: str, names: tuple[str, ...], array: jax.Array, kind: str = "") -> SavedArray:
     array = _plain(array)
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -119,7 +120,7 @@ def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") ->
 class Entries:
     """Stored arrays as entries: by where they stand and their name."""
 
-    def __init__(self, arrays: Mapping[SavedArray, Any]) -> None:
+    def __init__(self, arrays: Mapping[SavedArray, PyTree]) -> None:
         self._arrays = dict(arrays)
         self._homes = {entry: stored for stored in arrays for entry in stored.entries}
 
@@ -127,7 +128,7 @@ class Entries:
         """Shape and dtype."""
         return self._homes[entry].entry_type
 
-    def __getitem__(self, entry: tuple[str, str]) -> Any:
+    def __getitem__(self, entry: tuple[str, str]) -> PyTree:
         stored = self._homes[entry]
         array = self._arrays[stored]
         return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
@@ -136,7 +137,7 @@ class Entries:
         return iter(self._homes)
 
     def stacks(self, where: str) -> Stacks:
-        """Those of one place, stored as they are."""
+        """The arrays of one place, stored as they are."""
         held = {stored.names: array for stored, array in self._arrays.items() if stored.where == where}
         groups = tuple(held)
         return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
@@ -173,7 +174,7 @@ def _show(entry: tuple[str, str]) -> str:
 
 
 def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.ShapeDtypeStruct]:
-    """Where each saved array is to lie: as its first entry does."""
+    """Shape and sharding of each saved array: it lies as its first entry does."""
 
     def target(stored: SavedArray) -> jax.ShapeDtypeStruct:
         sharding = wanted[stored.entries[0]].sharding
@@ -186,7 +187,7 @@ def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.Sh
 def fill(structs: TrainState, entries: Entries) -> TrainState:
     """A state like `structs` with these entries, each on its shards, stored as `structs` are."""
 
-    def filled(path: Any, leaf: Any) -> Any:
+    def filled(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         where = "opt_state" + jax.tree_util.keystr(path)
         return _filled(where, leaf, entries)
 
@@ -199,16 +200,16 @@ def fill(structs: TrainState, entries: Entries) -> TrainState:
 
 
 def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
-    """Likewise the parameters or buffers of one kind."""
+    """Fill in the parameters or buffers of one kind."""
     return _filled(TENSORS, getattr(structs, kind), entries)
 
 
-def _filled(where: str, struct: Any, entries: Entries) -> Any:
+def _filled(where: str, struct: PyTree, entries: Entries) -> PyTree:
     if not isinstance(struct, Stacks):
         return _put(entries[where, ""], struct)
     held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
 
-    def filled(group: tuple[str, ...], path: Any, leaf: Any) -> Any:
+    def filled(group: tuple[str, ...], path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name, *others = group
         if others:
             return _put(held.stacked(group), leaf)
@@ -236,7 +237,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Directory of the checkpoint of a step."""
     return directory / f"step_{step:08}"
 
 
@@ -249,7 +250,7 @@ def find_steps(directory: Path) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What a checkpoint says of itself, without its arrays.
+    """Description of a checkpoint, without its arrays.
 
     Attributes:
         step: Number of steps taken.
@@ -271,7 +272,7 @@ class Head:
 
 
 def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
-    """What the checkpoint of a state says of itself; it waits for the state."""
+    """Describe the checkpoint of a state; waits for the state."""
     sharding = state.step.sharding
     return Head(
         step=int(state.step),
@@ -294,7 +295,7 @@ def read_head(directory: Path) -> Head:
     """Read what a checkpoint says of itself.
 
     Raises:
-        ValueError: It was written by another version of torch_shard, or is no checkpoint.
+        ValueError: It was written by another version of torch_shard, or is not a checkpoint.
     """
     try:
         found = json.loads((directory / HEAD).read_text(encoding="utf-8"))
@@ -304,4 +305,4 @@ def read_head(directory: Path) -> Head:
         names = {key: tuple(found[key]) for key in ("unsaved", "wide")}
         return Head(**{**found, **names}, stored=stored)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} is no checkpoint of this version of torch_shard: {error!r}.") from error
+        raise ValueError(f"{directory} is not a checkpoint of this version of torch_shard: {error!r}.") from error

@@ -4,16 +4,16 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from torch_shard._capture import Captured, capture, is_fake
+from torch_shard._common.patching import patched
 from torch_shard._lowering import keeps_whole
-from torch_shard._sharding import OF_EVERY_MODULE, holdings, swap, with_values
+from torch_shard._sharding import OF_EVERY_MODULE, holdings, replace_tensors, with_values
 
-Init = Callable[[nn.Module], Any]
+Init = Callable[[nn.Module], None]
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -32,7 +32,7 @@ class Construction:
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     num_entries: int
-    graph: Captured
+    graph: Captured[Any]
 
     @property
     def entries(self) -> list[str]:
@@ -58,29 +58,30 @@ def construct(make: Callable[[], Any]) -> Construction:
         made.append((module, tensors, len(entries)))
         return [t.detach() if t.device.type != "meta" else torch.zeros(()) for t in tensors.values()], None
 
-    with _lazy_refused(), mock.patch.object(nn.Module, "_apply", _apply):
+    with _lazy_refused(), patched(nn.Module, "_apply", _on_fakes):
         graph = capture(run, [], keep=_keep, restore=False)
     return Construction(*made[0], graph)
 
 
-_APPLY = nn.Module._apply
-
-
-def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+def _on_fakes(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Module.to` and its kin on fakes, which cannot be swapped as PyTorch would: a tracer holds them."""
-    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-    if not all(map(is_fake, own)):
-        return _APPLY(module, fn, recurse)
-    for child in module.children() if recurse else ():
-        child._apply(fn)
-    for param in filter(lambda p: p is not None, module._parameters.values()):
-        with torch.no_grad():
-            applied = fn(param)  # pyright: ignore[reportArgumentType]
-        if applied is not param:
-            param.data = applied  # pyright: ignore[reportOptionalMemberAccess]
-    for name, buffer in module._buffers.items():
-        module._buffers[name] = None if buffer is None else fn(buffer)
-    return module
+
+    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if not all(map(is_fake, own)):
+            return original(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for param in filter(lambda p: p is not None, module._parameters.values()):
+            with torch.no_grad():
+                applied = fn(param)  # pyright: ignore[reportArgumentType]
+            if applied is not param:
+                param.data = applied  # pyright: ignore[reportOptionalMemberAccess]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    return apply
 
 
 @contextlib.contextmanager
@@ -97,7 +98,7 @@ def _lazy_refused() -> Iterator[None]:
         ) from error
 
 
-def _keep(op: Any, has_core_rule: bool) -> bool:
+def _keep(op: torch._ops.OperatorBase, has_core_rule: bool) -> bool:
     """PyTorch's rule for `linspace` is not to the bit what its kernel gives."""
     return op is torch.ops.aten.linspace.default or keeps_whole(op, has_core_rule)
 
@@ -118,7 +119,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from ((where, tensor) for where, tensor in found if id(tensor) not in entries)
 
 
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, _CONTAINERS):
@@ -158,12 +159,12 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def construct_again(model: nn.Module, names: list[str], init: Init | None) -> Construction:
-    """What the initialisers of a module would write into it, on fakes; the module itself is left as it is."""
+    """Record what the initialisers of a module would write into it, on fakes; the module itself stays as it is."""
     copy = blank(model)
     metas = holdings(copy).all
 
     def make() -> nn.Module:
-        swap(copy, {id(t): torch.empty(t.shape, dtype=t.dtype) for t in metas.values()})
+        replace_tensors(copy, [(t, torch.empty(t.shape, dtype=t.dtype)) for t in metas.values()])
         initialise(copy, names, init)
         return copy
 

@@ -1,4 +1,4 @@
-"""What cannot be initialised as torch would have done it is refused by name."""
+"""Refusals, by name, of what cannot be initialised as torch would have done it."""
 
 import dis
 import itertools
@@ -12,6 +12,7 @@ from torch import nn
 from torch_shard._lowering import missing_lowerings_of
 from torch_shard._materialize.construct import Construction, Init, blank, initialise, meta_attributes
 from torch_shard._materialize.slices import Slice, is_constant
+from torch_shard._sharding import entry_of
 
 _CONSTRUCTOR = (
     "Pass the constructor instead of the module, which runs all of it: materialize(lambda: {}(...), mesh, plan)"
@@ -104,7 +105,7 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
     refuse(faults, "it cannot be told whether the constructor initialised entries in a way of its own.", remedy)
     copy = blank(model)
     writes = initialise(copy, names, init)
-    found = {name: _entry(model, name)._version for name in names}
+    found = {name: entry_of(model, name)._version for name in names}
     faults = {
         name: f"{found[name]} writes in place by the constructor, {total} by reset_parameters{' and init' * bool(init)}"
         for name, (own, total) in writes.items()
@@ -119,11 +120,6 @@ def check_reborn(model: nn.Module, names: list[str], init: Init | None) -> None:
     )
 
 
-def _entry(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
-
-
 def _is_of_torch(module_name: str | None) -> bool:
     return (module_name or "").split(".")[0] == "torch"
 
@@ -135,7 +131,7 @@ def _own_initialisers(kind: type) -> Iterator[str]:
             return
 
 
-def _data_writers(kind: type, known: set[Any]) -> Iterator[str]:
+def _data_writers(kind: type, known: set[types.CodeType]) -> Iterator[str]:
     """Functions that a constructor may call, as far as its code names them, and that write in place to `.data`.
 
     What it calls by other ways (of another object, out of a container) is not found.
@@ -171,14 +167,14 @@ def _stored(code: types.CodeType) -> Iterator[str]:
         yield from ["weight"] * ("_weight" in keywords)
 
 
-def _constructors(kind: type, seen: set[Any]) -> Iterator[Any]:
+def _constructors(kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
     """The functions that a constructor may call, as far as its code names them, itself included."""
     for owner in kind.__mro__:
         if "__init__" in vars(owner) and not _is_of_torch(owner.__module__):
             yield from _reached(owner.__init__, kind, seen)
 
 
-def _reached(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
+def _reached(function: Any, kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
     code = getattr(function, "__code__", None)
     if code is None or code in seen or _is_of_torch(getattr(function, "__module__", "")):
         return

@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import Contents, Spec, reached_by
-from torch_shard._lowering import FlatFn, Program, draws_random
+from torch_shard._capture import Aux, Contents, Spec, TensorFn, reached_by
+from torch_shard._lowering import Program, draws_random
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
@@ -24,9 +24,9 @@ from torch_shard._sharding import LossFn
 SHOWN = 6
 
 ScanLayers = bool | Literal["auto"]
-"""Whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
+"""Choice of whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
 Remat = Literal["none", "dots", "block"]
-"""What is computed again in the backward pass: nothing, all but matrix products, all but a layer's inputs."""
+"""Choice of what the backward pass computes again: nothing, all but matrix products, all but a layer's inputs."""
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 ALONE = (
@@ -36,7 +36,7 @@ ALONE = (
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """What to do with repeated layers.
+    """Options for repeated layers.
 
     Attributes:
         scan: Whether they become loops: True, False, or "auto".
@@ -50,12 +50,12 @@ class LayerOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether layers are captured as regions at all."""
+        """Tell whether layers are captured as regions at all."""
         return self.scan is not False or self.remat != "none"
 
     @property
     def choices(self) -> tuple[Remat, ...]:
-        """What to compute again: one choice, or with a budget all of them, the fastest first."""
+        """Choices of what to compute again: one, or with a budget all of them, the fastest first."""
         return REMAT if isinstance(self.remat, int) else (self.remat,)
 
     def groups(self, model: nn.Module) -> list[Siblings]:
@@ -78,7 +78,7 @@ class RolledLoss:
         remat: What is computed again in the backward pass, one of `REMAT`.
     """
 
-    def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
+    def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
         instructions, self._outputs = instructions_of(program.graph.module, calls, remat)
         self._items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
@@ -86,7 +86,7 @@ class RolledLoss:
 
     @property
     def graphs(self) -> list[GraphModule]:
-        """Of the regions."""
+        """Graphs of the regions."""
         return [call.region.graph.module for call in self.calls.values()]
 
     def with_remat(self, remat: str) -> "RolledLoss":
@@ -98,7 +98,7 @@ class RolledLoss:
         return execute(self._items, self._outputs, key, inputs)
 
     def without(self, inputs: Sequence[GraphInput]) -> list[str]:
-        """Those of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
+        """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
         pairs = zip(inputs, self._outputs[1:], strict=False)
         bundles = [(names_of(given), found.values) for given, found in pairs if isinstance(found, BundleValues)]
         return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
@@ -131,9 +131,9 @@ def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
     repeats: LayerOptions,
-    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
+    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
-) -> tuple[Program, RolledLoss | None, list[Siblings]]:
+) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
@@ -165,12 +165,12 @@ def capture_layers(
 def _try_capture(
     regions: LayerInterceptor,
     repeats: LayerOptions,
-    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
+    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
-) -> tuple[Program, RolledLoss] | Restart:
+) -> tuple[Program[Aux], RolledLoss] | Restart:
     """Capture a loss with its layers as regions, or find out why that has to start again."""
     try:
-        program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
+        program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])

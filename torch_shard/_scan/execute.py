@@ -19,7 +19,7 @@ class Inputs(Protocol):
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array: ...
 
     def row(self, at: tuple[int, ...]) -> "StackRow | None":
-        """Of which stack it is a row, if it is one."""
+        """The stack of which it is a row, if it is one."""
         ...
 
 
@@ -115,7 +115,7 @@ class _Run:
             self._wanted.setdefault(value.source, set()).add(value.path)
 
     def output(self, value: Output) -> Result:
-        """What an output is."""
+        """Value of an output."""
         if isinstance(value, BundleValues):
             return [None if v is None else self.read(v) for v in value.values]
         return self.read(value) if isinstance(value, Operand) else value
@@ -129,7 +129,7 @@ class _Run:
         return _at(self.done[value.source], value.path)
 
     def _given(self, values: Sequence[Operand]) -> tuple[jax.Array | None, jax.Array]:
-        """What each iteration is given, as `(None, stack)`, or `(stack, rows)` where it is some rows of a stack."""
+        """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
         found = [self._row(value) for value in values]
         first = found[0]
         if isinstance(first, StackRow) and all(isinstance(v, StackRow) and v.stack is first.stack for v in found):
@@ -206,7 +206,7 @@ def _at(value: Result, path: Sequence[int]) -> Result:
 
 
 def _runs_backwards(loop: Loop) -> bool:
-    """Whether later iterations read what is stored first: then the scan goes from the last row to the first."""
+    """Tell whether later iterations read what is stored first: then the scan goes from the last row to the first."""
     votes = 0
     for values in loop.each:
         if all(isinstance(v.source, int) for v in values):

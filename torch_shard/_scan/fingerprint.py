@@ -1,4 +1,4 @@
-"""What a torch callable did, in a form that can be compared: two calls with equal records mean the same program.
+"""A record of what a torch callable did: two calls with equal records mean the same program.
 
 A record has every ATen operator in order, with its arguments (tensors by number, everything else by type and value),
 whether autograd was on and which tensors required a gradient, and the autograd graph behind the results (the class of
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.autograd.graph import Node
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_shard._capture import DEVICE_OF, NUMBERS, Same, current_mode, read_by
 from torch_shard._common.overrides import OPERATORS
+from torch_shard._common.patching import patched
 
 _VALUES = (*NUMBERS, complex, bytes, type(None))
 
@@ -43,7 +43,7 @@ class Fingerprint(TorchDispatchMode):
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
         self.rules: dict[type[torch.autograd.Function], tuple[Hashable, ...]] = {}
-        """What the backward passes of `autograd.Function`s read from outside."""
+        """Values that the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
         self.refused: str | None = None
@@ -76,7 +76,7 @@ class Fingerprint(TorchDispatchMode):
         return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
     def made(self, value: object) -> bool:
-        """Whether `value` is a tensor that the call has made."""
+        """Tell whether `value` is a tensor that the call has made."""
         return isinstance(self._numbers.get(id(value)), int)
 
     def _encode(self, value: object, *, new: bool = False) -> Hashable:
@@ -136,7 +136,7 @@ class Fingerprint(TorchDispatchMode):
 
 
 def _reads_plainly(frame: FrameType) -> bool:
-    """Whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
+    """Tell whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
     name = frame.f_globals.get("__name__", "")
     return name.partition(".")[0] in ("torch", __name__.partition(".")[0]) and name != "torch.utils.hooks"
 
@@ -146,32 +146,39 @@ def hooks_refused(current: Callable[[], Fingerprint | None]) -> Iterator[None]:
     """Refuse what a record does not show: hooks on a tensor or on what autograd saves, or maybe on its graph.
 
     Args:
-        current: Gives the record that is being written in this thread, if there is one.
+        current: Gives the record that is being written, if there is one.
     """
 
     def refuse(why: str) -> None:
         if (record := current()) is not None:
             record.refuse(why)
 
-    def grad_fn(tensor: torch.Tensor) -> Node | None:
-        if current() is not None and not _reads_plainly(sys._getframe(1)):
-            refuse("it reads grad_fn, where a hook may be registered")
-        return _grad_fn(tensor)
+    def grad_fn(original: property) -> property:
+        def read(tensor: torch.Tensor) -> Node | None:
+            if current() is not None and not _reads_plainly(sys._getframe(2)):  # behind the patched attribute
+                refuse("it reads grad_fn, where a hook may be registered")
+            return original.__get__(tensor)
 
-    register, enter = torch.Tensor.register_hook, torch.autograd.graph.saved_tensors_hooks.__enter__
+        return property(read)
 
-    def register_hook(tensor: torch.Tensor, hook: Callable[..., object]) -> RemovableHandle:
-        refuse("it registers a hook on a tensor")
-        return register(tensor, hook)
+    def register_hook(original: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+        def register(tensor: torch.Tensor, hook: Callable[..., object]) -> RemovableHandle:
+            refuse("it registers a hook on a tensor")
+            return original(tensor, hook)
 
-    def saved_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
-        if not type(hooks).__module__.startswith(_CHECKPOINT):
-            refuse("it packs saved tensors by hooks of its own")
-        return enter(hooks)
+        return register
+
+    def saved_hooks(original: Callable[..., None]) -> Callable[..., None]:
+        def enter(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+            if not type(hooks).__module__.startswith(_CHECKPOINT):
+                refuse("it packs saved tensors by hooks of its own")
+            return original(hooks)
+
+        return enter
 
     with (
-        mock.patch.object(torch.Tensor, "register_hook", register_hook),
-        mock.patch.object(torch.Tensor, "grad_fn", property(grad_fn)),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
+        patched(torch.Tensor, "register_hook", register_hook),
+        patched(torch.Tensor, "grad_fn", grad_fn),
+        patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_hooks),
     ):
         yield

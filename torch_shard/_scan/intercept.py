@@ -11,15 +11,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave, untraced
+from torch_shard._common.patching import patched
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
 from torch_shard._scan.layer_call import BundledParameter, LayerCall, Surroundings, saving_plainly
@@ -31,7 +30,7 @@ _CAPTURES = itertools.count()
 
 
 class LayerInterceptor:
-    """What one capture knows of repeated layers; `with regions.active(): ...` within the captured function."""
+    """Knowledge of one capture about repeated layers; `with regions.active(): ...` within the captured function."""
 
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
@@ -52,19 +51,17 @@ class LayerInterceptor:
         """Calls of members become regions."""
         self._counts = dict.fromkeys(self._found, 0)
         self.calls.clear()
-        thread, capture_mode = threading.get_ident(), current_mode()
+        capture_mode = current_mode()
         classes = {type(self._modules[key]) for key in self._group_of}
 
-        def is_mine() -> bool:
-            return threading.get_ident() == thread and current_mode() is capture_mode and not in_transform()
-
         def record() -> Fingerprint | None:
-            return self._layer.record if self._layer and threading.get_ident() == thread else None
+            return None if self._layer is None else self._layer.record
 
         def intercept(original: Callable[..., object]) -> Callable[..., object]:
             def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 group = self._group_of.get(id(module))
-                if group is None or self._layer or not is_mine():
+                mine = current_mode() is capture_mode and not in_transform()
+                if group is None or not mine or self._layer:
                     return original(module, *args, **kwargs)
                 if self.restart:
                     with untraced():
@@ -76,7 +73,7 @@ class LayerInterceptor:
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks_refused(record))
             for cls in classes:
-                stack.enter_context(mock.patch.object(cls, "forward", intercept(cls.forward)))
+                stack.enter_context(patched(cls, "forward", intercept))
             yield
 
     def bind(self, bundle: Bundle, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -154,7 +151,7 @@ class LayerInterceptor:
         self.check()
 
     def graphs(self) -> list[GraphModule]:
-        """Of the calls, in order."""
+        """Graphs of the calls, in order."""
         return [call.region.graph.module for call in self.calls.values()]
 
     def release(self) -> None:

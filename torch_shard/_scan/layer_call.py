@@ -35,6 +35,7 @@ from torch_shard._scan.fingerprint import Fingerprint
 from torch_shard._scan.region import Call, Origin, Region, RegionFunction, UnknownResults
 from torch_shard._scan.restarts import LeftBehind, Restart
 from torch_shard._scan.siblings import CallKind, Siblings
+from torch_shard._sharding import place_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,8 @@ class LayerCall:
         bound = dict(zip(self.buffers, buffers, strict=True))  # what `self.count += 1` assigns, having written to it
         self.assigned = {name: now[name] for name in changed if now.get(name) is not bound[name]}
         for name in changed:
-            _set_buffer(self.module, name, self.buffers[name])
+            held, key = place_of(self.module, name)
+            held[key] = self.buffers[name]
         self.passed = capture_mode.standins()  # what it may return as it was given
         return self.out, self.assigned
 
@@ -162,7 +164,7 @@ class LayerCall:
         )
 
     def _gradients(self, chosen: list[torch.Tensor], cotangents: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Of what the call closed over, by `id`, where these results depend on it."""
+        """Gradients of what the call closed over, by `id`, where these results depend on it."""
         if not chosen:
             return {}
         capture_mode = current_mode()
@@ -177,8 +179,8 @@ class LayerCall:
     def _outside(self, key: int) -> int:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
-    def _inputs(self, graph: Captured, cotangents: list[torch.Tensor]) -> list[tuple[Origin, int]]:
-        """Where each input of the graph comes from."""
+    def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[Origin, int]]:
+        """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
             self.record.refuse(f"{missing[0].target} has no lowering")
         if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
@@ -223,7 +225,7 @@ class LayerCall:
         return Call(region, path, place, places, bundles, number, self._around.note), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> object:
-        """What the call returns: the results of its operator in their places; new values of buffers are written."""
+        """Result of the call: those of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
         new = {id(fake): tensor for fake, tensor in self.passed}
@@ -232,7 +234,8 @@ class LayerCall:
             for position, value in zip(region.graph.written, outputs[len(own) :], strict=True):  # pyright: ignore
                 list(self.buffers.values())[position].copy_(value)
         for name, tensor in self.assigned.items():
-            _set_buffer(self.module, name, new[id(tensor)])  # a new tensor: Python may hold the old one still
+            held, key = place_of(self.module, name)
+            held[key] = new[id(tensor)]  # a new tensor: Python may hold the old one still
         region.made = region.made or self.record.tensors()
         for number, fake in self.record.tensors().items():
             if region.made[number] is not fake:
@@ -250,7 +253,7 @@ class LayerCall:
         return _adopted(region.made[number])
 
     def unknown_results(self) -> object:
-        """What the call returns in a capture that starts again: tensors of the same looks, without a graph."""
+        """Result of the call in a capture that starts again: tensors of the same looks, without a graph."""
         made = self.record.tensors().values()
         own = [t for t in made if any(t is leaf for leaf in torch_pytree.tree_leaves(self.out))]
         capture_mode = current_mode()
@@ -264,7 +267,7 @@ class LayerCall:
         return self._returned(new)
 
     def _returned(self, new: Mapping[int, torch.Tensor]) -> object:
-        """What the call returned, with the tensors of the capture of the whole."""
+        """Result of the call with the tensors of the capture of the whole."""
         for fake, tensor in self.passed:
             leave(fake, functools.partial(_itself, tensor))
         return torch_pytree.tree_map(
@@ -290,11 +293,6 @@ def _has_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> 
     storages = [t.untyped_storage()._cdata for t in (*given, *results)]
     own = set(storages[len(given) :])
     return len(own) < len(results) or not own.isdisjoint(storages[: len(given)])
-
-
-def _set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module.get_submodule(path)._buffers[leaf] = value
 
 
 def _first_line(error: Exception) -> str:

@@ -103,7 +103,7 @@ def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, nu
 
 
 def _saved(grads: Sequence[object], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
-    """What the backward pass must be given: values of the forward pass that may be saved, and inputs."""
+    """Values that the backward pass must be given: those of the forward pass that may be saved, and inputs."""
     behind = depending_on(cotangents)
     saved: set[Node] = set()
     seen: set[Node] = set()

@@ -21,7 +21,7 @@ SourceKind = Literal["own", "fixed", "carry", "each"]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where an instruction in a loop finds a source.
+    """The place where an instruction in a loop finds a source.
 
     Attributes:
         kind: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it has backward passes of layers."""
+        """Tell whether it has backward passes of layers."""
         return any(instruction.is_backward for instruction in self.iterations[0])
 
     @property
@@ -100,7 +100,7 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
 def _best(
     instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int]
 ) -> tuple[int, int, Loop] | None:
-    """Where the longest loop from the first anchor on starts and stops; of equal ones the shorter."""
+    """Start and stop of the longest loop from the first anchor on; of equal ones the shorter."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
@@ -143,7 +143,7 @@ def _prove(spans: list[list[Instruction]], order: dict[Instruction, int]) -> Loo
 
 
 class _Proof:
-    """Where each source comes from, if that is the same for the iterations; else for how many of them it is."""
+    """Origin of each source, if it is the same for the iterations; else for how many of them it is."""
 
     def __init__(self, spans: list[list[Instruction]], order: dict[Instruction, int]) -> None:
         self._start, self._order = order[spans[0][0]], order
@@ -179,12 +179,12 @@ class _Proof:
         return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
-        """Which instruction of an iteration has made a value, and its path."""
+        """The instruction of an iteration that has made a value, and its path."""
         number = self._numbers[iteration].get(value.source)  # pyright: ignore[reportArgumentType]
         return None if number is None else (number, value.path)
 
     def _is_before(self, value: Operand) -> bool:
-        """Whether a value is known before the loop starts."""
+        """Tell whether a value is known before the loop starts."""
         return isinstance(value.source, int) or self._order[value.source] < self._start
 
 

@@ -24,7 +24,7 @@ LEAST = 3
 
 @dataclasses.dataclass(frozen=True)
 class CallKind:
-    """What is known of the calls of one program.
+    """Knowledge about the calls of one program.
 
     Attributes:
         left: Numbers, in the record of a call, of tensors that it left behind (in a cache, a list) and that are used.
@@ -100,7 +100,7 @@ def _siblings(module: nn.Module, path: str, specs: Mapping[str, PartitionSpec], 
 
 
 def _look(path: str, module: nn.Module, specs: Mapping[str, PartitionSpec]) -> Hashable | None:
-    """What alike modules agree in; None for what cannot be a program of its own."""
+    """A key that alike modules agree in; None for what cannot be a program of its own."""
     inner = list(module.named_modules(remove_duplicate=False))
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
@@ -125,7 +125,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblings]) -> Layout:
-    """What is stored together: each entry of alike siblings. A tensor under several names stands alone.
+    """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
 
     Args:
         model: Only its structure is read.

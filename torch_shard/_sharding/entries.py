@@ -1,18 +1,22 @@
-"""What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
+"""Entries of a module by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
+
+# What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 
 from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 
-LossFn = Callable[..., Any]
+LossFn = Callable[..., PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +48,14 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
+def _named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    return cast(Iterator[tuple[str, nn.Module]], module.named_modules(remove_duplicate=remove_duplicate))
+
+
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
     names: dict[int, list[tuple[str, bool]]] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in _named_modules(module, remove_duplicate=False):
         for leaf, buffer in owner._buffers.items():
             saved = leaf not in owner._non_persistent_buffers_set
             names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
@@ -61,7 +69,7 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     Args:
         tensors: As in `Holdings.all`; those on the jax device are left out.
     """
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.numel():
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -76,13 +84,12 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
 
     Args:
         module: Left as it is; its tensors are not copied.
-        values: One tensor for each name of `holdings`; ties and `requires_grad` are the module's.
+        values: One tensor for each name of `holdings`; ties, `requires_grad` and attributes are the module's.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, tensor in holdings(module).all.items():
         value = values[name].to(tensor.dtype)  # JAX may have held an int64 in 32 bits
-        is_param = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value
+        memo[id(tensor)] = _as_kind_of(tensor, value)
     for m in module.modules():  # the old weight_norm and pruning keep what they computed, which torch cannot copy
         computed = [v for v in vars(m).values() if isinstance(v, torch.Tensor) and v.grad_fn is not None]
         memo.update((id(v), v.detach().clone()) for v in computed)
@@ -116,8 +123,8 @@ def refuse_load_hooks(module: nn.Module) -> None:
     """
     hooked = [
         name or type(module).__name__
-        for name, m in module.named_modules()
-        for hook in m._load_state_dict_pre_hooks.values()
+        for name, m in _named_modules(module)
+        for hook in cast(dict[int, Callable[..., object]], m._load_state_dict_pre_hooks).values()
         if not getattr(hook, "hook", hook).__module__.startswith("torch.")
     ]
     if hooked:
@@ -127,49 +134,47 @@ def refuse_load_hooks(module: nn.Module) -> None:
         )
 
 
-def replace_tensors(module: nn.Module, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Put `value` wherever `module` holds `tensor`, under all names of a tie.
-
-    Args:
-        module: Changed in place.
-        tensor: A parameter or buffer of the module.
-        value: The new tensor; a parameter stays a parameter with its `requires_grad`.
-    """
-    if isinstance(tensor, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    for m in module.modules():
-        for held in (m._parameters, m._buffers):
-            for key in [key for key, found in held.items() if found is tensor]:
-                held[key] = value  # pyright: ignore[reportArgumentType]
-
-
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
-def swap(module: nn.Module, values: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
 
     Args:
         module: Changed in place.
-        values: The new tensor by the `id` of the old one; a parameter stays a parameter, with its `requires_grad` and
-            its attributes.
+        pairs: A tensor of the module and the new one, for each.
 
     Returns:
-        What is in their places now, by the same `id`s.
+        What is in their places now: a parameter stays a parameter, with its `requires_grad` and its attributes.
     """
-    new = dict(values)
-    for tensor in holdings(module).all.values():
-        if isinstance(tensor, nn.Parameter) and id(tensor) in new:
-            value = new[id(tensor)]
-            new[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad)
-            vars(new[id(tensor)]).update({k: v for k, v in vars(tensor).items() if not _OF_TENSORS.fullmatch(k)})
+    new = {id(old): (old, _as_kind_of(old, value)) for old, value in pairs}
     for m in module.modules():
-        for name, value in list(vars(m).items()):
-            if name not in OF_EVERY_MODULE:
-                vars(m)[name] = _swapped(value, new)
+        for name in vars(m).keys() - OF_EVERY_MODULE:
+            vars(m)[name] = _replaced(vars(m)[name], new)
         if isinstance(m, nn.RNNBase):
             m._init_flat_weights()  # weak references to what it held
+    return [value for _, value in new.values()]
+
+
+def _as_kind_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(old, nn.Parameter):
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update({name: mark for name, mark in vars(old).items() if not _OF_TENSORS.fullmatch(name)})
     return new
+
+
+def place_of(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    """The dict that holds the parameter or buffer of that name, and its key there."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return owner._parameters if leaf in owner._parameters else owner._buffers, leaf  # pyright: ignore[reportReturnType]
+
+
+def entry_of(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of that name."""
+    held, key = place_of(module, name)
+    return held[key]  # pyright: ignore[reportReturnType]
 
 
 # What fakes and tensors of the jax device keep for themselves; the rest are marks of the user's, for optimisers say.
@@ -182,17 +187,18 @@ _OF_TENSORS = re.compile(
 def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Leave the shape of an entry in its places; returns what is there now."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return swap(module, {id(tensor): empty})[id(tensor)]
+    return replace_tensors(module, [(tensor, empty)])[0]
 
 
-def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+def _replaced(value: PyTree, new: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> PyTree:
     if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
+        return new[id(value)][1] if id(value) in new else value
     if type(value) is tuple:
-        return tuple(_swapped(item, new) for item in value)
+        return tuple(_replaced(item, new) for item in cast(tuple[PyTree, ...], value))
     if isinstance(value, list | dict):
-        pairs = list(enumerate(value) if isinstance(value, list) else value.items())
+        held = cast(dict[object, PyTree], value)  # or a list, which is written to by position
+        pairs = list(held.items() if isinstance(value, dict) else enumerate(cast(list[PyTree], value)))
         for key, item in pairs:
-            if (replaced := _swapped(item, new)) is not item:
-                value[key] = replaced
+            if (replaced := _replaced(item, new)) is not item:
+                held[key] = replaced
     return value

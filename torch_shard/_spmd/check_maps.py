@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, varying
 from torch_shard._common.caller import caller
+from torch_shard._common.types import Device, PyTree
 from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
-def is_spec(value: Any) -> bool:
-    """Whether it is one spec, and not a tree of them."""
+def is_spec(value: object) -> bool:
+    """Tell whether it is one spec, and not a tree of them."""
     return isinstance(value, P)
 
 
@@ -25,7 +26,7 @@ def axes_of(spec: P) -> list[str]:
     return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
 
 
-def check_names(what: str, specs: Any, mesh: Mesh, axis_names: Collection[str]) -> None:
+def check_names(what: str, specs: PyTree, mesh: Mesh, axis_names: Collection[str]) -> None:
     """Refuse what is no spec, and axes that the mesh lacks or that are not mapped."""
     faults = []
     unknown = [axis for axis in axis_names if axis not in mesh.shape]
@@ -57,7 +58,7 @@ def check_nesting(mesh: Mesh, axis_names: Collection[str]) -> None:
         )
 
 
-def spread_specs(what: str, specs: Any, tree: Any, names: Sequence[str] = ()) -> Any:
+def spread_specs(what: str, specs: PyTree, tree: PyTree, names: Sequence[str] = ()) -> PyTree:
     """Specs that may stand for whole subtrees, as one for each leaf of `tree`."""
     if isinstance(specs, tuple) and names and len(specs) != len(tree):
         raise TypeError(
@@ -74,11 +75,11 @@ def spread_specs(what: str, specs: Any, tree: Any, names: Sequence[str] = ()) ->
         ) from error
 
 
-def _structure(tree: Any) -> str:
+def _structure(tree: PyTree) -> str:
     return str(jax.tree.structure(tree, is_leaf=is_spec)).removeprefix("PyTreeDef(").removesuffix(")")
 
 
-def check_inputs(specs: Any, args: Sequence[Any], names: Sequence[str], mesh: Mesh) -> None:
+def check_inputs(specs: PyTree, args: Sequence[PyTree], names: Sequence[str], mesh: Mesh) -> None:
     """Refuse arguments that their specs do not fit."""
     faults = []
     for name, arg, arg_specs in zip(names, args, specs, strict=True):
@@ -90,7 +91,7 @@ def check_inputs(specs: Any, args: Sequence[Any], names: Sequence[str], mesh: Me
     _raise_all(f"jax_shard_map: arguments do not fit in_specs on mesh {describe_mesh(mesh)}", faults)
 
 
-def check_outputs(result: Any, out_specs: Any, mesh: Mesh, axes: Collection[str]) -> None:
+def check_outputs(result: PyTree, out_specs: PyTree, mesh: Mesh, axes: Collection[str]) -> None:
     """Refuse local results that their specs do not fit, or that vary over one of these axes which their spec lacks."""
     specs = jax.tree.leaves(spread_specs("out_specs", out_specs, result), is_leaf=is_spec)
     faults = []
@@ -119,7 +120,7 @@ def _raise_all(heading: str, faults: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """How many rows are mapped, and along which dim of each leaf of the arguments."""
+    """Number of mapped rows, and the dim of each leaf of the arguments that they lie along."""
 
     size: int
     axes: tuple[int | None, ...]
@@ -127,14 +128,14 @@ class Mapped:
 
 def check_mapped(
     names: Sequence[str],
-    args: Sequence[Any],
-    axes: Sequence[Any],
-    axis_size: int | None,
+    args: Sequence[PyTree],
+    axes: Sequence[PyTree],
     *,
+    axis_size: int | None,
     static: Collection[int] = (),
     limit: int | None = None,
 ) -> Mapped:
-    """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
+    """Find how arguments are mapped; refuse mapped dims that are missing, differ in size, or exceed the devices.
 
     Args:
         names: Of the arguments.
@@ -177,7 +178,7 @@ def check_mapped(
     return Mapped(size, tuple(dims))
 
 
-def _with_axes(name: str, arg: Any, axis: Any) -> Iterable[tuple[str, Any, Any]]:
+def _with_axes(name: str, arg: PyTree, axis: PyTree) -> Iterable[tuple[str, PyTree, PyTree]]:
     """Each leaf of an argument, with its name and mapped dim."""
     axes = _spread_axes(axis, arg)
     if axes is None:
@@ -189,7 +190,7 @@ def _with_axes(name: str, arg: Any, axis: Any) -> Iterable[tuple[str, Any, Any]]
         yield f"{name}{jax.tree_util.keystr(path)}", leaf, dim
 
 
-def _spread_axes(axes: Any, tree: Any) -> list[int | None] | None:
+def _spread_axes(axes: PyTree, tree: PyTree) -> list[int | None] | None:
     """An axis for each leaf of `tree`; None where they do not fit it."""
     found: list[int | None] = []
     try:
@@ -200,7 +201,7 @@ def _spread_axes(axes: Any, tree: Any) -> list[int | None] | None:
     return found
 
 
-def _check_hashable(name: str, value: Any) -> None:
+def _check_hashable(name: str, value: object) -> None:
     if isinstance(value, jax.Array):
         raise TypeError(f"{caller()}: the static argument {name} is a tensor. Pass a Python value, or map it.")
     try:
@@ -212,7 +213,7 @@ def _check_hashable(name: str, value: Any) -> None:
         ) from error
 
 
-def check_leaves(name: str, arg: Any) -> None:
+def check_leaves(name: str, arg: PyTree) -> None:
     """Refuse an argument that holds anything but tensors and numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
@@ -222,7 +223,7 @@ def check_leaves(name: str, arg: Any) -> None:
             )
 
 
-def check_rows(result: Any, out_axes: Any) -> Any:
+def check_rows(result: PyTree, out_axes: PyTree) -> PyTree:
     """The result for one row, as it is; refuses what is no tensor, and `out_axes` that do not suit it."""
     leaves = jax.tree_util.tree_leaves_with_path(result)
     axes = _spread_axes(out_axes, result)
@@ -241,19 +242,19 @@ def check_rows(result: Any, out_axes: Any) -> Any:
     return result
 
 
-def check_axes(argument: str, axes: Any) -> None:
-    """Refuse what are no mapped dims."""
+def check_axes(argument: str, axes: PyTree) -> None:
+    """Refuse what is not a mapped dim."""
     if not all(isinstance(axis, int) for axis in jax.tree.leaves(axes)):
         raise TypeError(f"{caller()}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
 
 
-def check_axis_name(name: Any) -> None:
+def check_axis_name(name: object) -> None:
     """Refuse a name that collectives could not name."""
     if not isinstance(name, str):
         raise TypeError(f"{caller()}: axis_name must be a string, got {name!r}.")
 
 
-def as_names(argument: str, names: Any) -> tuple[str, ...]:
+def as_names(argument: str, names: object) -> tuple[str, ...]:
     """One or several names of axes."""
     found = (names,) if isinstance(names, str) else names
     if not (isinstance(found, Iterable) and all(isinstance(name, str) for name in found)):
@@ -261,7 +262,7 @@ def as_names(argument: str, names: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def as_positions(argument: str, positions: Any, names: Sequence[str]) -> tuple[int, ...]:
+def as_positions(argument: str, positions: int | Iterable[int], names: Sequence[str]) -> tuple[int, ...]:
     """Positions of arguments of these names, counted from the first."""
     found = (positions,) if isinstance(positions, int) else positions
     if isinstance(found, str) or not all(isinstance(p, int) for p in found):
@@ -275,9 +276,9 @@ def as_positions(argument: str, positions: Any, names: Sequence[str]) -> tuple[i
     return tuple(position % len(names) for position in found)
 
 
-def as_devices(devices: Any) -> list[Any]:
+def as_devices(devices: object) -> list[Device]:
     """The devices of a map, at least one, each once."""
-    found = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
+    found: list[Any] = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
     if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
         raise ValueError(
             f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "
@@ -295,7 +296,7 @@ def check_outermost() -> None:
         )
 
 
-def check_places(names: Sequence[str], args: Sequence[Any], mesh: Mesh) -> None:
+def check_places(names: Sequence[str], args: Sequence[PyTree], mesh: Mesh) -> None:
     """Refuse arguments that are committed to other devices than the mesh has, or in another order."""
     wanted = [device.id for device in mesh.devices.flat]
     for name, arg in zip(names, args, strict=True):
@@ -315,5 +316,5 @@ def check_places(names: Sequence[str], args: Sequence[Any], mesh: Mesh) -> None:
                 )
 
 
-def _is_committed(leaf: Any) -> bool:
+def _is_committed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.caller import caller, public, speaks_as
-from torch_shard._common.random import fold_axes
+from torch_shard._common.random import Key, fold_axes
+from torch_shard._common.types import Device, PyTree
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
 from torch_shard._sharding import check_mesh
 from torch_shard._spmd.check_maps import (
@@ -34,20 +35,23 @@ from torch_shard._spmd.check_maps import (
 )
 from torch_shard._spmd.vmap import vmap_of_arrays
 
+A = ParamSpec("A")
+R = TypeVar("R")
+
 Axes = str | Sequence[str]
 
 
 @public
 def jax_vmap(
-    fn: Callable[..., Any],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    fn: Callable[A, R],
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     *,
     axis_name: str | None = None,
     axis_size: int | None = None,
     fold_in_axes: Axes = (),
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.vmap` of a torch callable.
 
     Random operators draw the same numbers for every element of the batch, unless the key is folded over `axis_name`.
@@ -73,25 +77,26 @@ def jax_vmap(
     check_axes("out_axes", out_axes)
     if not (axis_size is None or isinstance(axis_size, int)):
         raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
+    vmap = functools.partial(jax.vmap, axis_name=axis_name, **kwargs)
 
     @speaks_as("jax_vmap")
-    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
+    def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         axes = _axes_of(in_axes, len(args), fn)
         names = [*names_of(fn, len(args)), *named]
-        spread = check_mapped(names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
+        spread = check_mapped(names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size=axis_size)
         leaves, tree = jax.tree.flatten((args, named))
 
         tensors, values = CLOSURE.held()
         token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 
-        def of_leaves(key: Any, *inputs: Any) -> Any:
+        def of_leaves(key: Key, *inputs: jax.Array) -> PyTree:
             args, named = jax.tree.unflatten(tree, inputs[len(values) :])
             reader = Reader(tensors, inputs[: len(values)], token)
             with reader.active() if is_read else contextlib.nullcontext():
                 return check_rows(pure(key, *args, **named), out_axes)
 
         axes = (None, *(None for _ in values), *spread.axes)
-        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, axis_name=axis_name, **kwargs)
+        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, vmap=vmap)
         return run(key, *values, *map(jax.numpy.asarray, leaves))
 
     return adapt(fn, mapped)
@@ -99,17 +104,17 @@ def jax_vmap(
 
 @public
 def jax_pmap(
-    fn: Callable[..., Any],
+    fn: Callable[A, R],
     axis_name: str | None = None,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     fold_in_axes: Axes = (),
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.pmap` of a torch callable: `jax_vmap`, with each element of the batch on a device of its own.
 
     Results stay on their devices: mapping them again moves nothing. New code is often shorter with `jax_shard_map`,
@@ -148,7 +153,7 @@ def jax_pmap(
         donated = as_positions("donate_argnums", donate_argnums, names)
         numbers = {"static_broadcasted_argnums": shift(static), "donate_argnums": shift(donated)}
 
-        def local(given: Any, /, *args: Any, **named: Any) -> Any:
+        def local(given: tuple[list[jax.Array], Key], /, *args: PyTree, **named: PyTree) -> PyTree:
             return check_rows(run(*given, *args, **named), out_axes)
 
         # One argument for values and key: where in_axes is flat, with an empty list of values JAX 0.10 can take the
@@ -157,10 +162,10 @@ def jax_pmap(
         limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
 
         @speaks_as("jax_pmap")
-        def checked(values: Any, key: Any, /, *args: Any, **named: Any) -> Any:
+        def checked(values: list[jax.Array], key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
             check_outermost()
             every = (*args, *named.values()), (*axes, *(0 for _ in named))
-            check_mapped([*names, *named], *every, kwargs.get("axis_size"), static=static, limit=limit)
+            check_mapped([*names, *named], *every, axis_size=kwargs.get("axis_size"), static=static, limit=limit)
             return mapped((values, key), *args, **named)
 
         return checked
@@ -170,15 +175,15 @@ def jax_pmap(
 
 @public
 def jax_shard_map(
-    fn: Callable[..., Any],
+    fn: Callable[A, R],
     *,
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: str | Sequence[str] | frozenset[str] = (),
     check_vma: bool = True,
     fold_in_axes: Axes = (),
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.shard_map` of a torch callable: it sees one device's shards of the arguments and gives those of the results.
 
     The program is compiled once per signature. Arguments need not be placed before. Tensors that `fn` reaches by
@@ -193,7 +198,7 @@ def jax_shard_map(
         out_specs: How the results lie: a spec for all, or a pytree of them. A result that a spec does not name an axis
             for must be the same along that axis (after `psum` and its kin, or made from what is).
         axis_names: The axes that are mapped, by default all; the compiler goes on to shard along the others.
-        check_vma: Whether JAX tracks what varies over which axes. It then refuses a result that is not the same on all
+        check_vma: True lets JAX track what varies over which axes. It then refuses a result that is not the same on all
             devices where `out_specs` says that it is. Without it such a result is silently that of one device, and
             `jax_grad` within `fn` gives each device's own gradient.
         fold_in_axes: Mesh axes along which random numbers differ.
@@ -223,11 +228,11 @@ def jax_shard_map(
         names = called(num_args)
         given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
-        def whole(values: Any, key: Any, *args: Any) -> Any:
+        def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
             specs = spread_specs("in_specs", given, args, names)
             check_inputs(specs, args, names, mesh)
 
-            def local(*inputs: Any) -> Any:
+            def local(*inputs: PyTree) -> PyTree:
                 result = run(*inputs)
                 check_outputs(result, out_specs, mesh, axes if check_vma else set())
                 return result
@@ -248,7 +253,7 @@ def jax_shard_map(
         return jax.jit(whole)
 
     @speaks_as("jax_shard_map")
-    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
+    def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         if named:
             raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
         names = called(len(args))
@@ -269,7 +274,7 @@ def _folding(pure: Pure, axes: Axes, mesh: Mesh | None = None) -> Pure:
     if not names:
         return pure
 
-    def folded(key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def folded(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         unbound = [name for name in names if size_of(name) is None]
         if unbound:
             raise ValueError(
@@ -280,7 +285,7 @@ def _folding(pure: Pure, axes: Axes, mesh: Mesh | None = None) -> Pure:
     return folded
 
 
-def _axes_of(in_axes: Any, num_args: int, fn: Any) -> tuple[Any, ...]:
+def _axes_of(in_axes: PyTree, num_args: int, fn: Callable[..., object]) -> tuple[PyTree, ...]:
     check_axes("in_axes", in_axes)
     if not isinstance(in_axes, (tuple, list)):
         return (in_axes,) * num_args
@@ -292,8 +297,8 @@ def _axes_of(in_axes: Any, num_args: int, fn: Any) -> tuple[Any, ...]:
     return tuple(in_axes)
 
 
-def names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
-    """What the arguments of a callable are called, for errors."""
+def names_of(fn: Callable[..., object], num_args: int) -> list[str]:
+    """Names of the arguments of a callable, for errors."""
     try:
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
     except (TypeError, ValueError):

@@ -4,8 +4,8 @@ import collections
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,16 @@ from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
+
+R = TypeVar("R")
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
 
 
-def unshard(tree: Any) -> list[Any]:
+def unshard(tree: PyTree) -> list[PyTree]:
     """Take the leading dim of devices apart, for plain Python loops.
 
     Args:
@@ -55,7 +58,7 @@ def unshard(tree: Any) -> list[Any]:
 
 
 @public
-def gather_from_jax_processes(tree: Any) -> list[Any]:
+def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
     """Bring the trees of all processes together; every process must call it.
 
     Args:
@@ -67,12 +70,17 @@ def gather_from_jax_processes(tree: Any) -> list[Any]:
 
     Raises:
         ValueError: An array is spread over processes. Where one process fails, all raise.
+
+    Example:
+        >>> import jax.numpy as jnp, torch_shard as ts
+        >>> ts.gather_from_jax_processes({"loss": jnp.float32(0.5), "host": "a"})  # one process, so one tree
+        [{'host': 'a', 'loss': tensor(0.5000)}]
     """
     adopt_torch_nodes(tree)
     return _exchange(lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
 
 
-def _to_cpu(path: Any, leaf: Any) -> Any:
+def _to_cpu(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
         return leaf.detach().cpu().clone()
     if not isinstance(leaf, JaxTensor | jax.Array):
@@ -88,7 +96,7 @@ def _to_cpu(path: Any, leaf: Any) -> Any:
 
 
 @public
-def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
+def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
     """Raise if replicas that should be equal are not, on any device of any process; every process must call it.
 
     The replicas are the copies that devices hold of each part of an array, by its sharding, and what each process
@@ -98,7 +106,7 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         tree: A pytree of tensors, arrays and numbers, of the same structure in all processes.
         rtol: How far replicas may differ, relative to the most common value.
         atol: How far they may differ besides.
-        device_axis: Whether the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
+        device_axis: True where the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
 
     Raises:
         AssertionError: In every process: each leaf whose replicas differ, where they are, and by how much.
@@ -127,16 +135,23 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
     if not disputed:
         return
     wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
-    held: dict[Any, np.ndarray] = {}
+    held: dict[tuple[Part, bytes], np.ndarray] = {}
     for found in _exchange(lambda: {key: values[key]() for key in wanted if key in values}):
         held.update(found)
-    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol, atol)]
+    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol=rtol, atol=atol)]
     if faults:
         heading = f"{caller()}: replicas differ by more than rtol={rtol}, atol={atol}:"
         raise AssertionError(f"{heading}\n\n" + "\n".join(faults))
 
 
-def _faults(part: Part, places: dict[bytes, list[str]], held: Any, rtol: float, atol: float) -> Iterator[str]:
+def _faults(
+    part: Part,
+    places: dict[bytes, list[str]],
+    held: Mapping[tuple[Part, bytes], np.ndarray],
+    *,
+    rtol: float,
+    atol: float,
+) -> Iterator[str]:
     """The replicas of one part that differ from what most of them are."""
     common = max(places, key=lambda digest: len(places[digest]))
     for digest in (d for d in places if d != common):
@@ -153,8 +168,10 @@ class _Replica:
     digest: bytes
 
 
-def _table(tree: Any, device_axis: bool, values: dict[Any, Any]) -> tuple[dict[str, str], list[_Replica]]:
-    """What each leaf is, and the replicas that this process holds; how to read one for each digest goes to `values`."""
+def _table(
+    tree: PyTree, device_axis: bool, values: dict[tuple[Part, bytes], Callable[[], np.ndarray]]
+) -> tuple[dict[str, str], list[_Replica]]:
+    """Describe each leaf and the replicas that this process holds; how to read one of each goes to `values`."""
     leaves: dict[str, str] = {}
     replicas = []
     process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
@@ -183,7 +200,7 @@ def _shards(array: jax.Array) -> Iterator[Piece]:
         yield index, place, lambda shard=shard: np.asarray(shard.data)
 
 
-def _rows(path: str, pieces: Any, ndim: int) -> Iterator[Piece]:
+def _rows(path: str, pieces: Iterable[Piece], ndim: int) -> Iterator[Piece]:
     """The rows of the leading dim, each a replica."""
     if not ndim:
         raise ValueError(f"assert_replica_integrity: {path} is a scalar, and device_axis=True needs a leading dim.")
@@ -195,7 +212,7 @@ def _rows(path: str, pieces: Any, ndim: int) -> Iterator[Piece]:
             yield rest, f"row {first + row}{on}", lambda read=read, row=row: read()[row]
 
 
-def _array_of(path: str, leaf: Any) -> Any:
+def _array_of(path: str, leaf: PyTree) -> jax.Array | np.ndarray:
     """A leaf as a jax or numpy array."""
     if isinstance(leaf, JaxTensor):
         return leaf.jax()
@@ -242,7 +259,7 @@ def _join(places: list[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _with_paths(tree: Any) -> list[tuple[str, Any]]:
+def _with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -251,8 +268,8 @@ class _Failure:
     text: str
 
 
-def _exchange(make: Callable[[], Any]) -> list[Any]:
-    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
+def _exchange(make: Callable[[], R]) -> list[R]:
+    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
     failure = None

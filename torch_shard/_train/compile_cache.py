@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import jax
@@ -25,7 +25,7 @@ class CompileCache:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
@@ -49,8 +49,8 @@ class CompileCache:
             ) from error
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """What is compiled within is taken from the directory, or written to it however small it is."""
+    def active(self) -> Generator[None, None, None]:
+        """Take what is compiled within from the directory, or write it there however small it is."""
         if self.directory is None:
             yield
             return
@@ -71,7 +71,7 @@ class CompileCache:
                 _configure(before)
 
 
-def _configure(settings: dict) -> None:
+def _configure(settings: Mapping[str, object]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     reset_cache()  # JAX reads the directory once; from now on, at the next compilation

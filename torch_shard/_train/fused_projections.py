@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _RESHAPES = {"view", "_unsafe_view", "reshape"}
 _COPIES = {"_to_copy", "lift_fresh_copy"}  # beside those that PyTorch tags as pointwise
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
-"""Where the two factors begin in the arguments."""
+"""Positions of the two factors in the arguments."""
 
 MOST_SHOWN = 6
 
@@ -60,7 +60,7 @@ class Split:
         )
 
     def is_even(self, rows: torch.Tensor) -> bool:
-        """Whether every shard holds as many of these rows."""
+        """Tell whether every shard holds as many of these rows."""
         counts = torch.bincount(rows.flatten() // (self.shape[self.dim] // self.num_shards), minlength=self.num_shards)
         return bool((counts == counts[0]).all())
 
@@ -116,7 +116,7 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
     rows = {name: {split: split.rows for split in splits if split.name == name} for name in plan.entries}
     inputs = [rows[at] if isinstance(at, str) else [rows[name] for name in at.names] for at in program.inputs]
     follow.run(graph, inputs, [loss, *rest[num_grads:]])
-    alike: dict[Any, list[Fused]] = {}
+    alike: dict[Hashable, list[Fused]] = {}
     for found in follow.found():
         key = found.split.shape, found.split.spec, found.split.dim, found.pieces
         alike.setdefault(key, []).append(found)
@@ -140,7 +140,7 @@ def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec)
     return found
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: object) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -156,17 +156,17 @@ class _Follow:
         """By the split and the shape that it was cut in: for each piece, by its first row and size, if it is even."""
 
     def found(self) -> Iterable[Fused]:
-        """Of those that are cut into several pieces, of most of them: a crop or a few rows move little."""
+        """Projections that are cut into several pieces, of most of them: a crop or a few rows move little."""
         for (split, shape), pieces in self._cuts.items():
             sizes = tuple(size for _, size in sorted(pieces))
             is_partition = len(sizes) > 1 and 0.5 <= sum(sizes) / math.prod(shape) <= 1
             if is_partition and not all(pieces.values()):
                 yield Fused(split, sizes)
 
-    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[Any]) -> list[Rows]:
+    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[object]) -> list[Rows]:
         """The rows in the outputs, given those in the first inputs."""
         needed, given = _ancestors(outputs), iter(inputs)
-        known: dict[Node, Any] = {}
+        known: dict[Node, Rows | list[Rows]] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
                 known[node] = next(given, {})
@@ -174,7 +174,7 @@ class _Follow:
                 known[node] = self._results(node, known) if node.op == "call_function" else {}
         return [known[node] if isinstance(node, Node) else {} for node in outputs]
 
-    def _results(self, node: Node, known: Mapping[Node, Any]) -> Rows | list[Rows]:
+    def _results(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> Rows | list[Rows]:
         """The rows in a result, or in each of several."""
         if node.target is operator.getitem:
             source, index = args_of(node)
@@ -204,7 +204,7 @@ class _Follow:
             kept.append(part if even else None)
         return kept
 
-    def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Rows]:
+    def _layer(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> list[Rows]:
         """The rows in the results of a repeated layer."""
         number, tensors = args_of(node)
         call, region = self._calls[number], self._calls[number].region
@@ -216,7 +216,7 @@ class _Follow:
         return [*self.run(graph.module.graph, inputs, results), {}]  # the last is the token
 
 
-def _ancestors(outputs: Iterable[Any]) -> set[Node]:
+def _ancestors(outputs: Iterable[object]) -> set[Node]:
     found: set[Node] = set()
     waiting = [node for node in outputs if isinstance(node, Node)]
     while waiting:

@@ -1,20 +1,25 @@
 """Loss, gradients, new buffers and metrics of a module as one flat torch function, which is what is captured."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, note_modules
+from torch_shard._capture import Spec, TensorFn, note_modules
 from torch_shard._common.caller import caller
-from torch_shard._lowering import FlatFn
+from torch_shard._common.types import PyTree
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
+
+T = TypeVar("T")
 
 RESERVED = ("loss", "grad_norm", "guard")
 
@@ -23,12 +28,12 @@ Check = Callable[[], None] | None
 
 @dataclasses.dataclass(frozen=True)
 class LossShape:
-    """How to read the flat inputs and outputs of the capture."""
+    """The order of the flat inputs and outputs of the capture."""
 
     inputs: list[GraphInput]
     grads: list[GraphInput]
     buffers: list[str]
-    metrics: Any
+    metrics: object
     without_grad: tuple[GraphInput, ...]
 
 
@@ -57,7 +62,7 @@ class JointLoss:
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
-    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[FlatFn, list[Spec]]:
+    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
 
         Args:
@@ -65,9 +70,9 @@ class JointLoss:
         """
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        named = graph_inputs(self._model, self._held.all, groups, self._held.trainable, hooked)
+        named = graph_inputs(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
 
-        def joint(*inputs: torch.Tensor) -> Any:
+        def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
             with contextlib.ExitStack() as stack:
@@ -94,7 +99,7 @@ class JointLoss:
     def _tensors(
         self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
     ) -> dict[str, torch.Tensor]:
-        """What the module is to hold instead of its own, by name."""
+        """Tensors that the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in given.items():
             if isinstance(name, Bundle):
@@ -106,7 +111,7 @@ class JointLoss:
 
     def _training(
         self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
-    ) -> Any:
+    ) -> tuple[Sequence[torch.Tensor], LossShape]:
         leaves = {name: t for name, t in given.items() if isinstance(name, Bundle) or name in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
@@ -119,17 +124,19 @@ class JointLoss:
 
     def _evaluation(
         self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
-    ) -> Any:
+    ) -> tuple[Sequence[torch.Tensor], LossShape]:
         loss, metrics, tree = self._forward(module, batch, check)
         return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
 
-    def _forward(self, module: nn.Module, batch: Sequence[torch.Tensor], check: Check) -> Any:
+    def _forward(
+        self, module: nn.Module, batch: Sequence[torch.Tensor], check: Check
+    ) -> tuple[torch.Tensor, list[torch.Tensor], object]:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
             out = self._loss_fn(module, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = jax.tree.flatten(metrics)
+        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
     def _buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -147,7 +154,7 @@ class JointLoss:
 
     def _gradients(
         self, loss: torch.Tensor, leaves: dict[GraphInput, torch.Tensor]
-    ) -> tuple[Any, tuple[GraphInput, ...]]:
+    ) -> tuple[list[torch.Tensor], tuple[GraphInput, ...]]:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
@@ -161,7 +168,7 @@ class JointLoss:
         return grads, without
 
 
-def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
+def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
     """The gradient hooks of a parameter, to be read before the capture, in which a fake stands for it."""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise NotImplementedError(
@@ -180,7 +187,8 @@ def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[tor
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    seen, todo = set(), [loss.grad_fn]
+    seen: set[torch.autograd.graph.Node] = set()
+    todo: list[torch.autograd.graph.Node | None] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -192,10 +200,10 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
-def split_loss(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
-    pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    loss, metrics = pair
+def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+    """Split what a loss function returned into a scalar and metrics, or say what it should return."""
+    pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
+    loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     if not is_scalar or not isinstance(metrics, dict):
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -206,11 +214,11 @@ def split_loss(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         )
     if taken := [name for name in RESERVED if name in metrics]:
         raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
-    return loss, metrics
+    return loss, cast(dict[str, PyTree], metrics)
 
 
 @contextlib.contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Generator[None, None, None]:
     """The module in eval mode; each submodule gets its own flag back."""
     flags = [(m, m.training) for m in module.modules()]
     module.eval()
@@ -228,12 +236,12 @@ class _Around(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
-        """What `run` returns."""
+    def forward(self, run: Callable[[nn.Module], T]) -> T:
+        """Return what `run` returns."""
         return run(self.model)
 
 
-def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+def call_with(module: nn.Module, run: Callable[[nn.Module], T], tensors: Mapping[str, torch.Tensor]) -> T:
     """Call `run(module)` with other tensors in the places of the module's own.
 
     Args:

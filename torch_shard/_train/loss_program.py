@@ -1,10 +1,13 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import copy
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,8 @@ import torch
 
 from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
 from torch_shard._common.caller import caller
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
@@ -28,15 +33,15 @@ from torch_shard._scan import (
 )
 from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.joint import JointLoss
+from torch_shard._train.joint import JointLoss, LossShape
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOutputs:
-    """What a loss program gives back, as arrays by name."""
+    """Results of a loss program, as arrays by name."""
 
     loss: jax.Array
-    metrics: dict[str, Any]
+    metrics: dict[str, PyTree]
     grads: Mapping[str, jax.Array]
     buffers: Mapping[str, jax.Array]
     written: Mapping[str, jax.Array]
@@ -48,7 +53,7 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program, RolledLoss | None, list[Siblings]],
+        captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
         guard: ValueGuard,
     ) -> None:
@@ -69,7 +74,7 @@ class LossProgram:
         return other
 
     def outdated(self) -> str | None:
-        """What has changed since the capture, of all that the signature does not tell; None if nothing has."""
+        """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
         if (name := self._guard.changed()) is not None:
@@ -96,11 +101,11 @@ class LossProgram:
 
     @property
     def written(self) -> list[str]:
-        """What forward writes in place, of parameters and buffers."""
+        """Names of the parameters and buffers that forward writes in place."""
         found = (self.inputs[at] for at in self.program.graph.written if at < len(self.inputs))
         return [name for name in found if isinstance(name, str)]
 
-    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
+    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options that the program needs to be right on these devices."""
         regions = () if self.rolled is None else self.rolled.graphs
         platforms = {device.platform for device in mesh.devices.flat}
@@ -108,7 +113,7 @@ class LossProgram:
 
     def run(
         self,
-        key: Any,
+        key: Key,
         tensors: Mapping[str, jax.Array],
         batch: Sequence[jax.Array],
         closure: Sequence[jax.Array],
@@ -136,7 +141,7 @@ class LossProgram:
             if isinstance(given, str):
                 found[given] = grad
             else:
-                members = grad if isinstance(grad, list) else [None] * len(given.names)
+                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
 
@@ -160,7 +165,7 @@ class _Inputs:
         return [self[number,] for number in range(len(self._named) + len(self._others))]
 
     def row(self, at: tuple[int, ...]) -> StackRow | None:
-        """Of which stack an input is a row, if it is one."""
+        """The stack of which an input is a row, if it is one."""
         name = self._name(at)
         if name is None or not isinstance(self._tensors, Stacks):
             return None
@@ -168,7 +173,7 @@ class _Inputs:
         return None if found is None else StackRow(*found)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" = weakref.WeakKeyDictionary()
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[object, LossProgram]]" = weakref.WeakKeyDictionary()
 
 
 def loss_program(
@@ -183,11 +188,11 @@ def loss_program(
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
     Args:
-        model: As for `JointLoss`, like all but the last.
-        loss_fn: Likewise.
-        signature: Likewise.
-        compute_dtype: Likewise.
-        train: Likewise.
+        model: Any module.
+        loss_fn: Returns a scalar, or a pair of it and metrics.
+        signature: Structure and types of the batch.
+        compute_dtype: Dtype of products, if it is not that of the parameters.
+        train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
     """
     held = holdings(model)
@@ -198,7 +203,8 @@ def loss_program(
     if key not in programs or programs[key].outdated():
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
-        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, layers, joint, what)
+        guard = ValueGuard(model, loss_fn)
+        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more
@@ -217,7 +223,7 @@ def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
         )
 
 
-def _identity(fn: LossFn) -> Any:
+def _identity(fn: LossFn) -> object:
     try:
         return weakref.ref(fn)
     except TypeError:

@@ -1,5 +1,8 @@
 """The compiled programs of a step, and what can be asked of them."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import collections
 import dataclasses
 import re
@@ -10,10 +13,12 @@ import jax
 import torch
 from jax.sharding import NamedSharding
 
+from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.state import TrainState
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
@@ -21,7 +26,7 @@ _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """What a program of a step was compiled for.
+    """All that a program of a step was compiled for.
 
     Attributes:
         signature: Of the batch.
@@ -98,7 +103,7 @@ class StepProgram:
         self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
-        self._structs: tuple[Any, Any] | None = None
+        self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report = program.random, program.report
         self.fused: list[str] = []
         self.chosen: list[str] = []
@@ -112,7 +117,7 @@ class StepProgram:
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How many collectives of each kind stand in the compiled program; one in a loop counts once.
+        """Number of collectives of each kind in the compiled program; one in a loop counts once.
 
         Raises:
             ValueError: The program has not run yet.
@@ -121,7 +126,7 @@ class StepProgram:
 
     @property
     def memory(self) -> ProgramMemory:
-        """What one device holds while it runs.
+        """Bytes that one device holds while it runs.
 
         Raises:
             ValueError: The program has not run yet.
@@ -139,15 +144,15 @@ class StepProgram:
             raise ValueError("step.programs: the program has not run yet. Call the step, or use step.lower.")
         return self._lower(*self._structs).compile()
 
-    def lower(self, state: Any, arrays: Sequence[jax.Array]) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, arrays: Sequence[jax.Array]) -> jax.stages.Lowered:
         """JAX's lowered program for a state, as the program takes it, and a batch on the mesh."""
         return self._lower(state, arrays)
 
-    def num_bytes(self, state: Any, arrays: Sequence[jax.Array]) -> int:
+    def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int:
         """Memory of one device while the program runs."""
         return _memory(self._lower(state, arrays).compile()).peak
 
-    def _lower(self, state: Any, arrays: Sequence[Any]) -> jax.stages.Lowered:
+    def _lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
         return self._jitted.lower(state, arrays, self._closure())  # pyright: ignore[reportFunctionMemberAccess]
 
     def _closure(self) -> list[jax.Array]:
@@ -160,7 +165,7 @@ class StepProgram:
             self._placed[position] = placed = (tensor._version, put(tensor.detach(), self._sharding))
         return placed[1]
 
-    def __call__(self, state: Any, arrays: list[jax.Array]) -> Any:
+    def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
         closure = self._closure() if self._tensors else []
         if self._cold is None:
             return self._jitted(state, arrays, closure)

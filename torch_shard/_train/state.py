@@ -1,17 +1,23 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
@@ -39,23 +45,34 @@ class TrainState:
     Attributes:
         step: Number of steps taken, int32 scalar.
         params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
-        frozen: Parameters with `requires_grad=False`, likewise.
-        buffers: Buffers, likewise.
+        frozen: Parameters with `requires_grad=False`, by name.
+        buffers: Buffers by name, those that are not in the `state_dict` too.
         opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
         unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state = step.init(seed=0)
+        >>> sorted(state.params), state.params["weight"].shape, int(state.step)
+        (['bias', 'weight'], (1, 4), 0)
     """
 
-    step: Any
-    params: Mapping[str, Any]
-    frozen: Mapping[str, Any]
-    buffers: Mapping[str, Any]
+    step: jax.Array
+    params: Mapping[str, jax.Array]
+    frozen: Mapping[str, jax.Array]
+    buffers: Mapping[str, jax.Array]
     opt_state: Any
-    key: Any
-    num_batches: Any
+    key: jax.Array
+    num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -69,7 +86,7 @@ KINDS = ("params", "frozen", "buffers")
 
 
 class StateLayout:
-    """How the states of one step are stored.
+    """The storage of the states of one step.
 
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
@@ -92,7 +109,7 @@ class StateLayout:
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
         self._tensors = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.all.items()}
-        replicated = NamedSharding(plan.mesh, PartitionSpec())
+        replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
             step=replicated,
@@ -111,7 +128,7 @@ class StateLayout:
             entries = {n: jax.ShapeDtypeStruct(*_type(self._tensors[n]), sharding=self._plan[n]) for n in layout.names}
             return Stacks.from_dict(entries, layout)
 
-        def scalar(struct: Any) -> jax.ShapeDtypeStruct:
+        def scalar(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=self.shardings.step)
 
         return dataclasses.replace(
@@ -127,11 +144,11 @@ class StateLayout:
         firsts = ((self._plan[group[0]], len(group)) for group in layout.groups)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
-    def _opt_structs(self, replicated: NamedSharding) -> Any:
+    def _opt_structs(self, replicated: NamedSharding) -> PyTree:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         params = {name: self._tensors[name] for name in self.params.names}
 
-        def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        def placed(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._plan[names[-1]] if fits else replicated
@@ -143,7 +160,7 @@ class StateLayout:
     def place(
         self,
         kind: str,
-        values: Mapping[str, Any],
+        values: Mapping[str, PyTree],
         *,
         let_go: Callable[[tuple[str, ...]], None] | None = None,
         taken: set[int] | None = None,
@@ -173,16 +190,16 @@ class StateLayout:
 
         return Stacks(layout, stored())
 
-    def _fault(self, name: str, values: Mapping[str, Any]) -> str | None:
+    def _fault(self, name: str, values: Mapping[str, PyTree]) -> str | None:
         if name not in values:
             return f"  {name}: missing"
         wanted, found = _type(self._tensors[name]), _type(values[name])
         return None if wanted == found else f"  {name}: must be {wanted[0]} {wanted[1]}, got {found[0]} {found[1]}"
 
-    def init_opt_state(self, params: Stacks) -> Any:
+    def init_opt_state(self, params: Stacks) -> PyTree:
         """The optimiser's state for these parameters."""
 
-        def init_opt_state(params: Stacks) -> Any:
+        def init_opt_state(params: Stacks) -> PyTree:
             return run_by_name(self._optimizer.init, params, layout=self.params)
 
         return jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params)
@@ -204,12 +221,12 @@ class StateLayout:
             changed["opt_state"] = self._store_opt_state(state.opt_state)
         return dataclasses.replace(state, **changed)
 
-    def _store_opt_state(self, opt_state: Any) -> Any:
+    def _store_opt_state(self, opt_state: PyTree) -> PyTree:
         stored = stack_dicts(as_dicts(opt_state), self.params, jnp.stack)
         self.check_opt_state(stored)
         return jax.device_put(stored, self.shardings.opt_state)
 
-    def check_opt_state(self, opt_state: Any) -> None:
+    def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
         found, wanted = (jax.tree.structure(tree) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
@@ -220,13 +237,13 @@ class StateLayout:
             )
 
 
-def _type(value: Any) -> tuple[tuple[int, ...], Any]:
+def _type(value: torch.Tensor | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype as JAX holds them."""
     dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
     return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _placed(rows: list[Any], sharding: NamedSharding, *, keep: bool) -> jax.Array:
+def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """A stored array that the step may donate; with `keep`, a module on the jax device keeps its own."""
     if len(rows) > 1:
         return put_rows(rows, sharding)

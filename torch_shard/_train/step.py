@@ -1,16 +1,17 @@
-"""What training and evaluation steps share: batches onto the mesh, one compiled program per signature."""
+"""The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
 import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._lowering import capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings, shared_memory
@@ -21,6 +22,7 @@ from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.programs import ProgramKey, StepProgram
+from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Placed:
 
 
 class Step:
-    """What training and evaluation share: one compiled program per signature of the batch."""
+    """The common part of training and evaluation: one compiled program per signature of the batch."""
 
     caller: ClassVar[str]
     """The public function that makes it, with whose name its errors begin."""
@@ -66,7 +68,7 @@ class Step:
         self._programs: dict[ProgramKey, StepProgram] = {}
         self._checked: set[BatchSignature] = set()
         self.num_compiles = 0
-        """How many programs were compiled so far."""
+        """Number of programs that were compiled so far."""
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
@@ -88,11 +90,11 @@ class Step:
 
     @property
     def draws_random(self) -> bool:
-        """Whether a program that was compiled so far draws random numbers."""
+        """Tell whether a program that was compiled so far draws random numbers."""
         return any(program.random for program in self._programs.values())
 
     def _prepare(
-        self, batch: Any, state: Any = None, max_grad_norm: float | None = None
+        self, batch: PyTree, state: TrainState | None = None, max_grad_norm: float | None = None
     ) -> tuple[StepProgram, list[jax.Array]]:
         """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
@@ -122,11 +124,11 @@ class Step:
         )
 
     @speaks_as(None)
-    def put(self, batch: Any) -> Placed:
+    def put(self, batch: PyTree) -> Placed:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
-            batch: As for the step.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
 
         Raises:
             ValueError: It does not divide over the mesh.
@@ -139,7 +141,7 @@ class Step:
             self._checked.add(signature)
         return Placed(self.layout.put(leaves), signature)
 
-    def _compile(self, key: ProgramKey, placed: list[jax.Array], state: Any) -> StepProgram:
+    def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
         if list(holdings(self.model).all) != list(self._held.all):
             raise ValueError(
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
@@ -155,7 +157,7 @@ class Step:
         )
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
-            program = self._within(self.layers.remat, loss, state, placed, key.max_grad_norm)
+            program = self._within(self.layers.remat, loss, state, placed, max_grad_norm=key.max_grad_norm)
         else:
             program = self._jitted(loss, placed, key.max_grad_norm)
         program.fused = list(map(str, find_fused(loss, self.plan, self.layout.spec)))
@@ -168,7 +170,13 @@ class Step:
         return StepProgram(loss, jitted, self.replicated, self._cache)
 
     def _within(
-        self, budget: int, loss: LossProgram, state: Any, placed: list[jax.Array], max_grad_norm: float | None
+        self,
+        budget: int,
+        loss: LossProgram,
+        state: TrainState | None,
+        placed: list[jax.Array],
+        *,
+        max_grad_norm: float | None,
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""
         found = {}
@@ -200,7 +208,7 @@ class Step:
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[jax.sharding.Sharding], max_grad_norm: float | None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         raise NotImplementedError
 
     def report(self) -> str:
@@ -215,17 +223,17 @@ class Step:
         return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
-        """What to say where no layers were looked at."""
+        """Say why no layers were looked at."""
         if not self.layers.wanted:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
-    def _normal(self, state: Any) -> Any:
+    def _normal(self, state: TrainState | None) -> TrainState | None:
         """The state as the program takes it."""
         return state
 
     @speaks_as(None)
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
         program, arrays = self._prepare(batch, state)
         return program.lower(self._normal(state), arrays)

@@ -1,13 +1,16 @@
-"""Steps that are not taken: a state is kept where the loss or a gradient is no good."""
+"""Steps that are not taken: a state is kept where the loss or a gradient is not finite or too large."""
+
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Stacks
 from torch_shard._train.state import TrainState
 
@@ -15,16 +18,16 @@ from torch_shard._train.state import TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a guarded step found.
+    """Findings of a guarded step.
 
     Attributes:
-        skipped: Whether the state was kept, bool scalar.
+        skipped: True where the state was kept, bool scalar.
         finite: For each stored array of the trainable parameters whether its gradient is finite: bool (), or (n,) for
             the rows of a stack.
-        buffers: Likewise of the buffers whether they stay finite where they were.
+        buffers: For each stored array of the buffers whether it stays finite where it was, as for `finite`.
     """
 
-    skipped: Any
+    skipped: jax.Array
     finite: Stacks
     buffers: Stacks
 
@@ -37,13 +40,13 @@ class Verdict:
         return [name for name in self.buffers if not bool(self.buffers[name])]
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: PyTree) -> jax.Array:
     """The L2 norm over all gradients; of half precision in float32, which neither overflows nor loses small terms."""
     return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
 
 
 def judge(
-    loss: jax.Array, grads: Stacks, norm: jax.Array, max_grad_norm: float, buffers: tuple[Stacks, ...]
+    loss: jax.Array, grads: Stacks, norm: jax.Array, *, max_grad_norm: float, buffers: tuple[Stacks, ...]
 ) -> Verdict:
     """Look at a step before it is taken.
 
@@ -62,7 +65,7 @@ def judge(
 
 
 def _by_row(stacks: Stacks, before: Stacks | None = None) -> Stacks:
-    """Whether each entry is finite, but for what was not so before."""
+    """Tell whether each entry is finite, but for what was not so before."""
     olds = [None] * len(stacks.arrays) if before is None else before.arrays
     groups = zip(stacks.layout.groups, stacks.arrays, olds, strict=True)
     return Stacks(stacks.layout, [_is_finite(new, old, len(group)) for group, new, old in groups])
@@ -79,7 +82,7 @@ def keep(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
     return dataclasses.replace(kept, num_batches=new.num_batches)
 
 
-def check_max_grad_norm(value: Any) -> None:
+def check_max_grad_norm(value: object) -> None:
     """Refuse what is no norm.
 
     Raises:

@@ -1,9 +1,11 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.types import PyTree
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
@@ -27,7 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep(Step):
-    """One training step as one compiled program; made by `make_train_step`."""
+    """One training step as one compiled program; made by `make_train_step`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+        >>> int(state.step), type(step.export(state)).__name__
+        (1, 'Linear')
+    """
 
     caller, train = "make_train_step", True
 
@@ -96,7 +111,7 @@ class TrainStep(Step):
 
         Args:
             held: `params`, `frozen` and `buffers`, stored as the states of this step are.
-            seed: As for `init`.
+            seed: For the random numbers of the run (dropout and its kin).
         """
         with self._cache.active():
             opt_state = self._layout.init_opt_state(held["params"])
@@ -120,8 +135,8 @@ class TrainStep(Step):
 
     @speaks_as(None)
     def __call__(
-        self, state: TrainState, batch: Any, *, max_grad_norm: float | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """Train by one step.
 
         Args:
@@ -154,20 +169,24 @@ class TrainStep(Step):
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
         if not self._programs and any(group.refused for group in program.groups):
-            self._store(program.groups)  # layers that are no loop are better stored one by one
+            self._store(program.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
-        def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
+        ) -> PyTree:  # by name, whatever is stored together
             updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
-            updated: Any = optax.apply_updates(params, updates)
+            updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)
 
-        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
+        def train_step(
+            state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
+        ) -> tuple[TrainState, dict[str, PyTree]]:
             layout.check_opt_state(state.opt_state)
             key = jax.random.fold_in(state.key, state.step)
             out = run(key, state.tensors, batch, closure)
@@ -189,7 +208,7 @@ class TrainStep(Step):
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
             if max_grad_norm is None:
                 return new, metrics
-            verdict = judge(out.loss, grads, norm, max_grad_norm, buffers)
+            verdict = judge(out.loss, grads, norm, max_grad_norm=max_grad_norm, buffers=buffers)
             return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
 
         return jax.jit(
@@ -202,7 +221,14 @@ class TrainStep(Step):
 
     @speaks_as(None)
     def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
-        """Present values of the model, by name, on their shards."""
+        """Present values of the model, by name, on their shards.
+
+        Args:
+            names: Of parameters and buffers.
+
+        Raises:
+            ValueError: Some of them are on the meta device.
+        """
         tensors = {name: self._held.all[name] for name in names}
         refuse_meta(tensors)
         return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
@@ -212,22 +238,38 @@ class TrainStep(Step):
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
     def export(self, state: TrainState) -> torch.nn.Module:
-        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
+        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
+
+        Args:
+            state: A state of this step; it is only read.
+        """
         return with_values(self.model, to_host_by_name(state.tensors))
 
 
 class EvalStep(Step):
-    """Evaluation as one compiled program; made by `make_eval_step`."""
+    """Evaluation as one compiled program; made by `make_eval_step`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> evaluate = step.evaluation()  # or from make_eval_step
+        >>> sorted(evaluate(step.init(seed=0), torch.ones(8, 4)))
+        ['loss']
+    """
 
     caller, train = "make_eval_step", False
 
     @speaks_as(None)
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.
 
         Args:
             state: A training state; it is only read.
-            batch: As for the training step.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
 
         Returns:
             `loss` and the metrics of `loss_fn`.
@@ -237,8 +279,8 @@ class EvalStep(Step):
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
-    ) -> Callable[..., Any]:
-        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, Any]:
+    ) -> Callable[..., PyTree]:
+        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
