@@ -2,7 +2,7 @@
 
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
-from torch_shard._capture.fakes import equate, in_transform, is_fake, leave, rehearse, unknown_like
+from torch_shard._capture.fakes import equate, in_transform, is_fake, leave, rehearse, unknown_like, untraced
 from torch_shard._capture.function_mode import (
     add_modules,
     as_captured,
@@ -62,4 +62,5 @@ __all__ = [
     "repeating",
     "skip_draws",
     "unknown_like",
+    "untraced",
 ]

@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._functorch import eager_transforms, utils, vmap
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -71,6 +76,13 @@ def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
     values = DataDependence(lambda tensor: None, lambda: None)
     with fakes(False) as (mode, capture_mode), enable_python_dispatcher(), mode, capture_mode.seeing(), values:
         return fn(), capture_mode.modules()
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Run on the fakes of the capture under way and write no graph: its outcome is not wanted any more."""
+    with disable_proxy_modes_tracing(), no_python_dispatcher():
+        yield
 
 
 def in_transform() -> bool:

@@ -52,7 +52,7 @@ class CaptureMode(TorchFunctionMode):
         explain: Callable[[str], contextlib.AbstractContextManager] | None,
     ) -> None:
         super().__init__()
-        self._is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
+        self.is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
         self._set_data, self._explain = set_data, explain
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
@@ -69,7 +69,7 @@ class CaptureMode(TorchFunctionMode):
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
-        if func == _DEVICE and not self._is_of_capture(args[0]):
+        if func == _DEVICE and not self.is_of_capture(args[0]):
             return torch.device("cpu")
         args, kwargs = self._on_cpu(args), self._on_cpu(kwargs or {})
         func = FUNCTIONS.get(func, func)
@@ -86,7 +86,7 @@ class CaptureMode(TorchFunctionMode):
         if kind in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return value if self._is_of_capture(value) else self._standin(value)
+            return value if self.is_of_capture(value) else self._standin(value)
         if kind is tuple or kind is list:
             return kind(map(self._on_cpu, value))
         if kind is dict:
@@ -100,14 +100,15 @@ class CaptureMode(TorchFunctionMode):
     def _standin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._standins:
             original = self._revive(tensor)
-            standin = original if self._is_of_capture(original) else self._make_standin(original)
+            standin = original if self.is_of_capture(original) else self._make_standin(original)
             self._standins[id(tensor)] = (standin, original, tensor)
         return self._standins[id(tensor)][0]
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """Let a fake of this capture stand for a tensor, whatever it means elsewhere."""
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let a fake of this capture stand for a tensor, whatever it means elsewhere; returns the fake."""
         if id(tensor) not in self._standins:
             self._standins[id(tensor)] = (self._make_standin(tensor), tensor, tensor)
+        return self._standins[id(tensor)][0]
 
     def was_read(self, tensor: torch.Tensor) -> bool:
         """Tell whether the callable closed over this tensor."""

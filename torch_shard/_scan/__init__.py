@@ -1,6 +1,6 @@
 """Repeated layers, proved to be one program, run as one lax.scan."""
 
-from torch_shard._scan.bundles import Bundle, Unit, names_of, units_of
+from torch_shard._scan.bundles import Bundle, GraphInput, graph_inputs, names_of
 from torch_shard._scan.capture import REMAT, LayerOptions, Remat, RolledLoss, ScanLayers, capture_layers, report
 from torch_shard._scan.execute import StackRow, StackRows, array_of
 from torch_shard._scan.intercept import LayerInterceptor
@@ -12,6 +12,7 @@ __all__ = [
     "REMAT",
     "Bundle",
     "Call",
+    "GraphInput",
     "LayerInterceptor",
     "LayerOptions",
     "Remat",
@@ -20,11 +21,10 @@ __all__ = [
     "Siblings",
     "StackRow",
     "StackRows",
-    "Unit",
     "array_of",
     "capture_layers",
+    "graph_inputs",
     "names_of",
     "report",
     "stack_layout",
-    "units_of",
 ]

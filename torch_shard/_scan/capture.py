@@ -4,18 +4,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+import jax
+from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Contents, Spec, TensorFn, reached_by
 from torch_shard._lowering import Program, draws_random
-from torch_shard._scan.bundles import Unit, names_of
-from torch_shard._scan.execute import Inputs, execute
-from torch_shard._scan.instructions import Instruction, Members, instructions_of
+from torch_shard._scan.bundles import GraphInput, names_of
+from torch_shard._scan.execute import Inputs, Result, execute
+from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
-from torch_shard._scan.restarts import Refused, Restart
+from torch_shard._scan.restarts import Refused, Restart, Unbundled
 from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
 from torch_shard._sharding import LossFn
 
@@ -44,7 +46,7 @@ class LayerOptions:
 
     scan: ScanLayers = "auto"
     remat: Remat | int = "none"
-    specs: tuple[tuple[str, Any], ...] = ()
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @property
     def wanted(self) -> bool:
@@ -67,7 +69,7 @@ class LayerOptions:
 
 
 class RolledLoss:
-    """A captured program of steps and loops.
+    """A captured program of instructions and loops.
 
     Args:
         program: With an operator for each call of a layer.
@@ -78,8 +80,8 @@ class RolledLoss:
 
     def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
-        steps, self._outputs = instructions_of(program.graph.module, calls, remat)
-        self._items: list[Instruction | Loop] = reroll(steps) if scan else list(steps)
+        instructions, self._outputs = instructions_of(program.graph.module, calls, remat)
+        self._items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
@@ -91,14 +93,14 @@ class RolledLoss:
         """The same program with another choice."""
         return RolledLoss(self._program, self.calls, self.scan, remat)
 
-    def run(self, key: Any, inputs: Inputs) -> list[Any]:
+    def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
         return execute(self._items, self._outputs, key, inputs)
 
-    def without(self, units: Sequence[Unit]) -> list[str]:
-        """Names of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
-        pairs = zip(units, self._outputs[1:], strict=False)
-        bundles = [(names_of(unit), found.values) for unit, found in pairs if isinstance(found, Members)]
+    def without(self, inputs: Sequence[GraphInput]) -> list[str]:
+        """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
+        pairs = zip(inputs, self._outputs[1:], strict=False)
+        bundles = [(names_of(given), found.values) for given, found in pairs if isinstance(found, BundleValues)]
         return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
 
     @property
@@ -152,24 +154,33 @@ def capture_layers(
     modules = {id(m): m for m in model.modules()}
     containers = Contents(reached_by(model, loss_fn))
     while any(group.refused is None for group in groups):
-        regions = LayerInterceptor(groups, modules)
-        try:
-            program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
-            rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
-            if repeats.scan is True and not rolled.loops:
-                raise Refused(None, ALONE)
-            return program, rolled, groups
-        except Restart as reason:
-            containers.restore()
-            reason.learn(groups)
-        except Exception as error:  # if it is not a fault of the regions, the capture without them says it again
-            containers.restore()
-            why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
-            Refused(None, why).learn(groups)
-        finally:
-            regions.release()
+        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, what)
+        if not isinstance(found, Restart):
+            return *found, groups
+        containers.restore()
+        found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     return Program(*joint(None), what), None, groups
+
+
+def _try_capture(
+    regions: LayerInterceptor,
+    repeats: LayerOptions,
+    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
+    what: str,
+) -> tuple[Program[Aux], RolledLoss] | Restart:
+    """Capture a loss with its layers as regions, or find out why that has to start again."""
+    try:
+        program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
+        if not only_adds_bundles(program.graph.module, regions.calls):
+            return Unbundled()
+        rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
+    except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
+        why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
+        return regions.restart or Refused(None, why)
+    finally:
+        regions.release()
+    return Refused(None, ALONE) if repeats.scan is True and not rolled.loops else (program, rolled)
 
 
 def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -> None:

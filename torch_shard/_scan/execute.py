@@ -1,4 +1,4 @@
-"""Steps and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
+"""Instructions and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
-from torch_shard._scan.instructions import Instruction, Members, Operand
+from torch_shard._scan.instructions import BundleValues, Instruction, Key, Operand, Output
 from torch_shard._scan.reroll import Loop
 
 
@@ -37,15 +37,16 @@ class StackRow:
         return self.stack[self.index]
 
 
-Result = jax.Array | StackRow
+Result = Any
+"""An array, a `StackRow`, for a bundle a list of them with None for zero, or what is not a tensor."""
 
 
-def array_of(value: Result) -> jax.Array:
+def array_of(value: Result) -> Any:
     """A result as an array of its own."""
     return value.array if isinstance(value, StackRow) else value
 
 
-def stack_of(values: Sequence[Any]) -> jax.Array:
+def stack_of(values: Sequence[Result]) -> jax.Array:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
     pieces: list[jax.Array] = []
     for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
@@ -82,12 +83,12 @@ class StackRows(Mapping[str, jax.Array]):
         return stack_of([self._values[name] for name in names])
 
 
-def execute(items: Sequence[Instruction | Loop], outputs: Sequence[object], key: Key, inputs: Inputs) -> list[Any]:
-    """Run steps and loops.
+def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key: Key, inputs: Inputs) -> list[Result]:
+    """Run instructions and loops.
 
     Args:
         items: In order.
-        outputs: `Operand`s, `Members`, or what is no tensor.
+        outputs: `Operand`s, `BundleValues`, or what is no tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
 
@@ -105,22 +106,22 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[object], key:
 
 
 class _Run:
-    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[object], inputs: Inputs) -> None:
+    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Output], inputs: Inputs) -> None:
         self._inputs = inputs
-        self.done: dict[Instruction, Any] = {}
+        self.done: dict[Instruction, Result] = {}
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
-        self._wanted: dict[Hashable, set[tuple[int, ...]]] = {}
-        each = itertools.chain(*(v.values if isinstance(v, Members) else [v] for v in outputs))
+        self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
+        each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
         for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
-    def output(self, value: object) -> Any:
+    def output(self, value: Output) -> Result:
         """Value of an output."""
-        if isinstance(value, Members):
+        if isinstance(value, BundleValues):
             return [None if v is None else self.read(v) for v in value.values]
         return self.read(value) if isinstance(value, Operand) else value
 
-    def read(self, value: Operand) -> Any:
+    def read(self, value: Operand) -> Result:
         """The array or row that a value is."""
         if isinstance(value.source, int):
             return self._inputs[(value.source, *value.path)]
@@ -138,34 +139,34 @@ class _Run:
                 return first.stack, jnp.asarray(rows, jnp.int32)
         return None, stack_of(found)
 
-    def _row(self, value: Operand) -> Any:
+    def _row(self, value: Operand) -> Result:
         row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
         return self.read(value) if row is None else row
 
     def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
-        count, steps = len(loop.iterations), loop.iterations[0]
+        count, instructions = len(loop.iterations), loop.iterations[0]
         backwards = _runs_backwards(loop)
         in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
         fixed = [array_of(self.read(v)) for v in loop.fixed]
         per_row = [self._given(in_order(values)) for values in loop.each]
         places = {
             i: jnp.asarray(in_order([span[i].place for span in loop.iterations]), jnp.int32)
-            for i, step in enumerate(steps)
-            if step.place is not None
+            for i, instruction in enumerate(instructions)
+            if instruction.place is not None
         }
         results = self._results(loop)
 
-        def body(carry: list[Any], given: Any) -> Any:
+        def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            found: list[Any] = []
+            found: list[Result] = []
             known = {"carry": carry, "each": each, "fixed": fixed}
-            for i, step in enumerate(steps):
+            for i, instruction in enumerate(instructions):
                 sources = [
                     _at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
                 ]
-                found.append(step.operate(key, places.get(i), sources))
+                found.append(instruction.operate(key, places.get(i), sources))
             return (
                 [_at(found[number], path) for _, number, path in loop.carries],
                 [_at(found[number], path) for number, path in results],
@@ -183,13 +184,13 @@ class _Run:
                 self._rows[loop.iterations[-1][number], path] = value
 
     def _results(self, loop: Loop) -> list[tuple[int, tuple[int, ...]]]:
-        """`(number of the step, path)` of what is read outside, and is not only handed on."""
+        """`(number of the instruction, path)` of what is read outside, and is not only handed on."""
         handed = {(number, path) for _, number, path in loop.carries}
         final = loop.iterations[-1]
         found = {}
         for span in loop.iterations:
-            for number, step in enumerate(span):
-                for path in sorted(self._wanted.get(step, ())):
+            for number, instruction in enumerate(span):
+                for path in sorted(self._wanted.get(instruction, ())):
                     if span is not final or (number, path) not in handed:
                         found[number, path] = None
         return list(found)
@@ -199,7 +200,7 @@ def _reads(item: Instruction | Loop) -> Iterable[Operand]:
     return item.reads if isinstance(item, Loop) else item.sources
 
 
-def _at(value: Any, path: Sequence[int]) -> Any:
+def _at(value: Result, path: Sequence[int]) -> Result:
     for index in path:
         value = value[index]
     return value

@@ -1,9 +1,9 @@
-"""A captured graph as a list of steps, in which a layer's forward and backward pass are one step each."""
+"""A captured graph as a list of instructions, in which a layer's forward and backward pass are one instruction each."""
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import torch
@@ -13,14 +13,17 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
-from torch_shard._scan.restarts import Unbundled
 
-Operate = Callable[[Any, Any, Sequence[Any]], Any]
+Key = jax.Array | None
+
+Place = jax.Array | int | None
+
+Operate = Callable[[Key, Place, Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor: an input of the program by its number, or what a step gives, with indices into it."""
+    """A tensor: an input of the program by its number, or what an instruction gives, with indices into it."""
 
     source: "int | Instruction"
     path: tuple[int, ...] = ()
@@ -30,10 +33,14 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class Members:
+class BundleValues:
     """A bundle: the value of each member, None for one that is zero."""
 
     values: tuple[Operand | None, ...]
+
+
+Output = Operand | BundleValues | object
+"""An output of a graph: some are not tensors."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,7 +48,7 @@ class Instruction:
     """One operation.
 
     Attributes:
-        kind: Steps of one kind do the same to their sources.
+        kind: Instructions of one kind do the same to their sources.
         sources: What it works on.
         operate: `(random key, place in its stream, values of the sources) -> value`.
         place: Where it stands in the stream of random numbers, if it draws any.
@@ -49,7 +56,7 @@ class Instruction:
         is_backward: Whether it is the backward pass.
     """
 
-    kind: Any
+    kind: Hashable
     sources: list[Operand]
     operate: Operate
     place: int | None = None
@@ -94,11 +101,11 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     order = [*at_hand, *kept]
     back = None if halves.backward is None else lower(halves.backward)
 
-    def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place)
         return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
 
-    def backward(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
         first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
@@ -115,21 +122,44 @@ def _stays(values: list[Operand]) -> bool:
     return all(isinstance(v.source, int) for v in values) or all(v == values[0] for v in values)
 
 
-def instructions_of(graph: GraphModule, calls: Mapping[int, Call], remat: str) -> tuple[list[Instruction], list[Any]]:
-    """The steps of a graph, and its outputs: a `Operand` or `Members` each, or what is no tensor."""
+def instructions_of(
+    graph: GraphModule, calls: Mapping[int, Call], remat: str
+) -> tuple[list[Instruction], list[Output]]:
+    """The instructions of a graph, and its outputs."""
     builder = _Builder(calls, remat)
     for node in graph.graph.nodes:
         builder.add(node)
     builder.connect()
     outputs = [builder.values[n] if isinstance(n, Node) else n for n in outputs_of(graph.graph)]
-    return builder.steps, outputs
+    return builder.instructions, outputs
+
+
+def only_adds_bundles(graph: GraphModule, calls: Mapping[int, Call]) -> bool:
+    """Whether gradients of bundles are added to each other and returned, and nothing else is done to them."""
+    bundles: set[Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target is operator.getitem and (source := args_of(node)[0]).target is LAYER_BACKWARD:
+            call = calls[args_of(source)[0]]
+            if list(call.gradients)[args_of(node)[1]] in call.bundles:
+                bundles.add(node)
+        elif not bundles.isdisjoint(node.all_input_nodes):
+            if not _is_sum(node) or not bundles.issuperset(node.all_input_nodes):
+                return False
+            bundles.add(node)
+    return True
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in node.args)
 
 
 class _Builder:
     def __init__(self, calls: Mapping[int, Call], remat: str) -> None:
         self._calls, self._remat = calls, remat
         self.values: dict[Node, Any] = {}
-        self.steps: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self._forwards: dict[int, Instruction] = {}
         self._backwards: list[tuple[int, Instruction]] = []
 
@@ -151,9 +181,9 @@ class _Builder:
             return self._sum(node, sources)
         return Operand(self._new(Instruction(_kind(node), sources, operation(node), node.meta.get("random_place"))))
 
-    def _new(self, step: Instruction) -> Instruction:
-        self.steps.append(step)
-        return step
+    def _new(self, instruction: Instruction) -> Instruction:
+        self.instructions.append(instruction)
+        return instruction
 
     def _forward(self, number: int, arguments: list[Operand]) -> Operand:
         call = self._calls[number]
@@ -163,26 +193,24 @@ class _Builder:
         )
         return Operand(self._forwards[number])
 
-    def _backward(self, number: int, sources: list[Operand]) -> list[Operand | Members]:
+    def _backward(self, number: int, sources: list[Operand]) -> list[Operand | BundleValues]:
         call = self._calls[number]
-        step = self._new(
+        instruction = self._new(
             Instruction((LAYER_BACKWARD, id(call.region)), sources, _unconnected, call.place, call.path, True)
         )
-        self._backwards.append((number, step))
-        found: list[Operand | Members] = []
+        self._backwards.append((number, instruction))
+        found: list[Operand | BundleValues] = []
         for argument, numbers in call.gradients.items():
-            values = {member: Operand(step, (i,)) for member, i in numbers.items()}
+            values = {member: Operand(instruction, (i,)) for member, i in numbers.items()}
             bundle = call.bundles.get(argument)
-            found.append(Members(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
+            found.append(BundleValues(tuple(map(values.get, range(len(bundle.names))))) if bundle else values[None])
         return found
 
-    def _sum(self, node: Node, sources: list[Any]) -> Members:
+    def _sum(self, node: Node, sources: list[BundleValues]) -> BundleValues:
         """The gradients of a layer that is called several times, which autograd adds: nothing else is known here."""
-        is_sum = node.target is torch.ops.aten.add.Tensor and not node.kwargs
-        if not is_sum or len(sources) != 2 or not all(isinstance(source, Members) for source in sources):
-            raise Unbundled
+        assert _is_sum(node)
         pairs = zip(*(source.values for source in sources), strict=True)
-        return Members(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
+        return BundleValues(tuple(self._added([v for v in pair if v is not None]) for pair in pairs))
 
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
@@ -194,34 +222,34 @@ class _Builder:
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""
         passes: dict[int, Passes] = {}
-        for number, step in self._forwards.items():
+        for number, instruction in self._forwards.items():
             region = self._calls[number].region
             same = [s.sources for n, s in self._forwards.items() if self._calls[n].region is region]
             if id(region) not in passes:
                 passes[id(region)] = _passes(region, self._remat, same)
-            step.operate = passes[id(region)].forward
-        for number, step in self._backwards:
+            instruction.operate = passes[id(region)].forward
+        for number, instruction in self._backwards:
             before, region = self._forwards[number], self._calls[number].region
             mine, num_results = passes[id(region)], len(region.results)
             assert mine.backward is not None
             saved = [before.sources[i] for i in mine.at_hand]
             saved += [Operand(before, (num_results + 1 + i,)) for i in range(mine.num_saved)]  # after the token
-            cotangents = [step.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
-            step.sources, step.operate = [*saved, *cotangents], mine.backward
+            cotangents = [instruction.sources[1 + i] for kind, i in region.inputs if kind == "cotangent"]
+            instruction.sources, instruction.operate = [*saved, *cotangents], mine.backward
 
 
-def _unconnected(key: Any, place: Any, values: Sequence[Any]) -> Any:
+def _unconnected(key: Key, place: Place, values: Sequence[object]) -> NoReturn:
     raise AssertionError("a layer that was not connected")
 
 
-def _kind(node: Node) -> Any:
+def _kind(node: Node) -> Hashable:
     """All of a node but its sources."""
     arguments = fill_in((node.args, node.kwargs), lambda source: _Gap())  # pyright: ignore
     about = tuple(_about(n.meta.get("val")) for n in (node, *sources_of(node)))
     return node.target, repr(arguments), about, node.meta.get("random_axes")
 
 
-def _about(value: Any) -> Any:
+def _about(value: object) -> Hashable:
     """Shape and dtype of what a node gives."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_about, value))

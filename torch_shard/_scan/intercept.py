@@ -3,26 +3,27 @@
 In the graph of the whole, a call of a layer is one opaque operator, and its backward pass another. That a later call is
 the same program as the first is not assumed of its class but seen: its forward runs once more on fakes, a tenth of what
 a capture costs, and must leave the same record (`fingerprint`). So Python runs once per call, as in eager torch.
+
+What shows that the capture must start again is noted as `restart`. From then on layers run plainly, without a graph.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave
+from torch_shard._capture import add_modules, casting, current_mode, in_transform, leave, untraced
 from torch_shard._common.patching import patched
 from torch_shard._scan.bundles import Bundle
-from torch_shard._scan.fingerprint import CannotShare, hooks_refused
-from torch_shard._scan.layer_call import LayerCall, Member, saving_plainly
-from torch_shard._scan.region import CALLS, Call, Region, check_used
-from torch_shard._scan.restarts import NewKind, Refused, Unbundled
+from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
+from torch_shard._scan.layer_call import BundledParameter, LayerCall, Surroundings, saving_plainly
+from torch_shard._scan.region import CALLS, Call, Region
+from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, Unbundled, Unused
 from torch_shard._scan.siblings import Siblings
 
 _CAPTURES = itertools.count()
@@ -34,11 +35,13 @@ class LayerInterceptor:
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
         self._group_of = {key: group for group in groups if not group.refused for key in group.members}
-        self._found: dict[int, dict[Any, list[Region]]] = {id(group): {} for group in groups}
+        self._found: dict[int, dict[Hashable, list[Region]]] = {id(group): {} for group in groups}
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
-        self._inside, self._cast = False, casting()  # around the whole, and so around its backward pass
-        self._bundled: dict[int, Member] = {}
+        self._layer: LayerCall | None = None  # the one that is under way
+        self._around = Surroundings({}, casting(), self.note)  # autocast around the whole is around its backward pass
+        self.restart: Restart | None = None
+        """Why the capture must start again, if it must."""
         self._first = next(_CAPTURES) << 32
         self.calls: dict[int, Call] = {}
         """By their numbers in the graph, which are the same when the capture is repeated."""
@@ -51,51 +54,60 @@ class LayerInterceptor:
         capture_mode = current_mode()
         classes = {type(self._modules[key]) for key in self._group_of}
 
-        def intercept(original: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def record() -> Fingerprint | None:
+            return None if self._layer is None else self._layer.record
+
+        def intercept(original: Callable[..., object]) -> Callable[..., object]:
+            def forward(module: nn.Module, *args: object, **kwargs: object) -> object:
                 group = self._group_of.get(id(module))
                 mine = current_mode() is capture_mode and not in_transform()
-                if group is None or not mine or self._inside:
+                if group is None or not mine or self._layer:
                     return original(module, *args, **kwargs)
+                if self.restart:
+                    with untraced():
+                        return original(module, *args, **kwargs)
                 return self._call(group, module, functools.partial(original, module, *args, **kwargs))
 
             return forward
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hooks_refused(lambda: self._inside))
+            stack.enter_context(hooks_refused(record))
             for cls in classes:
                 stack.enter_context(patched(cls, "forward", intercept))
             yield
 
     def bind(self, bundle: Bundle, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
         """Let a tensor of the capture be these parameters, which only the calls of their own module may use."""
-
-        def used() -> torch.Tensor:
-            raise Unbundled
-
         for number, name in enumerate(bundle.names):
-            self._bundled[id(parameters[name])] = Member(bundle, number, whole)
-            leave(parameters[name], used)
+            self._around.bundled[id(parameters[name])] = BundledParameter(bundle, number, whole)
+            leave(parameters[name], functools.partial(self._used, parameters[name]))
 
-    def _call(self, group: Siblings, module: nn.Module, run: Callable[[], Any]) -> Any:
-        number, self._inside = self._counts[id(group)], True
+    def _used(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a parameter of a bundle means outside of its module: nothing in this capture."""
+        self.note(Unbundled())
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        return capture_mode.adopt(parameter)
+
+    def note(self, reason: Restart) -> None:
+        """Let the capture start again once the user's code has run; the first reason stays."""
+        self.restart = self.restart or reason
+
+    def _call(self, group: Siblings, module: nn.Module, run: Callable[[], object]) -> object:
+        number = self._counts[id(group)]
         self._counts[id(group)] += 1
-        layer, found = LayerCall(module, run, self._bundled, self._cast), self._found[id(group)]
+        layer = self._layer = LayerCall(module, run, self._around)
         try:
             with saving_plainly():
-                if number in group.kinds:
-                    key, region = layer.capture(group, number)
-                    found.setdefault(key, []).insert(0, region)
-                else:
-                    same = found.get(layer.rehearse(), [])
-                    used = group.used.get(number)
-                    region = next((r for r in same if used in (None, r.used)), None)
-        except CannotShare as reason:
-            raise Refused(group, f"{group.members[id(module)]}: {reason}") from reason
+                region = self._region(layer, group, number)
         finally:
-            self._inside = False
-        if region is None:
-            raise NewKind(group, number)
+            self._layer = None
+        if layer.record.refused:
+            self.note(Refused(group, f"{group.members[id(module)]}: {layer.record.refused}"))
+        elif region is None:
+            self.note(NewKind(group, number))
+        if self.restart or region is None:
+            return layer.unknown_results() if layer.finished else run()
         if torch._C._current_graph_task_id() != -1 and id(module) in self._latest:  # a checkpoint, in the backward pass
             self._latest[id(module)].remat = True
         self._latest[id(module)] = region
@@ -105,9 +117,38 @@ class LayerInterceptor:
         add_modules(region.flags)
         return layer.results(handle, region, arguments)
 
+    def _region(self, layer: LayerCall, group: Siblings, number: int) -> Region | None:
+        """The region of a call: its own if it begins a kind, or that of a call before it with the same record."""
+        found = self._found[id(group)]
+        if number not in group.kinds:
+            used = group.used.get(number)
+            return next((r for r in found.get(layer.rehearse(), []) if used in (None, r.used)), None)
+        captured = layer.capture(group, number)
+        if captured is None:
+            return None
+        key, region = captured
+        found.setdefault(key, []).insert(0, region)
+        return region
+
     def check(self) -> None:
-        """See, after the backward pass, that the calls are what was assumed; starts again if not."""
-        check_used(self.calls.values())
+        """Go on only if no restart is noted; to be called when the user's code has run.
+
+        Raises:
+            Abandoned: The capture must start again.
+        """
+        if self.restart:
+            raise Abandoned
+
+    def check_used(self) -> None:
+        """See, after the backward pass, that the loss depends on the results of layers that was assumed.
+
+        Raises:
+            Abandoned: It does not, or the capture must start again anyway.
+        """
+        seen = [call for call in self.calls.values() if call.used is not None]
+        if any(call.used != call.region.used for call in seen):
+            self.note(Unused(seen))
+        self.check()
 
     def graphs(self) -> list[GraphModule]:
         """Graphs of the calls, in order."""
@@ -118,4 +159,5 @@ class LayerInterceptor:
         for call in self.calls.values():
             call.region.graph = dataclasses.replace(call.region.graph, closure=())
             call.region.made = {}
-        self._modules, self._bundled = {}, {}
+        self._modules = {}
+        self._around.bundled.clear()

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,15 @@ from torch_shard._capture import (
 )
 from torch_shard._lowering import keeps_whole, missing_lowerings
 from torch_shard._scan.bundles import Bundle
-from torch_shard._scan.fingerprint import CannotShare, Fingerprint
-from torch_shard._scan.region import Call, LeftBehind, Region, RegionFunction
+from torch_shard._scan.fingerprint import Fingerprint
+from torch_shard._scan.region import Call, Origin, Region, RegionFunction, UnknownResults
+from torch_shard._scan.restarts import LeftBehind, Restart
 from torch_shard._scan.siblings import CallKind, Siblings
 from torch_shard._sharding import place_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class BundledParameter:
     """A parameter as part of a bundle, and the bundle in the capture of the whole."""
 
     bundle: Bundle
@@ -46,32 +47,48 @@ class Member:
     whole: torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The capture of the whole, as its layers' calls see it.
+
+    Attributes:
+        bundled: Parameters that are part of a bundle, by `id`.
+        cast_backward: Device types whose products autocast casts in the backward pass.
+        note: Takes the reason if the capture is to start again.
+    """
+
+    bundled: dict[int, BundledParameter]
+    cast_backward: Collection[str]
+    note: Callable[[Restart], None]
+
+
 class LayerCall:
     """One call of one module."""
 
-    def __init__(
-        self, module: nn.Module, run: Callable[[], Any], bundled: Mapping[int, Member], cast_backward: Collection[str]
-    ) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[], object], around: Surroundings) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
-        self.bundled, self._cast_backward = bundled, cast_backward
+        self._around = around
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}
         self.parameters = list(module.parameters())
         self.record = Fingerprint()
-        self.out: Any = None
+        self.out: object = None
+        self.finished = False
+        """Whether the module has run to its end."""
         self.passed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.assigned: dict[str, torch.Tensor] = {}
 
-    def _forward(self, *buffers: torch.Tensor) -> Any:
+    def _forward(self, *buffers: torch.Tensor) -> tuple[object, dict[str, torch.Tensor]]:
         """Run the module, once; new buffers are taken back."""
         capture_mode = current_mode()
         assert capture_mode is not None
         with binding(list(self.buffers.values()), buffers), torch.set_grad_enabled(self.grad), self.record:
             for parameter in self.parameters:
-                if id(parameter) in self.bundled:
+                if id(parameter) in self._around.bundled:
                     capture_mode.adopt(parameter)
             self.out = self.run()
-        if any(now is not before for now, before in zip(self.module.parameters(), self.parameters, strict=True)):
-            raise CannotShare("forward assigns a parameter anew")
+        self.finished = True
+        if list(map(id, self.module.parameters())) != list(map(id, self.parameters)):
+            self.record.refuse("forward assigns a parameter anew")
         now = dict(self.module.named_buffers())
         changed = [name for name, buffer in self.buffers.items() if now.get(name) is not buffer]
         bound = dict(zip(self.buffers, buffers, strict=True))  # what `self.count += 1` assigns, having written to it
@@ -82,32 +99,34 @@ class LayerCall:
         self.passed = capture_mode.standins()  # what it may return as it was given
         return self.out, self.assigned
 
-    def rehearse(self) -> Any:
-        """The record of the call, without a graph."""
+    def rehearse(self) -> Hashable | None:
+        """The record of the call, without a graph; None if that was refused."""
 
-        def run() -> Any:
+        def run() -> Hashable:
             buffers = [torch.empty_like(b) for b in map(as_captured, self.buffers.values())]
             return self._key(self._forward(*buffers))
 
         try:
-            return rehearse(run)[0]
-        except Exception as error:
-            raise CannotShare(_first_line(error)) from error
+            key = rehearse(run)[0]
+        except Exception as error:  # the user's, too: without regions it is raised again
+            self.record.refuse(_first_line(error))
+        return None if self.record.refused else key
 
-    def _key(self, result: Any) -> Any:
+    def _key(self, result: object) -> Hashable:
         kinds = tuple((name, tuple(b.shape), b.dtype) for name, b in self.buffers.items())
         return self.grad, torch.is_autocast_enabled("cpu"), kinds, self.record.close(result)
 
-    def capture(self, group: Siblings, number: int) -> tuple[Any, Region]:
-        """The record of the call and its region."""
+    def capture(self, group: Siblings, number: int) -> tuple[Hashable, Region] | None:
+        """The record of the call and its region; None if that was refused."""
         kind = group.kinds[number]
         cotangents: list[torch.Tensor] = []
         found: list[Any] = []
 
-        def run(*buffers: torch.Tensor) -> Any:
+        def run(*buffers: torch.Tensor) -> tuple[list[torch.Tensor], int]:
             key = self._key(self._forward(*buffers))
             results = self._own_results(kind)
-            _refuse_views(results, buffers)
+            if _has_views(results, buffers):
+                self.record.refuse("it returns a view of what it was given, or two views of one tensor")
             flags = [r.requires_grad for r in results]
             chosen = [r for r in results if r.requires_grad]
             used = group.used.get(number, (True,) * len(chosen))
@@ -121,10 +140,12 @@ class LayerCall:
             graph = capture(
                 run, [Spec(tuple(b.shape), b.dtype) for b in self.buffers.values()], keep=keeps_whole, restore=False
             )
-        except Exception as error:
-            raise CannotShare(_first_line(error)) from error
+            inputs = self._inputs(graph, cotangents)
+        except Exception as error:  # the user's, too: without regions it is raised again
+            self.record.refuse(_first_line(error))
+        if self.record.refused:
+            return None
         key, flags, used, given, draws = found
-        inputs = self._inputs(graph, cotangents)
         tensors = [(origin, i) for origin, i in inputs if origin != "cotangent"]
         order = [tensors.index(("outside", self._outside(key))) for key in given]
         return key, Region(
@@ -149,24 +170,32 @@ class LayerCall:
         capture_mode = current_mode()
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
-        with autocast_only(self._cast_backward):  # the layer may run within autocast, its backward pass runs after
+        with autocast_only(
+            self._around.cast_backward
+        ):  # the layer may run within autocast, its backward pass runs after
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
     def _outside(self, key: int) -> int:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
-    def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
+    def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[Origin, int]]:
         """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
-            raise CannotShare(f"{missing[0].target} has no lowering")
+            self.record.refuse(f"{missing[0].target} has no lowering")
         if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
-            raise CannotShare("PyTorch decomposes one of its random operators")
-        known = {"outside": self.record.outside, "cotangent": cotangents, "constant": self.record.constants}
+            self.record.refuse("PyTorch decomposes one of its random operators")
+        known: dict[Origin, list[torch.Tensor]] = {
+            "outside": self.record.outside,
+            "cotangent": cotangents,
+            "constant": self.record.constants,
+        }
+        origins: dict[int, tuple[Origin, int]]
         origins = {id(t): (origin, i) for origin, tensors in known.items() for i, t in enumerate(tensors)}
         if any(id(t) not in origins for t in graph.closure):
-            raise CannotShare("it uses a tensor whose origin is not known")
-        return [("buffer", i) for i in range(len(self.buffers))] + [origins[id(t)] for t in graph.closure]
+            self.record.refuse("it uses a tensor whose origin is not known")
+        own: list[tuple[Origin, int]] = [("buffer", i) for i in range(len(self.buffers))]
+        return [*own, *(origins[id(t)] for t in graph.closure if id(t) in origins)]
 
     def _own_results(self, kind: CallKind) -> list[torch.Tensor]:
         """The tensors that the call has made and returns, or left for others, each once."""
@@ -183,7 +212,7 @@ class LayerCall:
         bundles: dict[int, Bundle] = {}
         at: dict[Bundle, int] = {}
         for kind, i in region.tensors:
-            tensor, member = given[kind][i], self.bundled.get(id(given[kind][i]))
+            tensor, member = given[kind][i], self._around.bundled.get(id(given[kind][i]))
             if member is None or member.bundle not in at:
                 arguments.append(as_captured(tensor) if member is None else member.whole)
             if member is None:
@@ -192,9 +221,10 @@ class LayerCall:
             position = at.setdefault(member.bundle, len(arguments) - 1)
             bundles[position] = member.bundle
             places.append((position, member.number))
-        return Call(region, path, skip_draws(region.num_draws), places, bundles, number), arguments
+        place = skip_draws(region.num_draws)
+        return Call(region, path, place, places, bundles, number, self._around.note), arguments
 
-    def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
+    def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> object:
         """Result of the call: those of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
@@ -210,31 +240,59 @@ class LayerCall:
         for number, fake in self.record.tensors().items():
             if region.made[number] is not fake:
                 equate(fake, region.made[number])
-            leave(fake, functools.partial(_left, region, number, new.get(id(fake))))
+            result = new.get(id(fake))
+            leave(
+                fake,
+                functools.partial(self._used, region, number) if result is None else functools.partial(_itself, result),
+            )
+        return self._returned(new)
+
+    def _used(self, region: Region, number: int) -> torch.Tensor:
+        """What a tensor means that the call left behind, and that somebody uses: nothing in this capture."""
+        self._around.note(LeftBehind(region, number))
+        return _adopted(region.made[number])
+
+    def unknown_results(self) -> object:
+        """Result of the call in a capture that starts again: tensors of the same looks, without a graph."""
+        made = self.record.tensors().values()
+        own = [t for t in made if any(t is leaf for leaf in torch_pytree.tree_leaves(self.out))]
+        capture_mode = current_mode()
+        assert capture_mode is not None
+        given = [t for t in self.record.outside if capture_mode.is_of_capture(t)]
+        new = {id(fake): tensor for fake, tensor in self.passed}
+        if own:
+            new |= dict(zip(map(id, own), UnknownResults.apply(own, *given), strict=True))  # pyright: ignore
+        for fake in made:
+            leave(fake, functools.partial(_adopted, fake))
+        return self._returned(new)
+
+    def _returned(self, new: Mapping[int, torch.Tensor]) -> object:
+        """Result of the call with the tensors of the capture of the whole."""
         for fake, tensor in self.passed:
-            leave(fake, functools.partial(_given, tensor))
+            leave(fake, functools.partial(_itself, tensor))
         return torch_pytree.tree_map(
             lambda leaf: new.get(id(leaf), leaf), _replaced(self.out, new), is_leaf=lambda v: type(v) in _MUTABLE
         )
 
 
-def _left(region: Region, number: int, result: torch.Tensor | None) -> torch.Tensor:
-    if result is None:
-        raise LeftBehind(region, number)
-    return result
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor:
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _refuse_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+def _adopted(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the capture under way that looks like one that has no meaning in it."""
+    capture_mode = current_mode()
+    assert capture_mode is not None
+    return capture_mode.adopt(tensor)
+
+
+def _has_views(results: list[torch.Tensor], buffers: Sequence[torch.Tensor]) -> bool:
     capture_mode = current_mode()
     assert capture_mode is not None
     given = [fake for fake, _ in capture_mode.standins()] + list(buffers)
     storages = [t.untyped_storage()._cdata for t in (*given, *results)]
-    if len(set(storages[len(given) :])) < len(results) or set(storages[: len(given)]) & set(storages[len(given) :]):
-        raise CannotShare("it returns a view of what it was given, or two views of one tensor")
+    own = set(storages[len(given) :])
+    return len(own) < len(results) or not own.isdisjoint(storages[: len(given)])
 
 
 def _first_line(error: Exception) -> str:
@@ -257,7 +315,7 @@ def saving_plainly() -> Iterator[None]:
 _MUTABLE = (list, dict, collections.OrderedDict, collections.defaultdict)
 
 
-def _replaced(value: Any, new: dict[int, Any]) -> Any:
+def _replaced(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
     """Tensors replaced by `id`: within lists and dicts in place, for forward may write to them."""
     if isinstance(value, tuple):
         items = [_replaced(item, new) for item in value]

@@ -79,7 +79,7 @@ def partition(
     )
 
 
-def _saved(grads: list[object], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
+def _saved(grads: Sequence[object], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
     """Values that the backward pass must be given: those of the forward pass that may be saved, and inputs."""
     behind = depending_on(cotangents)
     saved: set[Node] = set()

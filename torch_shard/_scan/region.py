@@ -5,8 +5,8 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,9 @@ from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.restarts import Refused, Restart
 from torch_shard._scan.siblings import CallKind, Siblings
+
+Origin = Literal["buffer", "outside", "constant", "cotangent"]
+"""Where an input of a region comes from."""
 
 
 @dataclasses.dataclass
@@ -25,7 +28,7 @@ class Region:
         group: Whose layer it is.
         number: Of the call that it was captured from.
         graph: `(*buffers, *other tensors, *cotangents) -> (*results, *gradients, *new buffers)`, functional.
-        inputs: For each input of the graph, `("buffer" | "outside" | "constant" | "cotangent", number)`.
+        inputs: For each input of the graph, where it comes from, and its number among those.
         constants: Tensors that the layer makes of Python's numbers.
         num_results: How many results the layer has; new values of buffers that it assigned are
             among them, and what it left behind.
@@ -42,12 +45,12 @@ class Region:
     group: Siblings
     number: int
     graph: Captured[int]
-    inputs: list[tuple[str, int]]
+    inputs: list[tuple[Origin, int]]
     constants: list[torch.Tensor]
     num_results: int
     gradients: list[int]
     flags: ModuleFlags
-    rules: dict[Any, Any]
+    rules: dict[type[torch.autograd.Function], tuple[Hashable, ...]]
     num_draws: int
     differentiable: list[bool]
     used: tuple[bool, ...]
@@ -60,7 +63,7 @@ class Region:
         return self.group.kinds[self.number]
 
     @property
-    def tensors(self) -> list[tuple[str, int]]:
+    def tensors(self) -> list[tuple[Origin, int]]:
         """The inputs that are not cotangents."""
         return [(kind, number) for kind, number in self.inputs if kind != "cotangent"]
 
@@ -96,6 +99,7 @@ class Call:
         arguments: For each tensor of the region, which argument of the operator it is, or a member of which bundle.
         bundles: Which arguments are bundles.
         number: Which call of its group it is.
+        note: Takes the reason if the capture is to start again.
         used: Which results the loss was seen to depend on, of those with a gradient; None before the backward pass.
     """
 
@@ -105,6 +109,7 @@ class Call:
     arguments: Sequence[tuple[int, int | None]]
     bundles: Mapping[int, Bundle]
     number: int
+    note: Callable[[Restart], None]
     used: tuple[bool, ...] | None = None
 
     @functools.cached_property
@@ -149,9 +154,7 @@ def _gradient_shapes(call: int, token: torch.Tensor, grads: list[torch.Tensor]) 
     found, region = CALLS[call], CALLS[call].region
     fakes = region.fakes[region.num_results : region.graph.num_outputs]
     return [
-        torch.empty(bundle.numel, dtype=bundle.dtype, device="cpu")
-        if (bundle := found.bundles.get(argument))
-        else _like(fakes[numbers[None]])
+        torch.empty((), device="cpu") if argument in found.bundles else _like(fakes[numbers[None]])
         for argument, numbers in found.gradients.items()
     ]
 
@@ -177,23 +180,25 @@ class RegionFunction(torch.autograd.Function):
         *outputs, ctx.token = torch.ops.torch_shard.layer(number, list(tensors))  # the backward pass needs this call
         ctx.number = number
         ctx.set_materialize_grads(False)
-        kinds = zip(call.arguments, region.tensors, strict=True)
-        kept = dict.fromkeys(argument for (argument, _), (kind, _) in kinds if kind != "buffer")
-        ctx.save_for_backward(*(tensors[i] for i in kept))  # for autograd's check that nobody writes to them in between
+        ctx.save_for_backward(
+            *(tensors[i] for i in _kept(call))
+        )  # for autograd's check that nobody writes to them in between
         constant = [not d for d in region.differentiable]
         ctx.mark_non_differentiable(*itertools.compress(outputs, constant), *outputs[len(constant) :])
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call = CALLS[ctx.number]
         assert ctx.saved_tensors is not None
         if torch.is_grad_enabled():
-            raise Refused(None, "the loss takes a derivative of its gradient")
+            call.note(Refused(None, "the loss takes a derivative of its gradient"))
+            known = dict(zip(_kept(call), _no_gradients(ctx.saved_tensors), strict=True))
+            return None, *(known.get(argument) for argument in range(len(ctx.needs_input_grad) - 1))
         for function, then in call.region.rules.items():
             if read_by(function.backward) != then:
                 why = f"{function.__name__}.backward reads a value that changes after the layer has run"
-                raise Refused(call.region.group, why)
+                call.note(Refused(call.region.group, why))
         chosen = call.cotangents(cotangents)
         found = torch.ops.torch_shard.layer_backward(ctx.number, ctx.token, [c for c, _ in chosen])
         grads = dict(zip(call.gradients, found, strict=True))
@@ -203,43 +208,31 @@ class RegionFunction(torch.autograd.Function):
         return None, *(grads.get(argument) for argument in range(1 + max((i for i, _ in call.arguments), default=-1)))
 
 
-class Unused(Restart):
-    """The loss depends on other results of layers than was assumed."""
+class UnknownResults(torch.autograd.Function):
+    """`apply(fakes, *tensors) -> results` like these fakes, in a capture that starts again: no value matters.
 
-    def __init__(self, calls: Iterable[Call]) -> None:
-        self._calls = [call for call in calls if call.used is not None]
-
-    def learn(self, groups: list[Siblings]) -> None:
-        """The others have no cotangents; calls that differ in this are different programs."""
-        known = {(id(call.region), call.used) for call in self._calls if call.number == call.region.number}
-        for call in self._calls:
-            group, kind = call.region.group, (id(call.region), call.used)
-            assert call.used is not None
-            group.used[call.number] = call.used
-            if kind not in known:
-                known.add(kind)
-                group.add_kind(call.number, call.region.kind)
-
-
-def check_used(calls: Iterable[Call]) -> None:
-    """See that the loss depends on the results of layers that their regions have cotangents for.
-
-    Raises:
-        Unused: It does not.
+    They depend on the tensors, so that autograd finds a way from the one to the other.
     """
-    calls = list(calls)
-    if any(call.used not in (None, call.region.used) for call in calls):
-        raise Unused(calls)
+
+    @staticmethod
+    def forward(ctx: Any, fakes: list[torch.Tensor], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = tuple(map(_like, fakes))
+        ctx.save_for_backward(*tensors)
+        pairs = zip(outputs, fakes, strict=True)
+        ctx.mark_non_differentiable(*(output for output, fake in pairs if not fake.requires_grad))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *_no_gradients(ctx.saved_tensors)
 
 
-class LeftBehind(Restart):
-    """A tensor that a layer left behind is used after all."""
+def _kept(call: Call) -> list[int]:
+    """The arguments of a call that autograd saves."""
+    kinds = zip(call.arguments, call.region.tensors, strict=True)
+    return list(dict.fromkeys(argument for (argument, _), (kind, _) in kinds if kind != "buffer"))
 
-    def __init__(self, region: Region, number: int) -> None:
-        self._region, self._number = region, number
 
-    def learn(self, groups: list[Siblings]) -> None:
-        """It is another result."""
-        region = self._region
-        region.group.kinds[region.number] = CallKind(left=(*region.kind.left, self._number))
-        region.group.used.clear()  # there are more results now
+def _no_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Zeros, of which there are derivatives again."""
+    return [tensor * 0 if tensor.requires_grad else None for tensor in tensors]

@@ -1,39 +1,47 @@
-"""Steps that repeat become loops: the same steps, each reading what the iteration before made.
+"""Instructions that repeat become loops: the same instructions, each reading what the iteration before made.
 
 Where iterations may begin is guessed from the order of the layers; that they are one loop is then proved from what each
-step reads, or it is not one.
+instruction reads, or it is not one.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch_shard._scan.instructions import Instruction, Operand
+
+Item = TypeVar("Item")
 
 LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention have two, some hybrids three or four
 
 
+SourceKind = Literal["own", "fixed", "carry", "each"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The place of a source in a loop: `(kind, number)`, or for `own` the step of this iteration and its path.
+    """The place where an instruction in a loop finds a source.
 
-    Kinds: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
+    Attributes:
+        kind: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
+        number: Which of these; for `own`, the instruction that has made it.
+        path: Indices into what that instruction gives.
     """
 
-    kind: str
+    kind: SourceKind
     number: int
     path: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
 class Loop:
-    """Steps that run several times.
+    """Instructions that run several times.
 
     Attributes:
-        iterations: The steps of each.
-        slots: For each step of an iteration, where its sources come from.
-        carries: `(first value, number of the step, path)` of what one iteration hands to the next.
+        iterations: The instructions of each.
+        slots: For each instruction of an iteration, where its sources come from.
+        carries: `(first value, number of the instruction, path)` of what one iteration hands to the next.
         each: Values that differ by iteration.
         fixed: Values that do not.
     """
@@ -47,12 +55,12 @@ class Loop:
     @property
     def layers(self) -> list[str]:
         """Paths of the modules, in the order of their calls."""
-        return [step.layer for steps in self.iterations for step in steps if step.layer is not None]
+        return [i.layer for i in itertools.chain(*self.iterations) if i.layer is not None]
 
     @property
     def is_backward(self) -> bool:
         """Tell whether it has backward passes of layers."""
-        return any(step.is_backward for step in self.iterations[0])
+        return any(instruction.is_backward for instruction in self.iterations[0])
 
     @property
     def reads(self) -> list[Operand]:
@@ -60,13 +68,13 @@ class Loop:
         return [*(first for first, _, _ in self.carries), *itertools.chain(*self.each), *self.fixed]
 
 
-def reroll(steps: list[Instruction]) -> list[Instruction | Loop]:
-    """Replace steps that repeat by loops, those with the most iterations first."""
-    order = {step: i for i, step in enumerate(steps)}
-    anchors = [i for i, step in enumerate(steps) if step.layer is not None]
+def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
+    """Replace instructions that repeat by loops, those with the most iterations first."""
+    order = {instruction: i for i, instruction in enumerate(instructions)}
+    anchors = [i for i, instruction in enumerate(instructions) if instruction.layer is not None]
     found, begin, last = [], 0, -1
     for at in range(len(anchors)):
-        if at < begin or (stretch := _best(steps, anchors[at:], order)) is None:
+        if at < begin or (stretch := _best(instructions, anchors[at:], order)) is None:
             continue
         found.append(stretch)
         if at != last:  # what begins within a loop is no longer, unless it begins in its last iteration
@@ -79,18 +87,20 @@ def reroll(steps: list[Instruction]) -> list[Instruction | Loop]:
             loops[first] = stop, loop
     result: list[Instruction | Loop] = []
     i = 0
-    while i < len(steps):
+    while i < len(instructions):
         if i in loops:
             i, loop = loops[i]
             result.append(loop)
         else:
-            result.append(steps[i])
+            result.append(instructions[i])
             i += 1
     return result
 
 
-def _best(steps: list[Instruction], anchors: list[int], order: dict[Instruction, int]) -> tuple[int, int, Loop] | None:
-    """Start and stop of the longest loop from the first anchor on; of equal ones that with the least steps."""
+def _best(
+    instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int]
+) -> tuple[int, int, Loop] | None:
+    """Start and stop of the longest loop from the first anchor on; of equal ones the shorter."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
@@ -98,7 +108,7 @@ def _best(steps: list[Instruction], anchors: list[int], order: dict[Instruction,
             break
         length = starts[1] - starts[0]
         for before in dict.fromkeys((0, length - 1)):  # what lies between layers belongs to the next or the last one
-            spans = _alike(steps, [s - before for s in starts], length)
+            spans = _alike(instructions, [s - before for s in starts], length)
             loop = _prove(spans, order) if len(spans) > 1 else None
             if loop is not None and (best is None or len(loop.iterations) > len(best[2].iterations)):
                 first = starts[0] - before
@@ -106,17 +116,17 @@ def _best(steps: list[Instruction], anchors: list[int], order: dict[Instruction,
     return best
 
 
-def _alike(steps: list[Instruction], starts: list[int], length: int) -> list[list[Instruction]]:
-    """The longest run of stretches with steps of the same kinds, one right after the other."""
+def _alike(instructions: list[Instruction], starts: list[int], length: int) -> list[list[Instruction]]:
+    """The longest run of stretches with instructions of the same kinds, one right after the other."""
     if starts[0] < 0:
         return []
     spans = []
     for number, start in enumerate(starts):
-        span = steps[start : start + length]
+        span = instructions[start : start + length]
         expected = starts[0] + number * length
         if start != expected or len(span) < length:
             break
-        if any(a.kind != b.kind for a, b in zip(span, steps[starts[0] : starts[0] + length], strict=True)):
+        if any(a.kind != b.kind for a, b in zip(span, instructions[starts[0] : starts[0] + length], strict=True)):
             break
         spans.append(span)
     return spans
@@ -137,7 +147,7 @@ class _Proof:
 
     def __init__(self, spans: list[list[Instruction]], order: dict[Instruction, int]) -> None:
         self._start, self._order = order[spans[0][0]], order
-        self._numbers = [{step: number for number, step in enumerate(span)} for span in spans]
+        self._numbers = [{instruction: number for number, instruction in enumerate(span)} for span in spans]
         self.carries: dict[tuple[Operand, int, tuple[int, ...]], int] = {}
         self.each: dict[tuple[Operand, ...], int] = {}
         self.fixed: dict[Operand, int] = {}
@@ -150,7 +160,7 @@ class _Proof:
     def _slot(self, values: tuple[Operand, ...]) -> Source:
         first, own = values[0], self._made(0, values[0])
         handed = self._made(0, values[1])
-        holds = {
+        holds: dict[SourceKind, Callable[[int, Operand], bool]] = {
             "own": lambda q, v: own is not None and self._made(q, v) == own,
             "fixed": lambda q, v: v == first and self._is_before(v),
             "carry": lambda q, v: (
@@ -158,7 +168,7 @@ class _Proof:
             ),
             "each": lambda q, v: self._is_before(v),
         }
-        lengths = {kind: _prefix(values, test) for kind, test in holds.items()}
+        lengths: dict[SourceKind, int] = {kind: _prefix(values, test) for kind, test in holds.items()}
         kind = max(lengths, key=lambda k: lengths[k])  # the first of those that hold longest
         self.holds = max(1, min(self.holds, lengths[kind]))
         if kind == "own":
@@ -169,7 +179,7 @@ class _Proof:
         return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
-        """The step of an iteration that has made a value, and its path."""
+        """The instruction of an iteration that has made a value, and its path."""
         number = self._numbers[iteration].get(value.source)  # pyright: ignore[reportArgumentType]
         return None if number is None else (number, value.path)
 
@@ -182,8 +192,5 @@ def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -
     return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
-T = TypeVar("T")
-
-
-def _index(known: dict[T, int], item: T) -> int:
+def _index(known: dict[Item, int], item: Item) -> int:
     return known.setdefault(item, len(known))

@@ -1,43 +1,103 @@
-"""TODO _scan.restarts."""
+"""Reasons to start a capture again, knowing more.
+
+A reason that is found while the user's code runs is noted and nothing is raised: the code runs on to its end on fakes,
+which is harmless, and what was captured is thrown away. Then the reason teaches the groups of layers what is known now.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch_shard._scan.siblings import CallKind, Siblings
 
+if TYPE_CHECKING:
+    from torch_shard._scan.region import Call, Region
 
-class Restart(BaseException):
-    """The capture must start again, knowing more; no `except Exception` of a model stops it."""
 
+class Restart(abc.ABC):
+    """A reason to start the capture again."""
+
+    @abc.abstractmethod
     def learn(self, groups: list[Siblings]) -> None:
         """Note on the groups of the capture what is known now."""
-        raise NotImplementedError
 
 
+class Abandoned(Exception):
+    """Ends a capture for which a restart is noted, once the user's code has run to its end."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Refused(Restart):
     """The layers of a group, or of all groups, cannot be regions."""
 
-    def __init__(self, group: Siblings | None, why: str) -> None:
-        self._group, self._why = group, why
+    group: Siblings | None
+    why: str
 
     def learn(self, groups: list[Siblings]) -> None:
-        """Each is captured by itself."""
-        for group in [self._group] if self._group else groups:
-            group.refuse(self._why)
+        """Let each be captured by itself."""
+        for group in [self.group] if self.group else groups:
+            group.refuse(self.why)
 
 
+@dataclasses.dataclass(frozen=True)
 class NewKind(Restart):
     """A call is another program than those before."""
 
-    def __init__(self, group: Siblings, number: int) -> None:
-        self._group, self._number = group, number
+    group: Siblings
+    number: int
 
     def learn(self, groups: list[Siblings]) -> None:
-        """It begins a kind of its own."""
-        self._group.add_kind(self._number, CallKind())
+        """Let it begin a kind of its own."""
+        self.group.add_kind(self.number, CallKind())
 
 
+@dataclasses.dataclass(frozen=True)
 class Unbundled(Restart):
     """Parameters of layers are used outside of them."""
 
     def learn(self, groups: list[Siblings]) -> None:
-        """Each is an input of its own."""
+        """Let each be an input of its own."""
         for group in groups:
             group.bundled = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftBehind(Restart):
+    """A tensor that a layer left behind is used after all.
+
+    Attributes:
+        region: Of the layer.
+        number: Of the tensor in the record of its call.
+    """
+
+    region: "Region"
+    number: int
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """Let it be another result."""
+        group, kind = self.region.group, self.region.kind
+        group.kinds[self.region.number] = CallKind(left=(*kind.left, self.number))
+        group.used.clear()  # there are more results now
+
+
+@dataclasses.dataclass(frozen=True)
+class Unused(Restart):
+    """The loss depends on other results of layers than was assumed.
+
+    Attributes:
+        calls: Those of which it was seen what the loss depends on.
+    """
+
+    calls: "Sequence[Call]"
+
+    def learn(self, groups: list[Siblings]) -> None:
+        """Let the others have no cotangents; calls that differ in this are different programs."""
+        known = {(id(call.region), call.used) for call in self.calls if call.number == call.region.number}
+        for call in self.calls:
+            group, kind = call.region.group, (id(call.region), call.used)
+            assert call.used is not None
+            group.used[call.number] = call.used
+            if kind not in known:
+                known.add(kind)
+                group.add_kind(call.number, call.region.kind)

@@ -104,10 +104,10 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
     """
     graph, num_grads = program.program.graph.module.graph, len(program.program.graph.aux.grads)
     loss, *rest = outputs_of(graph)
-    splits = _splits(itertools.chain(*map(names_of, program.units)), plan, batch_spec)
+    splits = _splits(itertools.chain(*map(names_of, program.inputs)), plan, batch_spec)
     follow = _Follow({} if program.rolled is None else program.rolled.calls)
     rows = {name: {split: split.rows for split in splits if split.name == name} for name in plan.entries}
-    inputs = [rows[unit] if isinstance(unit, str) else [rows[name] for name in unit.names] for unit in program.units]
+    inputs = [rows[at] if isinstance(at, str) else [rows[name] for name in at.names] for at in program.inputs]
     follow.run(graph, inputs, [loss, *rest[num_grads:]])
     alike: dict[Hashable, list[Fused]] = {}
     for found in follow.found():

@@ -15,7 +15,7 @@ from torch import nn
 from torch_shard._capture import Spec, TensorFn, note_modules
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
-from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
+from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
 
@@ -23,16 +23,18 @@ T = TypeVar("T")
 
 RESERVED = ("loss", "grad_norm", "guard")
 
+Check = Callable[[], None] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class LossShape:
     """The order of the flat inputs and outputs of the capture."""
 
-    units: list[Unit]
-    grads: list[Unit]
+    inputs: list[GraphInput]
+    grads: list[GraphInput]
     buffers: list[str]
     metrics: object
-    without_grad: tuple[Unit, ...]
+    without_grad: tuple[GraphInput, ...]
 
 
 class JointLoss:
@@ -68,11 +70,11 @@ class JointLoss:
         """
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        units = units_of(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
+        named = graph_inputs(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
 
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
-            given = dict(zip(units, inputs, strict=False))
-            batch = inputs[len(units) :]
+            given = dict(zip(named, inputs, strict=False))
+            batch = inputs[len(named) :]
             with contextlib.ExitStack() as stack:
                 if regions:
                     stack.enter_context(regions.active())
@@ -80,54 +82,59 @@ class JointLoss:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
                 run = self._training if self._train else self._evaluation
-                found = call_with(self._model, lambda m: run(m, given, batch), self._tensors(given, regions))
+                check = regions.check if regions else None
+                found = call_with(self._model, lambda m: run(m, given, batch, check), self._tensors(given, regions))
                 if regions:
-                    regions.check()
+                    regions.check_used()
                 return found
 
-        return joint, [*map(self._spec, units), *self._signature.specs]
+        return joint, [*map(self._spec, named), *self._signature.specs]
 
-    def _spec(self, unit: Unit) -> Spec:
-        if isinstance(unit, Bundle):
-            return Spec((unit.numel,), unit.dtype, self._train)
-        tensor = self._held.all[unit]
-        return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
+    def _spec(self, given: GraphInput) -> Spec:
+        if isinstance(given, Bundle):
+            return Spec((), torch.float32, self._train)
+        tensor = self._held.all[given]
+        return Spec(tuple(tensor.shape), tensor.dtype, self._train and given in self._held.trainable)
 
-    def _tensors(self, given: dict[Unit, torch.Tensor], regions: LayerInterceptor | None) -> dict[str, torch.Tensor]:
+    def _tensors(
+        self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
+    ) -> dict[str, torch.Tensor]:
         """Tensors that the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
-        for unit, tensor in given.items():
-            if isinstance(unit, Bundle):
+        for name, tensor in given.items():
+            if isinstance(name, Bundle):
                 assert regions is not None
-                regions.bind(unit, tensor, self._held.trainable)
+                regions.bind(name, tensor, self._held.trainable)
             else:
-                found[unit] = tensor
+                found[name] = tensor
         return found
 
     def _training(
-        self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        leaves = {unit: t for unit, t in given.items() if isinstance(unit, Bundle) or unit in self._held.trainable}
+        leaves = {name: t for name, t in given.items() if isinstance(name, Bundle) or name in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree = self._forward(module, batch)
+        loss, metrics, tree = self._forward(module, batch, check)
         grads, without = self._gradients(loss, leaves)
         buffers = self._buffers(module)
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
         return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
 
     def _evaluation(
-        self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        loss, metrics, tree = self._forward(module, batch)
+        loss, metrics, tree = self._forward(module, batch, check)
         return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
 
     def _forward(
-        self, module: torch.nn.Module, batch: Sequence[torch.Tensor]
+        self, module: nn.Module, batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[torch.Tensor, list[torch.Tensor], object]:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
             out = self._loss_fn(module, self._signature.rebuild(batch))
+        if check:  # now that the user's code has run
+            check()
         loss, metrics = split_loss(out)
         leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
@@ -146,8 +153,8 @@ class JointLoss:
         return [now[name] for name in self._held.buffers]
 
     def _gradients(
-        self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]
-    ) -> tuple[list[torch.Tensor], tuple[Unit, ...]]:
+        self, loss: torch.Tensor, leaves: dict[GraphInput, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], tuple[GraphInput, ...]]:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "

@@ -20,12 +20,12 @@ from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
+    GraphInput,
     LayerOptions,
     RolledLoss,
     Siblings,
     StackRow,
     StackRows,
-    Unit,
     array_of,
     capture_layers,
     names_of,
@@ -59,7 +59,7 @@ class LossProgram:
     ) -> None:
         program, rolled, self.groups = captured
         self.report = report(self.groups, rolled)
-        self.program, self.rolled, self.units = program, rolled, program.graph.aux.units
+        self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
@@ -86,13 +86,13 @@ class LossProgram:
     def without_grad(self) -> tuple[str, ...]:
         """Trainable parameters that the loss does not reach; torch leaves their `.grad` None."""
         shape = self.program.graph.aux
-        whole = [name for unit in shape.without_grad for name in names_of(unit)]
+        whole = [name for given in shape.without_grad for name in names_of(given)]
         return (*whole, *(() if self.rolled is None else self.rolled.without(shape.grads)))
 
     @property
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
-        return [name for unit in self.program.graph.aux.grads for name in names_of(unit)]
+        return [name for given in self.program.graph.aux.grads for name in names_of(given)]
 
     @property
     def buffers(self) -> list[str]:
@@ -102,8 +102,8 @@ class LossProgram:
     @property
     def written(self) -> list[str]:
         """Names of the parameters and buffers that forward writes in place."""
-        found = (self.units[position] for position in self.program.graph.written if position < len(self.units))
-        return [unit for unit in found if isinstance(unit, str)]
+        found = (self.inputs[at] for at in self.program.graph.written if at < len(self.inputs))
+        return [name for name in found if isinstance(name, str)]
 
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options that the program needs to be right on these devices."""
@@ -119,7 +119,7 @@ class LossProgram:
         closure: Sequence[jax.Array],
     ) -> LossOutputs:
         """To be traced by JAX."""
-        inputs = _Inputs(self.units, tensors, [*batch, *closure])
+        inputs = _Inputs(self.inputs, tensors, [*batch, *closure])
         outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
@@ -137,32 +137,32 @@ class LossProgram:
     def _by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""
         found: dict[str, Any] = {}
-        for unit, grad in zip(self.program.graph.aux.grads, grads, strict=False):
-            if isinstance(unit, str):
-                found[unit] = grad
+        for given, grad in zip(self.program.graph.aux.grads, grads, strict=False):
+            if isinstance(given, str):
+                found[given] = grad
             else:
-                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(unit.names)
-                found |= zip(unit.names, members, strict=True)
+                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
+                found |= zip(given.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
 
 
 class _Inputs:
     """The inputs of a loss program by number: named tensors and bundles of them, then the batch and the closure."""
 
-    def __init__(self, units: list[Unit], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
-        self._units, self._tensors, self._others = units, tensors, others
+    def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
+        self._named, self._tensors, self._others = named, tensors, others
 
     def _name(self, at: tuple[int, ...]) -> str | None:
         number, *member = at
-        unit = self._units[number] if number < len(self._units) else None
-        return unit.names[member[0]] if isinstance(unit, Bundle) else unit
+        given = self._named[number] if number < len(self._named) else None
+        return given.names[member[0]] if isinstance(given, Bundle) else given
 
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
         name = self._name(at)
-        return self._others[at[0] - len(self._units)] if name is None else self._tensors[name]
+        return self._others[at[0] - len(self._named)] if name is None else self._tensors[name]
 
     def all(self) -> list[jax.Array]:
-        return [self[number,] for number in range(len(self._units) + len(self._others))]
+        return [self[number,] for number in range(len(self._named) + len(self._others))]
 
     def row(self, at: tuple[int, ...]) -> StackRow | None:
         """The stack of which an input is a row, if it is one."""
