@@ -63,6 +63,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @app.command()
 def demo(
+    *,
     mesh: Annotated[
         str | None,
         typer.Option(

@@ -18,19 +18,21 @@ from torch_shard._capture.function_mode import (
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import FAR, is_literal
 from torch_shard._capture.side_effects import NUMBERS, Contents, Same, new_values
-from torch_shard._capture.trace import Captured, Spec, capture
+from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
 __all__ = [
     "DEVICE_OF",
     "FAR",
     "NUMBERS",
     "ActiveRegions",
+    "Aux",
     "Captured",
     "Contents",
     "ModuleFlags",
     "PlainAttributes",
     "Same",
     "Spec",
+    "TensorFn",
     "ValueGuard",
     "active_regions",
     "add_modules",

@@ -17,6 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.autocast_policy import FLOAT32, LOWER
 from torch_shard._common.patching import patched
+from torch_shard._common.types import PyTree
 
 
 class _Active(threading.local):
@@ -29,12 +30,12 @@ _ACTIVE = _Active()
 
 
 @functools.cache
-def _float32_functions() -> frozenset[Callable[..., Any]]:
+def _float32_functions() -> frozenset[Callable[..., object]]:
     owners = (torch, F, torch.Tensor, torch.special)
     return frozenset(getattr(owner, name) for owner in owners for name in FLOAT32 if hasattr(owner, name))
 
 
-def widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def widened(func: Callable[..., object], args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
     """The arguments of a torch call as an autocast region of an accelerator passes them on, if one is active."""
     active = _ACTIVE.depth > 0 and torch.is_autocast_enabled("cpu")
     if not active or func not in _float32_functions():
@@ -62,8 +63,14 @@ def autocast_on_fakes() -> Iterator[None]:
         _ACTIVE.depth, _ACTIVE.capturing = 0, False
 
 
-def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+def _init(original: Callable[..., object]) -> Callable[..., object]:
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
         self._is_accelerator = device_type.split(":")[0] != "cpu"
         if self._is_accelerator:
             dtype = dtype or torch.get_autocast_dtype(device_type)
@@ -73,16 +80,16 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(self: Any) -> Any:
+def _enter(original: Callable[..., object]) -> Callable[..., object]:
+    def enter(self: torch.autocast) -> object:
         _ACTIVE.depth += getattr(self, "_is_accelerator", False)
         return original(self)
 
     return enter
 
 
-def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(self: Any, *error: Any) -> Any:
+def _exit(original: Callable[..., object]) -> Callable[..., object]:
+    def leave(self: torch.autocast, *error: object) -> object:
         _ACTIVE.depth -= getattr(self, "_is_accelerator", False)
         return original(self, *error)
 

@@ -8,7 +8,7 @@ import operator
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.fx import args_of, is_random
 from torch_shard._common.overrides import instead_of_attribute
+from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
 
@@ -45,26 +46,28 @@ class DataDependence(TorchDispatchMode):
         root: Gives the module that holds what the `get_attr` nodes of the trace name.
     """
 
-    def __init__(self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], Any]) -> None:
+    def __init__(
+        self, node_of: Callable[[torch.Tensor], Node | None], root: Callable[[], torch.nn.Module | None]
+    ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
-        self.axes: tuple[Any, ...] = ()
+        self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
         """How many random operators have run; a checkpoint sets it back to draw the same numbers again."""
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> "DataDependence":
         _CURRENT.stack.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _CURRENT.stack.pop()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Operator, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is DEVICE_OF:
             return args[0].fake_device
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
@@ -76,7 +79,7 @@ class DataDependence(TorchDispatchMode):
             self._note_draw(result)
         return result
 
-    def _note_draw(self, result: Any) -> None:
+    def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
         node = self._node_of(first) if isinstance(first, torch.Tensor) else None
         if node is not None:
@@ -84,7 +87,7 @@ class DataDependence(TorchDispatchMode):
             node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
-    def _answer(self, func: Any, args: Any) -> Any:
+    def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
         nodes = [node for tensor in args if (node := self._node_of(tensor)) is not None]
         if len(nodes) == len(args):
             self._constants = self._constants or Constants(nodes[0].graph, self._root())
@@ -122,7 +125,7 @@ def num_draws() -> int:
 
 
 @contextlib.contextmanager
-def drawing_along(axes: tuple[Any, ...]) -> Iterator[None]:
+def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
     """Let random operators of the capture under way draw other numbers for each index along these named axes."""
     values = _CURRENT.stack[-1]
     before, values.axes = values.axes, tuple(dict.fromkeys((*values.axes, *axes)))
@@ -146,7 +149,7 @@ def get_rng_state() -> RandomState:
 
 
 @instead_of_attribute(torch, "set_rng_state")
-def set_rng_state(state: Any) -> None:
+def set_rng_state(state: object) -> None:
     """Go back to a position, so that what is computed again draws the same numbers."""
     if not isinstance(state, RandomState):
         raise NotImplementedError(
@@ -158,7 +161,7 @@ def set_rng_state(state: Any) -> None:
 
 @instead_of_attribute(torch, "manual_seed")
 @instead_of_attribute(torch, "seed")
-def refuse_seed(*args: Any, **kwargs: Any) -> Any:
+def refuse_seed(*args: object, **kwargs: object) -> object:
     """`torch.manual_seed` and `torch.seed` in a capture."""
     raise NotImplementedError(
         f"{current_user_line()}\nHere torch is seeded within a captured function. The random numbers of a compiled "
@@ -178,9 +181,9 @@ def _asking_frame() -> FrameType | None:
 class Constants:
     """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
 
-    def __init__(self, graph: Graph, root: Any) -> None:
+    def __init__(self, graph: Graph, root: torch.nn.Module | None) -> None:
         self._graph, self._root = graph, root
-        self._values: dict[Node, Any] = {}
+        self._values: dict[Node, PyTree] = {}
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -191,7 +194,7 @@ class Constants:
             self._run(self._last)
         return self._known(node)
 
-    def _known(self, node: Node) -> Any:
+    def _known(self, node: Node) -> PyTree:
         value = self._values.get(node)
         return None if _storages(value) & self._unknown else value
 
@@ -222,7 +225,7 @@ def _writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _storages(value: Any) -> set[int]:
+def _storages(value: PyTree) -> set[int]:
     tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return {t.untyped_storage()._cdata for t in tensors}
 

@@ -35,7 +35,7 @@ _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: object) -> bool:
     """Whether `value` stands for a tensor of a capture under way."""
     return isinstance(value, FakeTensor)
 
@@ -46,7 +46,11 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     part = functools.partial
     capture_mode = CaptureMode(
-        part(_is_of_capture, mode), part(_make_standin, mode), _revive, _set_data, annotated if explain else None
+        part(_is_of_capture, mode),
+        part(_make_standin, mode),
+        _revive,
+        _set_data,
+        explain=annotated if explain else None,
     )
     with _LOCK, _disable_current_modes(), torch.enable_grad(), capture_mode.innermost():
         _MODES.append(mode)
@@ -109,7 +113,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     An input of the capture is written instead, so that its new value comes out.
     """
-    node: Any = node_of(tensor)
+    node: torch.fx.Node | None = node_of(tensor)
     mode: Any = get_proxy_mode()
     if _is_input(node):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -163,7 +167,7 @@ def _constant(fake: FakeTensor) -> torch.Tensor | None:
     earlier: Any = getattr(fake.fake_mode, "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
         return None
-    node: Any = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
+    node: torch.fx.Node = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
     with _disable_current_modes(), torch.no_grad():
         return Constants(node.graph, earlier.root).value(node)
 

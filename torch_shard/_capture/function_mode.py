@@ -4,7 +4,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
+from torch_shard._common.types import PyTree
 
 _T = torch.Tensor
 
@@ -48,6 +48,7 @@ class CaptureMode(TorchFunctionMode):
         make_standin: Callable[[torch.Tensor], torch.Tensor],
         revive: Callable[[torch.Tensor], torch.Tensor],
         set_data: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
         explain: Callable[[str], contextlib.AbstractContextManager] | None,
     ) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ class CaptureMode(TorchFunctionMode):
         self._running: list[nn.Module] = []
         self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
-        self.axes: dict[Any, int] = {}
+        self.axes: dict[str, int] = {}
         """Named axes that the capture depends on, with their sizes."""
-        self.held: list[Any] = []
+        self.held: list[object] = []
         """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if (
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
@@ -79,7 +80,7 @@ class CaptureMode(TorchFunctionMode):
         with self._explain(self._where()) if self._explain else contextlib.nullcontext():
             return func(*args, **kwargs)
 
-    def _on_cpu(self, value: Any) -> Any:
+    def _on_cpu(self, value: PyTree) -> PyTree:
         """Arguments of a torch call as they are in the capture."""
         kind = type(value)
         if kind in _PLAIN:
@@ -145,14 +146,14 @@ class CaptureMode(TorchFunctionMode):
             before.remove()
             after.remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         if _INNERMOST.capture_mode is self:
             if id(module) not in self._modules:
                 self._modules[id(module)] = (weakref.ref(module), module.training)
                 self.side_effects.note(module.named_modules())
             self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if _INNERMOST.capture_mode is self:
             self._running.pop()
 
@@ -168,7 +169,7 @@ class CaptureMode(TorchFunctionMode):
         return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
 
 
-def _refuse_lost_writes(func: Callable, kwargs: dict[str, Any]) -> None:
+def _refuse_lost_writes(func: Callable, kwargs: dict[str, object]) -> None:
     """These leave `out=` alone where tensors have no data: PyTorch assigns a new tensor in its place."""
     if kwargs.get("out") is not None and getattr(func, "__name__", "") == "linalg_matrix_rank":
         raise NotImplementedError(
@@ -234,7 +235,7 @@ def add_modules(flags: ModuleFlags) -> None:
         _INNERMOST.capture_mode.add_modules(flags)
 
 
-def hold(value: Any) -> None:
+def hold(value: object) -> None:
     """Keep a value alive until the graph of the capture under way is complete."""
     if _INNERMOST.capture_mode is not None:
         _INNERMOST.capture_mode.held.append(value)

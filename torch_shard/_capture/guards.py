@@ -9,7 +9,6 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ _SEQUENCES = (list, tuple, set, frozenset)
 _DEPTH, _MOST = 3, 1000
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: object) -> bool:
     """Whether a value is a bundle of settings, to be looked into."""
     if isinstance(value, type):
         return False
@@ -31,7 +30,7 @@ def _is_record(value: Any) -> bool:
     return is_known or (type(value).__name__.endswith("Config") and hasattr(value, "__dict__"))
 
 
-def _snapshot(value: Any, depth: int = _DEPTH) -> Any:
+def _snapshot(value: object, depth: int = _DEPTH) -> object:
     """What can be compared later: numbers, strings and tensors, in containers and records; None for anything else."""
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -46,7 +45,7 @@ def _snapshot(value: Any, depth: int = _DEPTH) -> Any:
     return _snapshot(vars(value), depth) if _is_record(value) and hasattr(value, "__dict__") else None
 
 
-def _of_function(fn: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
     """Name and reader of each value that a function reaches by itself."""
     if isinstance(fn, functools.partial):
         yield "an argument of functools.partial", lambda: (fn.args, fn.keywords)
@@ -66,21 +65,21 @@ def _of_function(fn: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from _of_object(fn, type(fn).__call__)
 
 
-def _of_object(owner: Any, method: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _of_object(owner: object, method: object) -> Iterator[tuple[str, Callable[[], object]]]:
     """The attributes that a method names."""
     for name in getattr(getattr(method, "__code__", None), "co_names", ()):
         if name in getattr(owner, "__dict__", {}):
             yield f"{type(owner).__name__}.{name}", functools.partial(vars(owner).get, name)
 
 
-def _read_cell(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return None
 
 
-def read_by(fn: Callable[..., Any]) -> tuple[Any, ...]:
+def read_by(fn: Callable[..., object]) -> tuple[object, ...]:
     """Now, the plain values that a function reads from outside, also as attributes of classes that it names."""
     found = []
     for name, read in _of_function(fn):
@@ -92,7 +91,7 @@ def read_by(fn: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def reached_by(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[Any]:
+def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[object]:
     """What a loss function and the forward methods of a model read from outside."""
     forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
     for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
@@ -102,7 +101,7 @@ def reached_by(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[Any]:
 class ValueGuard:
     """The plain values that a loss function reads from outside, and the records among a model's attributes."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., object]) -> None:
         records = {
             id(value): (f"{path}.{name}" if path else name, value)
             for path, module in model.named_modules()

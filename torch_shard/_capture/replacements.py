@@ -39,7 +39,9 @@ def multilabel_margin_loss(
 
 
 @instead_of_attribute(nn.AdaptiveLogSoftmaxWithLoss, "forward")
-def adaptive_log_softmax(module: Any, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+def adaptive_log_softmax(
+    module: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward of `nn.AdaptiveLogSoftmaxWithLoss` for all rows through all clusters; its own selects rows by value.
 
     A target that is no class gives NaN, where PyTorch raises.
@@ -133,12 +135,12 @@ def random_(
         raise NotImplementedError("random_() without a range cannot be captured. Say it: random_(0, 100).")
     low, to = (0, low) if to is None else (low, to)
     with torch.no_grad():
-        more: Any = {} if generator is None else {"generator": generator}
+        more: dict[str, Any] = {} if generator is None else {"generator": generator}
         return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
 
 
 @instead_of(torch.Tensor.__deepcopy__)
-def deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     """`copy.deepcopy` of a tensor, by an operator: PyTorch's own copies the fake, and not what it stands for."""
     if not tensor.is_leaf:
         raise RuntimeError("Only leaves of autograd support copy.deepcopy; use tensor.detach().clone().")
@@ -157,12 +159,12 @@ def cumulative_batch_norms() -> Iterator[None]:
     """
     before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         if isinstance(module, _BatchNorm) and module.momentum is None and module.training and _tracks(module):
             before[id(module)] = _running(module)[0].clone(), _running(module)[1].clone()
             module.momentum = 1.0
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         old = before.pop(id(module), None)
         if old is None:
             return

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,17 +29,17 @@ class Change:
     """An attribute that forward left with another value."""
 
     path: str
-    attributes: dict[str, Any]
+    attributes: dict[str, object]
     name: str
-    old: Any
-    new: Any
+    old: object
+    new: object
 
 
 class SideEffects:
     """The attributes and hooks of modules as they were before a capture."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = {}
+        self._before: dict[int, tuple[str, nn.Module, dict[str, object], dict[str, object]]] = {}
 
     def note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Remember the present attributes of modules, given with their names, unless that was done before."""
@@ -67,7 +67,7 @@ class SideEffects:
 class Contents:
     """What containers hold, to be put back."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[object]) -> None:
         self._before = {id(v): (v, _contents(v)) for v in values if type(v) in _CONTAINERS}
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class Contents:
                 _refill(container, contents)
 
 
-def _contents(container: Any) -> Any:
+def _contents(container: Any) -> object:
     """What tells whether a container has changed, and restores it."""
     return [(k, Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(Same, container))
 
@@ -85,7 +85,7 @@ def _contents(container: Any) -> Any:
 class Same:
     """Equal if it is the same object: tensors have no equality that is one truth."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +95,7 @@ class Same:
         return id(self.value)
 
 
-def _put_back(attributes: dict[str, Any], name: str, old: Any, contents: Any) -> None:
+def _put_back(attributes: dict[str, object], name: str, old: object, contents: Any) -> None:
     if old is _ABSENT:
         del attributes[name]
         return
@@ -124,7 +124,7 @@ def new_values(changes: Iterable[Change]) -> Iterator[None]:
             _put_back(change.attributes, change.name, change.old, None)
 
 
-def settle(changes: list[Change], was_read: Any) -> list[Change]:
+def settle(changes: list[Change], was_read: Callable[[torch.Tensor], bool]) -> list[Change]:
     """What a compiled program makes of the attributes that its capture changed and the side_effects has put back.
 
     Args:
@@ -155,16 +155,16 @@ def settle(changes: list[Change], was_read: Any) -> list[Change]:
     return [c for c in changes if c.name in _HOOKS or _is_plain(c.new)]
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: Any) -> list[object]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     return list(value) if type(value) in (*_CONTAINERS, tuple) else [value]
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a value is a number, a string or a container of such."""
     return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,12 +32,15 @@ from torch_shard._capture.side_effects import Change, settle
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.overrides import OPERATORS
+from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
 
-TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
+Aux = TypeVar("Aux")
+TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Aux]]
+"""A function of tensors alone, to be captured: it returns tensors, and what is none."""
 
-Keep = Callable[[Any, bool], bool]
+Keep = Callable[[torch._ops.OperatorBase, bool], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Spec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Captured:
+class Captured(Generic[Aux]):
     """A captured callable.
 
     Attributes:
@@ -70,10 +73,10 @@ class Captured:
     num_outputs: int
     written: tuple[int, ...]
     modules: ModuleFlags
-    aux: Any
+    aux: Aux
     changed: list[Change]
     skipped: list[str]
-    axes: dict[Any, int]
+    axes: dict[str, int]
 
     @property
     def num_nodes(self) -> int:
@@ -86,8 +89,8 @@ class Captured:
 
 
 def capture(
-    fn: TensorFn, specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
-) -> Captured:
+    fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool = False, restore: bool = True
+) -> Captured[Aux]:
     """Run `fn` once on fakes of `specs` and return the graph of ATen operators that it ran.
 
     Args:
@@ -103,7 +106,7 @@ def capture(
     drawn = random.getstate(), str(np.random.get_state())
     with fakes(explain) as (mode, capture_mode):
         try:
-            graph = _capture(fn, specs, keep, explain, mode, capture_mode)
+            graph = _capture(fn, specs, keep=keep, explain=explain, mode=mode, capture_mode=capture_mode)
         finally:
             changes = capture_mode.side_effects.restore() if restore else []
         if drawn != (random.getstate(), str(np.random.get_state())):
@@ -115,11 +118,17 @@ def capture(
 
 
 def _capture(
-    fn: TensorFn, specs: Sequence[Spec], keep: Keep, explain: bool, mode: FakeTensorMode, capture_mode: CaptureMode
-) -> Captured:
+    fn: TensorFn[Aux],
+    specs: Sequence[Spec],
+    *,
+    keep: Keep,
+    explain: bool,
+    mode: FakeTensorMode,
+    capture_mode: CaptureMode,
+) -> Captured[Aux]:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
-    aux: list[Any] = []
+    aux: list[Aux] = []
 
     values = DataDependence(node_of, lambda: tracer().root)
 
@@ -153,7 +162,7 @@ def _capture(
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
 
-    def replay(*args: torch.Tensor) -> Any:
+    def replay(*args: torch.Tensor) -> PyTree:
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
@@ -177,7 +186,7 @@ def _decompositions(keep: Keep) -> dict:
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def _view_of_any_layout(view: Any, x: torch.Tensor, shape: Sequence[int]) -> Any:
+def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A view that PyTorch's strides allow, of a tensor to which a decomposition gave other strides.
 
     Here the graph is functional, so that a copy does as well.

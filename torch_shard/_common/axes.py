@@ -8,17 +8,27 @@ are shares. Where gradients come from JAX they are divided into shares, and wher
 no cost over the axes along which they are all the same.
 """
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from torch_shard._common.types import PyTree
 
-def size_of(axis: Any) -> int | None:
+T = TypeVar("T")
+
+Pulled = tuple[T, Callable[[T], tuple[jax.Array, ...]]]
+"""What `jax.vjp` returns: the value of a function, and the map from its gradient to those of the arguments."""
+
+
+def size_of(axis: str) -> int | None:
     """How many indices a named axis has here; None where it is not bound."""
     try:
         return lax.axis_size(axis)
@@ -26,43 +36,51 @@ def size_of(axis: Any) -> int | None:
         return None
 
 
-def manual_axes() -> dict[Any, int]:
+def manual_axes() -> dict[str, int]:
     """Mesh axes that the code under way is written for one device of, with their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {axis: mesh.shape[axis] for axis, kind in kinds if kind == AxisType.Manual}
 
 
-def tracked_axes() -> dict[Any, int]:
+def tracked_axes() -> dict[str, int]:
     """The manual axes, if JAX tracks what varies over them (`check_vma=True`)."""
     axes = manual_axes()
     return axes if axes and varying(lax.axis_index(next(iter(axes)))) else {}
 
 
-def still_hold(sizes: Mapping[Any, int]) -> bool:
+def still_hold(sizes: Mapping[str, int]) -> bool:
     """Whether all these axes are bound here, with these sizes."""
     return all(size_of(axis) == size for axis, size in sizes.items())
 
 
-def varying(value: Any) -> frozenset[Any]:
+def varying(value: object) -> frozenset[str]:
     """The manual axes over which a value may differ."""
     kind = jax.typeof(value)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # JAX 0.10.0 and later ones
 
 
-def vary(value: Any, axes: Iterable[Any]) -> Any:
+def vary(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The same value, as one that may differ over these axes too."""
     missing = tuple(axis for axis in axes if axis not in varying(value))
-    return lax.pcast(value, missing, to="varying") if missing else value
+    if not missing:
+        return value
+    return cast(jax.Array, lax.pcast(value, missing, to="varying"))
 
 
-def vary_like(tree: Any, *others: Any) -> Any:
+def vary_like(tree: PyTree, *others: PyTree) -> PyTree:
     """The same values, as ones that may differ wherever they or the others do: what a loop carries keeps its type."""
-    axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves((tree, others))))
-    return jax.tree.map(lambda leaf: vary(leaf, axes), tree) if axes else tree
+    axes = frozenset[str]().union(*(varying(leaf) for leaf in jax.tree.leaves((tree, others))))
+
+    def varied(leaf: jax.Array) -> jax.Array:
+        return vary(leaf, axes)
+
+    return jax.tree.map(varied, tree) if axes else tree
 
 
-def local_vjp(fn: Callable[..., Any], *primals: Any, cotangent: Any = None) -> tuple[Any, tuple[Any, ...]]:
+def local_vjp(
+    fn: Callable[..., jax.Array], *primals: jax.Array, cotangent: jax.Array | None = None
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Value of `fn`, and the shares that one device has in the gradients of its arguments.
 
     `jax.vjp` itself would sum them over the devices, where an argument is the same on all.
@@ -74,21 +92,22 @@ def local_vjp(fn: Callable[..., Any], *primals: Any, cotangent: Any = None) -> t
     """
     if tracked_axes():
         primals = vary_like(primals, jax.eval_shape(fn, *primals), cotangent)
-    value, pull = jax.vjp(fn, *primals)
+    value, pull = cast(Pulled[jax.Array], jax.vjp(fn, *primals))
     return value, pull(vary_like(jnp.ones_like(value) if cotangent is None else cotangent, value))
 
 
 def vjp_of_chosen(
-    fn: Callable[..., Any], primals: Sequence[Any], wanted: Sequence[bool], given: Sequence[bool]
-) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, ...]]]:
+    fn: Callable[..., PyTree], primals: Sequence[jax.Array], wanted: Sequence[bool], given: Sequence[bool]
+) -> Pulled[list[jax.Array]]:
     """`jax.vjp` of a function of arrays, by the wanted ones of them, and of the given leaves of what it returns."""
 
-    def of_wanted(*chosen: Any) -> list[Any]:
+    def of_wanted(*chosen: jax.Array) -> list[jax.Array]:
         values = iter(chosen)
         outputs = jax.tree.leaves(fn(*(next(values) if w else p for p, w in zip(primals, wanted, strict=True))))
         return [o for o, is_given in zip(outputs, given, strict=True) if is_given]
 
-    return jax.vjp(of_wanted, *(p for p, w in zip(primals, wanted, strict=True) if w))
+    chosen = [p for p, w in zip(primals, wanted, strict=True) if w]
+    return cast(Pulled[list[jax.Array]], jax.vjp(of_wanted, *chosen))
 
 
 def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[jax.Array]:
@@ -103,7 +122,7 @@ def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[
         return outputs
 
     @same.def_vmap
-    def rule(axis_size: int, is_mapped: Any, outputs: list[jax.Array], inputs: list[jax.Array]) -> Any:
+    def rule(axis_size: int, is_mapped: PyTree, outputs: list[jax.Array], inputs: list[jax.Array]) -> PyTree:
         rows = [
             out if mapped else jnp.broadcast_to(out, (axis_size, *out.shape))
             for out, mapped in zip(outputs, is_mapped[0], strict=True)
@@ -113,7 +132,7 @@ def map_together(outputs: list[jax.Array], inputs: Iterable[jax.Array]) -> list[
     return same(outputs, list(inputs))
 
 
-def into_shares(gradient: Any, value: Any = None) -> Any:
+def into_shares(gradient: jax.Array, value: jax.Array | None = None) -> jax.Array:
     """The gradient of a value, divided among the devices that hold the same value.
 
     Args:
@@ -125,10 +144,10 @@ def into_shares(gradient: Any, value: Any = None) -> Any:
     return gradient / count if count > 1 else gradient
 
 
-def sum_shares(share: Any, value: Any) -> Any:
+def sum_shares(share: jax.Array, value: jax.Array) -> jax.Array:
     """The gradient of a value, of the type that JAX demands: summed over the axes along which the value is the same."""
     axes = {axis: size for axis, size in tracked_axes().items() if axis not in varying(value)}
     apart = tuple(axis for axis in axes if axis in varying(share))
     alike = math.prod(size for axis, size in axes.items() if axis not in apart)
-    total = lax.psum(share, apart) if apart else share
+    total = cast(jax.Array, lax.psum(share, apart)) if apart else share
     return vary(total * alike if alike > 1 else total, varying(value))

@@ -1,13 +1,20 @@
 """Values across the border: torch tensors, numpy arrays and Python numbers as JAX holds them, and back."""
 
-from typing import Any
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import functools
+from collections.abc import Iterable
+from typing import cast
 
 import jax
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
+from torch_shard._common.types import PyTree
 
 _SCALAR_DTYPES = {float: np.float32, complex: np.complex64}
 
@@ -19,7 +26,7 @@ _OF_NUMPY = frozenset(
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 
-def host_array(value: Any) -> np.ndarray:
+def host_array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
     if isinstance(value, torch.Tensor):
         value = tensor_to_numpy(value)
@@ -70,14 +77,15 @@ def to_host(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(host)
 
 
-def adopt_torch_nodes(tree: Any) -> None:
+def adopt_torch_nodes(tree: PyTree) -> None:
     """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
     for leaf in jax.tree.leaves(tree):
-        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        kind = cast(type, type(leaf))
+        node = torch_pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
-            jax.tree_util.register_pytree_node(
-                type(leaf),
-                node.flatten_fn,
-                lambda context, children, node=node: node.unflatten_fn(children, context),
-            )
+            jax.tree_util.register_pytree_node(kind, node.flatten_fn, functools.partial(_unflatten, node))
             adopt_torch_nodes(leaf)
+
+
+def _unflatten(node: torch_pytree.NodeDef, context: PyTree, children: Iterable[PyTree]) -> PyTree:
+    return node.unflatten_fn(children, context)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-_TORCH_TO_JAX = {
+_SAME = {
     torch.bool: jnp.bool_,
     torch.uint8: jnp.uint8,
     torch.int8: jnp.int8,
@@ -25,7 +25,7 @@ _TORCH_TO_JAX = {
     torch.float8_e5m2: jnp.float8_e5m2,
 }
 
-_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _TORCH_TO_JAX.items()}
+_TORCH_TO_JAX = {t: np.dtype(j) for t, j in _SAME.items()}
 
 _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 

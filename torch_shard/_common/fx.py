@@ -5,12 +5,20 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, map_arg
+
+from torch_shard._common.types import Operator
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
     """The positional arguments of a node; nodes stand for their values."""
     return node.args
+
+
+def target_of(node: Node) -> Operator:
+    """The operator that a node of an ATen graph calls."""
+    target: Any = node.target
+    return target
 
 
 def is_random(node: Node) -> bool:
@@ -66,7 +74,7 @@ def dtype_of(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-def call_before(at: Node, target: torch._ops.OpOverload, args: tuple, shape: tuple[int, ...]) -> Node:
+def call_before(at: Node, target: Operator, args: tuple[Argument, ...], shape: tuple[int, ...]) -> Node:
     """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(target, args)

@@ -4,46 +4,52 @@ The tables are empty here. Whoever has something better to offer fills them with
 ours is one file, and the capture, which reads them, knows none of them.
 """
 
+# PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
-F = TypeVar("F", bound=Callable[..., Any])
+from torch_shard._common.patching import Owner
+from torch_shard._common.types import Operator
+
+F = TypeVar("F", bound=Callable[..., object])
 
 Rewrite = Callable[[Node], Node | None]
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Instead of a function of torch, where a torch function mode sees the call."""
 
-ATTRIBUTES: list[tuple[Any, str, Callable[..., Any]]] = []
+ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
 """Instead of what is no such function: owner, name, and what is called instead."""
 
-OPERATORS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+OPERATORS: dict[Operator, Callable[..., Any]] = {}
 """Instead of an ATen operator, while the callable is traced."""
 
-REWRITES: dict[torch._ops.OpOverload, Rewrite] = {}
+REWRITES: dict[Operator, Rewrite] = {}
 """What a node of the functional graph becomes: another node, or None to leave it."""
 
 
-def instead_of(*functions: Any) -> Callable[[F], F]:
+def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
     """Let a capture call the decorated function instead of these functions of torch."""
     return lambda fn: FUNCTIONS.update(dict.fromkeys(functions, fn)) or fn
 
 
-def instead_of_attribute(owner: Any, name: str) -> Callable[[F], F]:
+def instead_of_attribute(owner: Owner, name: str) -> Callable[[F], F]:
     """Let a capture find the decorated function under this name of a class or module."""
     return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
 
 
-def instead_of_operator(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
+def instead_of_operator(*operators: Operator) -> Callable[[F], F]:
     """Let a capture trace the decorated function instead of these ATen operators."""
     return lambda fn: OPERATORS.update(dict.fromkeys(operators, fn)) or fn
 
 
-def rewrites(*operators: torch._ops.OpOverload) -> Callable[[F], F]:
+def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
     """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
     return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
 
@@ -54,5 +60,5 @@ def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
         all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
         and not torch.is_autocast_enabled("cpu")
         and not any(map(is_functorch_wrapped_tensor, tensors))
-        and torch.autograd.forward_ad._current_level < 0
+        and cast(int, torch.autograd.forward_ad._current_level) < 0
     )

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
+
+Owner = type | types.ModuleType
 
 _LOCK = threading.Lock()
 
@@ -13,7 +15,7 @@ _REPLACED: dict[tuple[int, str], "_Attribute"] = {}
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def patched(owner: Owner, name: str, wrap: Callable[[Any], object]) -> Generator[None, None, None]:
     """Replace an attribute of a class or module for the current thread; the other threads go on with the original.
 
     Several threads may replace the same attribute, and each may do so within its own replacement: when the last of
@@ -50,11 +52,11 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
 class _Attribute:
     """Stands in a class while some thread has replaced an attribute, and is to each thread what it is to see."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Owner, name: str) -> None:
         self.owner, self.name, self.num_users = owner, name, 0
         self.is_own = name in vars(owner)
         owners = owner.__mro__ if isinstance(owner, type) else (owner,)
-        self.original = next(vars(o)[name] for o in owners if name in vars(o))
+        self.original: Any = next(vars(o)[name] for o in owners if name in vars(o))
         self.installed: Any = self
         self._local = threading.local()
 
@@ -67,19 +69,19 @@ class _Attribute:
         found = [self.original, *self.stack()][-1]
         return found.current() if isinstance(found, _Attribute) else found  # inherited from where it is replaced too
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         found = self.current()
-        return found.__get__(instance, owner) if hasattr(type(found), "__get__") else found
+        return found.__get__(instance, owner) if hasattr(found.__class__, "__get__") else found
 
 
 class _DataAttribute(_Attribute):
     """Of a property: instances cannot hide it."""
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         self.current().__set__(instance, value)
 
 
-def _replace(owner: Any, name: str) -> _Attribute:
+def _replace(owner: Owner, name: str) -> _Attribute:
     with _LOCK:
         attribute = _REPLACED.get((id(owner), name))
         if attribute is None:
@@ -90,11 +92,16 @@ def _replace(owner: Any, name: str) -> _Attribute:
         return attribute
 
 
-def _make(owner: Any, name: str) -> _Attribute:
+def _make(owner: Owner, name: str) -> _Attribute:
     attribute = _Attribute(owner, name)
     if isinstance(owner, types.ModuleType):  # its attributes are taken as they are
-        attribute.installed = functools.wraps(attribute.original)(lambda *a, **k: attribute.current()(*a, **k))
-    elif hasattr(type(attribute.original), "__set__"):
+
+        @functools.wraps(attribute.original)
+        def call(*args: object, **kwargs: object) -> object:
+            return attribute.current()(*args, **kwargs)
+
+        attribute.installed = call
+    elif hasattr(attribute.original.__class__, "__set__"):
         attribute = _DataAttribute(owner, name)
     return attribute
 

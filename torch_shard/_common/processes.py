@@ -1,5 +1,8 @@
 """What several processes of one program must agree on."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils

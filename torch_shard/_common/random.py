@@ -1,19 +1,27 @@
 """Random keys for eager work on the jax device; compiled steps carry theirs in their state."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
+
+Key: TypeAlias = jax.Array | None
+"""A random key, or None where nothing is drawn."""
 
 
 class _Generator:
     """The stream of keys for random numbers on the jax device; `torch.manual_seed` restarts it."""
 
     def __init__(self) -> None:
-        self.seed(None)
+        self._seed: int | None = None
+        self._count = 0
 
     def seed(self, seed: int | None) -> None:
         self._seed, self._count = seed, 0
@@ -25,7 +33,7 @@ class _Generator:
 
     @state.setter
     def state(self, state: torch.Tensor) -> None:
-        self._seed, self._count = state.view(torch.int64).tolist()
+        self._seed, self._count = cast(tuple[int, int], state.view(torch.int64).tolist())
 
     def next_seed(self) -> np.ndarray:
         """Two fresh words of key data, uint32."""
@@ -42,9 +50,9 @@ def next_key() -> "jax.Array":
     return wrap_seed(GENERATOR.next_seed())
 
 
-def wrap_seed(seed: Any) -> "jax.Array":
+def wrap_seed(seed: ArrayLike) -> "jax.Array":
     """The random key of two words of key data."""
-    return jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32")
+    return cast(jax.Array, jax.random.wrap_key_data(jnp.asarray(seed, jnp.uint32), impl="threefry2x32"))
 
 
 class NeedsKey(ValueError):

@@ -1,15 +1,17 @@
 """Python values that programs are made for."""
 
-from typing import Any
+from typing import Generic, TypeVar, cast
 
 import jax
 
+T = TypeVar("T")
+
 
 @jax.tree_util.register_static
-class Static:
+class Static(Generic[T]):
     """A hashable Python value that rides in a pytree; to be equal, types must be too (2, 2.0 and True are not)."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: T) -> None:
         self.value, self._exact = value, _exact(value)
 
     def __hash__(self) -> int:
@@ -19,8 +21,9 @@ class Static:
         return isinstance(other, Static) and self._exact == other._exact
 
 
-def _exact(value: Any) -> Any:
+def _exact(value: object) -> object:
     """What is equal only for values that mean the same to a program."""
+    kind = type(value)
     if isinstance(value, tuple):
-        return type(value), *map(_exact, value)
-    return type(value), repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan
+        return kind, *(_exact(item) for item in cast(tuple[object, ...], value))
+    return kind, repr(value) if isinstance(value, float | complex) else value  # -0.0 is not 0.0, nan is nan

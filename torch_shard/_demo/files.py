@@ -3,7 +3,6 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -26,7 +25,7 @@ def prepare_folder(folder: Path) -> None:
         pass
 
 
-def save_json(value: Any, path: Path) -> None:
+def save_json(value: object, path: Path) -> None:
     """Write what JSON can say."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(value, indent=1), encoding="utf-8")

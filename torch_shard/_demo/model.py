@@ -4,7 +4,6 @@ Letters: B batch, T position, D width, H head, K width of a head, V vocabulary.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +59,7 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, context: int, width: int, num_layers: int, num_heads: int, dropout: float = 0.0
+        self, vocab_size: int, context: int, width: int, *, num_layers: int, num_heads: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.context = context
@@ -93,7 +92,7 @@ class GPT(nn.Module):
         return self.head(self.ln(x_BTD))
 
 
-def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Mean cross-entropy, in nats per token, of a batch of windows.
 
     Args:

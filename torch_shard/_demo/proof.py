@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optax
 import torch
+from jax.sharding import Mesh
 
 import torch_shard as ts
+from torch_shard._common.types import PyTree
 from torch_shard._demo.model import GPT, loss_fn
 from torch_shard._inspect import Comparison, compare_batches
 
@@ -47,7 +48,7 @@ class Proof:
         return self.loss_difference <= LOSS_TOLERANCE and self.param_difference <= PARAM_TOLERANCE
 
 
-def prove(model: GPT, batches: Sequence[Any], *, mesh: Any, plan: ts.ShardingPlan) -> Proof:
+def prove(model: GPT, batches: Sequence[PyTree], *, mesh: Mesh, plan: ts.ShardingPlan) -> Proof:
     """Train copies of a model on the same batches, on the mesh and by eager torch, and compare.
 
     Both use AdamW, as the demo does, with the same numbers (torch's and optax's defaults differ). The model must

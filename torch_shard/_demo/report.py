@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from typing import Any
 
 import jax
 import torch
@@ -46,7 +45,7 @@ def run_demo(run: Run, console: Console) -> bool:
     with console.status("proving"):
         proof = _prove(run)
     save_json(_summary(run, proof, sample), out / SUMMARY)
-    _show_end(run, history, proof, time.perf_counter() - start, console)
+    _show_end(run, history, proof, seconds=time.perf_counter() - start, console=console)
     return proof.holds
 
 
@@ -89,13 +88,13 @@ def _prove(run: Run) -> Proof:
     return prove(model, [run.batch(step) for step in range(proving.NUM_STEPS)], mesh=run.mesh, plan=PLAN)
 
 
-def _summary(run: Run, proof: Proof, sample: str) -> dict[str, Any]:
+def _summary(run: Run, proof: Proof, sample: str) -> dict[str, object]:
     settings = dataclasses.asdict(run.settings) | {"out": str(run.settings.out), "axis_sizes": dict(run.mesh.shape)}
     head = {**settings, "batch_size": run.batch_size, "unigram_entropy": run.corpus.unigram_entropy}
     return {"settings": head, "sample": sample, "proof": {**dataclasses.asdict(proof), "holds": proof.holds}}
 
 
-def _show_end(run: Run, history: History, proof: Proof, seconds: float, console: Console) -> None:
+def _show_end(run: Run, history: History, proof: Proof, *, seconds: float, console: Console) -> None:
     first, last = history.validation[0]["loss"], history.validation[-1]["loss"]
     table = Table(show_header=False, box=None)
     table.add_row("validation loss", f"{first:.3f} before, {last:.3f} after, in nats per token")

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -220,7 +219,7 @@ class Run:
 
 def draw_validation(corpus: Corpus, settings: Settings, batch_size: int) -> list[list[torch.Tensor]]:
     """Draw the batches of every validation."""
-    sizes: dict[str, Any] = {"batch_size": batch_size, "context": settings.context}
+    sizes: dict[str, int] = {"batch_size": batch_size, "context": settings.context}
     return [draw_batch(corpus.validation, seed=(0, i), **sizes) for i in range(settings.num_eval_batches)]
 
 

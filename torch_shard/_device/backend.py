@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.autocast_policy import FLOAT32, LOWER, PRODUCTS
 from torch_shard._common.random import GENERATOR
+from torch_shard._common.types import Operator, PyTree
 
 
 class DeviceModule:
@@ -34,13 +34,13 @@ class DeviceModule:
 
     _initialized = True  # torch.utils.checkpoint then keeps the state of the generator
 
-    def device(self, device: Any) -> contextlib.AbstractContextManager:
+    def device(self, device: torch.device | int | str) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
         return GENERATOR.state
 
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
         GENERATOR.state = state
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -64,13 +64,13 @@ def register_autocast() -> None:
             _KERNELS.impl(op, functools.partial(_run, op, policy), _KEY)
 
 
-def _overloads(name: str) -> list[Any]:
+def _overloads(name: str) -> list[Operator]:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     return [op for op in overloads if not op._schema.is_mutable and "out" not in op._overloadname]
 
 
-def _run(op: Any, policy: object, *args: Any, **kwargs: Any) -> Any:
+def _run(op: Operator, policy: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """What autocast does: products in the lower precision, the float32 operators in float32."""
     wanted = torch.get_autocast_dtype("jax") if policy is _PRODUCT else torch.float32
     changes = (torch.float32,) if policy is _PRODUCT else LOWER

@@ -5,8 +5,7 @@ Importing this module registers the device.
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from torch.utils import backend_registration
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
+from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.backend import DeviceModule, register_autocast
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _runner(func: Any) -> Callable[..., Any]:
+def _runner(func: Operator) -> Callable[..., PyTree]:
     """How to run an operator: by its special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
         return _SPECIAL[func]
@@ -41,7 +41,7 @@ def _runner(func: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _wrap(_run(func, args, kwargs))
 
 
-def _run(func: Any, args: Any, kwargs: dict) -> Any:
+def _run(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """The operator on arrays; PyTorch's decomposition where there is no lowering."""
     lowering = find_lowering(func)
     if lowering is None:
@@ -58,7 +58,7 @@ def _run(func: Any, args: Any, kwargs: dict) -> Any:
         return torch_pytree.tree_map_only(torch.Tensor, to_array, _on_host(func, args, kwargs))
 
 
-def _operand(value: Any) -> Any:
+def _operand(value: PyTree) -> PyTree:
     """An argument of an operator as its lowering takes it."""
     if isinstance(value, JaxTensor):
         return value.jax()
@@ -76,7 +76,7 @@ def _operand(value: Any) -> Any:
     return value
 
 
-def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
+def _decompose(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     rule = decomposition_table.get(func)
     result = rule(*args, **kwargs) if rule is not None else func.decompose(*args, **kwargs)
     if result is NotImplemented:
@@ -87,11 +87,11 @@ def _decompose(func: Any, args: Any, kwargs: dict) -> Any:
 _RUNS_ON_HOST = "%s has no lowering to JAX: it runs on the CPU, and its operands are copied there and back."
 
 
-def _on_host(func: Any, args: Any, kwargs: dict) -> Any:
+def _on_host(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """The operator by PyTorch's own CPU kernel; in a backward pass, an error instead would end the process."""
     logger.warning(_RUNS_ON_HOST, func)
 
-    def to_cpu(value: Any) -> Any:
+    def to_cpu(value: PyTree) -> PyTree:
         if isinstance(value, torch.device):
             return torch.device("cpu")
         return to_host(value.jax()) if isinstance(value, JaxTensor) else value
@@ -100,19 +100,19 @@ def _on_host(func: Any, args: Any, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _wrap(tree: Any) -> Any:
+def _wrap(tree: PyTree) -> PyTree:
     """Arrays of an operator's result as tensors."""
     if isinstance(tree, jax.Array):
         return wrap_array(tree)
     return [_wrap(t) for t in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def _view(func: Any, args: Any, kwargs: dict) -> Any:
+def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """A view operator: the result shares the storage of its base."""
     base = args[0]._storage
 
-    def nth(index: int | None) -> Callable[[Any], Any]:
-        def view(value: Any) -> Any:
+    def nth(index: int | None) -> Callable[[PyTree], PyTree]:
+        def view(value: PyTree) -> PyTree:
             result = find_lowering(func)(value, *args[1:], **kwargs)  # pyright: ignore[reportOptionalCall]
             return result if index is None else result[index]
 
@@ -128,7 +128,7 @@ def _view(func: Any, args: Any, kwargs: dict) -> Any:
     return JaxTensor(ViewStorage(base, nth(None)))
 
 
-def _write(func: Any, args: Any, kwargs: dict) -> Any:
+def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """An operator that writes in place or to `out=`: run its functional form, then write."""
     values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -142,14 +142,14 @@ def _write(func: Any, args: Any, kwargs: dict) -> Any:
     return _written(func, values, written)
 
 
-def _written(func: Any, values: dict[str, Any], written: list[str]) -> Any:
+def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
     """What an operator that writes returns: what it wrote to, or nothing."""
     if not func._schema.returns:
         return None
     return values[written[0]] if len(written) == 1 else tuple(values[w] for w in written)
 
 
-def _store(target: Any, value: Any) -> None:
+def _store(target: PyTree, value: PyTree) -> None:
     """Write to a tensor, or to each of a list (the operators named foreach)."""
     if isinstance(target, (list, tuple)):
         for t, v in zip(target, value, strict=True):
@@ -158,7 +158,7 @@ def _store(target: Any, value: Any) -> None:
         target._storage.write(value[0] if isinstance(value, (list, tuple)) else value)
 
 
-def _write_on_host(func: Any, values: dict[str, Any], written: list[str]) -> Any:
+def _write_on_host(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
     """An operator that only writes, by PyTorch's own CPU kernel."""
     logger.warning(_RUNS_ON_HOST, func)
     hosts = torch_pytree.tree_map_only(JaxTensor, lambda t: to_host(t.jax()), values)
@@ -171,7 +171,7 @@ def _write_on_host(func: Any, values: dict[str, Any], written: list[str]) -> Any
 _FUNCTIONAL = {aten.normal_.default: aten.normal_functional.default, aten.bernoulli_.float: aten.bernoulli.p}
 
 
-def _functional(func: Any) -> Any:
+def _functional(func: Operator) -> Operator | None:
     """The overload that returns what `func` writes, if there is one."""
     if func in _FUNCTIONAL:
         return _FUNCTIONAL[func]
@@ -184,11 +184,13 @@ def _functional(func: Any) -> Any:
     return None
 
 
-def _empty(size: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> JaxTensor:
+def _empty(size: Iterable[int], *_: object, dtype: torch.dtype | None = None, **__: object) -> JaxTensor:
     return JaxTensor(Storage(jax.ShapeDtypeStruct(tuple(size), jax_dtype(dtype or torch.get_default_dtype()))))
 
 
-def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+def _empty_like(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **kwargs: object
+) -> torch.Tensor:
     if device is not None and torch.device(device).type != "jax":
         return torch.empty(x.shape, dtype=dtype or x.dtype, device=device)
     return _empty(x.shape, dtype=dtype or x.dtype)
@@ -217,7 +219,9 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return target
 
 
-def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+def _to_copy(
+    x: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **_: object
+) -> torch.Tensor:
     on_jax = torch.device(device).type == "jax" if device is not None else isinstance(x, JaxTensor)
     if not on_jax:
         host = to_host(x.jax()) if isinstance(x, JaxTensor) else x
@@ -228,12 +232,12 @@ def _to_copy(x: torch.Tensor, *, dtype: torch.dtype | None = None, device: Any =
     return result
 
 
-def _item(x: JaxTensor) -> Any:
+def _item(x: JaxTensor) -> bool | int | float | complex:
     return x.jax().item()
 
 
 def _rrelu(
-    x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any
+    x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: object
 ) -> torch.Tensor:
     """It writes to `noise` and returns something else, as no other operator does."""
     if not training:
@@ -242,7 +246,7 @@ def _rrelu(
     return x * noise
 
 
-_SPECIAL: dict[Any, Callable] = {
+_SPECIAL: dict[Operator, Callable] = {
     aten.rrelu_with_noise.default: _rrelu,
     aten.empty.memory_format: _empty,
     aten.empty_strided.default: _empty,

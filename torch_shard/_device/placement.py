@@ -1,5 +1,6 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
     ShardingPlan,
@@ -25,7 +29,7 @@ from torch_shard._sharding import (
 )
 
 
-def put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
     """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
     if isinstance(value, JaxTensor):
         value = value.jax()
@@ -35,7 +39,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 
-def put_rows(values: list[Any], sharding: NamedSharding) -> jax.Array:
+def put_rows(values: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
     """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
     stacked = stack_sharding(sharding)
     if any(isinstance(value, JaxTensor | jax.Array) for value in values):
@@ -58,7 +62,7 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in stacks}
 
 
-def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
+def refuse_meta(tensors: Mapping[str, object]) -> None:
     """Refuse entries that have no values.
 
     Raises:
@@ -67,14 +71,14 @@ def refuse_meta(caller: str, tensors: dict[str, Any]) -> None:
     names = [n for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.device.type == "meta"]
     if names:
         raise ValueError(
-            f"{caller}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
+            f"{caller()}: {', '.join(names)} on the meta device, so without values. Give the model values first: "
             "materialize(model, mesh, plan) initialises it straight on its shards, load_state_dict(..., assign=True) "
             "takes them from a state_dict. What no file has (non-persistent buffers) comes with the constructor: "
             "materialize(lambda: Model(...), mesh, plan), then load_safetensors into that."
         )
 
 
-def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
+def refuse_wide(tensors: dict[str, torch.Tensor]) -> None:
     """Refuse floating-point entries that JAX would narrow.
 
     Raises:
@@ -84,12 +88,13 @@ def refuse_wide(caller: str, tensors: dict[str, torch.Tensor]) -> None:
     names = [name for name, tensor in tensors.items() if tensor.dtype in wide]
     if names and not jax.config.values["jax_enable_x64"]:
         raise TypeError(
-            f"{caller}: {', '.join(names)} are float64 or complex128 and need 64 bits, which JAX has switched off. "
+            f"{caller()}: {', '.join(names)} are float64 or complex128 and need 64 bits, which JAX has switched off. "
             "Convert the model (model.float()), or jax.config.update('jax_enable_x64', True) at the start."
         )
 
 
-def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
+@public
+def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     """Put each entry of a module or a state_dict onto its shards.
 
     One entry moves at a time, and its old storage is let go: no second copy of the model exists.
@@ -117,17 +122,18 @@ def place(model_or_tree: Any, mesh: Mesh, plan: ShardingPlan) -> Any:
     """
     shardings = plan.resolve(model_or_tree, mesh)
     is_module = isinstance(model_or_tree, torch.nn.Module)
-    refuse_meta("place", holdings(model_or_tree).all if is_module else dict(model_or_tree))
+    refuse_meta(holdings(model_or_tree).all if is_module else dict(model_or_tree))
     if not is_module:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
-    refuse_hooks("place", model_or_tree)
+    refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = entry_of(model_or_tree, name)
         replace_tensors(model_or_tree, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     return model_or_tree
 
 
-def gather(model_or_tree: Any) -> Any:
+@public
+def gather(model_or_tree: PyTree) -> PyTree:
     """Bring a placed module, or a pytree of tensors and arrays, back to ordinary CPU tensors, an entry at a time.
 
     Args:
@@ -139,20 +145,20 @@ def gather(model_or_tree: Any) -> Any:
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
-    refuse_hooks("gather", model_or_tree)
+    refuse_hooks(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = entry_of(model_or_tree, name)
         replace_tensors(model_or_tree, [(tensor, _to_cpu(tensor.detach()))])
     return model_or_tree
 
 
-def _gather_node(node: Any) -> Any:
+def _gather_node(node: PyTree) -> PyTree:
     if isinstance(node, Stacks):
         return to_host_by_name(node)
     return _to_cpu(node) if isinstance(node, jax.Array | torch.Tensor) else node
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     return to_host(value.jax() if isinstance(value, JaxTensor) else value)
@@ -161,11 +167,11 @@ def _to_cpu(value: Any) -> torch.Tensor:
 class BatchLayout:
     """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec | None, caller: str) -> None:
-        self.mesh, self.caller = check_mesh(mesh, caller=caller), caller
+    def __init__(self, mesh: Mesh, spec: PartitionSpec | None) -> None:
+        self.mesh = check_mesh(mesh)
         if spec is None and "batch" not in mesh.axis_names:
             raise ValueError(
-                f"{caller}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
+                f"{caller()}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
                 f"Say how to split them: batch_spec=P({mesh.axis_names[0]!r}), or batch_spec=P() to replicate."
             )
         self.spec = PartitionSpec("batch") if spec is None else spec
@@ -177,7 +183,7 @@ class BatchLayout:
             self._shardings[ndim] = NamedSharding(self.mesh, PartitionSpec(*tuple(self.spec)[:ndim]))
         return self._shardings[ndim]
 
-    def check(self, leaves: list[Any], paths: list[str]) -> None:
+    def check(self, leaves: list[PyTree], paths: list[str]) -> None:
         """Refuse a batch that does not divide.
 
         Args:
@@ -195,17 +201,17 @@ class BatchLayout:
             faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
         if faults:
             raise ValueError(
-                f"{self.caller}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
+                f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
                 + "\n".join(faults)
                 + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
                 "(DataLoader(drop_last=True))."
             )
 
-    def put(self, leaves: list[Any]) -> list[jax.Array]:
+    def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""
         return [self._put(leaf) for leaf in leaves]
 
-    def _put(self, leaf: Any) -> jax.Array:
+    def _put(self, leaf: PyTree) -> jax.Array:
         array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
         if not isinstance(array, jax.Array):
             # A copy, as the caller may write to its batch while the step still runs; not by `device_put`, whose Python

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
+from torch_shard._common.types import Operator, PyTree
 
 
 class Storage:
     """What tensors that alias each other share: an array, or a way to read and write a part of another storage."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: jax.Array | jax.ShapeDtypeStruct) -> None:
         self.value = value  # a jax.Array, or a ShapeDtypeStruct before the first write
         self.shape, self.dtype = tuple(value.shape), value.dtype
 
@@ -39,7 +41,7 @@ class Storage:
 class ViewStorage(Storage):
     """A view: reads through the view operator; writes to the elements of the base that the operator selects."""
 
-    def __init__(self, base: Storage, view: Callable[[Any], Any]) -> None:
+    def __init__(self, base: Storage, view: Callable[[jax.Array], jax.Array]) -> None:
         self.base, self.view = base, view
         self.dtype = base.dtype
         self.shape = tuple(jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype)).shape)
@@ -65,7 +67,7 @@ class JaxTensor(torch.Tensor):
     """A torch tensor whose data is a `jax.Array`; made by `torch_view`, `.to("jax")` or `device="jax"`."""
 
     _storage: Storage
-    run_operator: ClassVar[Callable[[Any], Callable[..., Any]]]
+    run_operator: ClassVar[Callable[[Operator], Callable[..., PyTree]]]
     """How an ATen operator runs on these tensors; `dispatch` sets it."""
 
     @staticmethod
@@ -77,7 +79,7 @@ class JaxTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is torch._has_compatible_shallow_copy_type:  # pyright: ignore[reportPrivateImportUsage]
             return _may_take_data(*args)  # if so, Module.to writes `data`, and so keeps each Parameter
         if func is torch.Tensor.detach and args[0]._moved_from is not None and _is_called_by_parameter():
@@ -86,7 +88,7 @@ class JaxTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Operator, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         return cls.run_operator(func)(*args, **(kwargs or {}))
 
     # Module.to("jax") swaps a Parameter with its new tensor in place (torch.utils.swap_tensors) if the new one has
@@ -95,7 +97,7 @@ class JaxTensor(torch.Tensor):
     _moved_from: torch.Tensor | None = None
 
     @property
-    def __tensor_flatten__(self) -> Callable[[], Any]:
+    def __tensor_flatten__(self) -> Callable[[], tuple[list[str], object]]:
         source = self._moved_from if self._moved_from is not None else self
         if not _can_swap(source):
             raise AttributeError("__tensor_flatten__")
@@ -103,7 +105,7 @@ class JaxTensor(torch.Tensor):
 
     __tensor_unflatten__ = __tensor_flatten__
 
-    def _flatten(self) -> Any:
+    def _flatten(self) -> tuple[list[str], object]:
         raise NotImplementedError("A jax-device tensor has no inner torch tensors.")
 
     def _counterpart(self) -> "JaxTensor":
@@ -149,13 +151,13 @@ class JaxTensor(torch.Tensor):
             raise RuntimeError("Can't call numpy() on a tensor that requires grad. Use tensor.detach().numpy().")
         return np.array(self.jax())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | type | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.jax(), dtype=dtype)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> PyTree:
         return self.detach().numpy().tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         shown = repr(to_host(self.jax()))
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{shown[:-1]}, device='{self.device}'{grad})"
@@ -204,7 +206,7 @@ def wrap_array(array: jax.Array) -> JaxTensor:
     return JaxTensor(Storage(array))
 
 
-def to_array(value: Any) -> jax.Array:
+def to_array(value: torch.Tensor | ArrayLike) -> jax.Array:
     """A torch tensor, numpy array or Python scalar as a JAX array of the same value.
 
     64-bit integers become 32-bit while `jax_enable_x64` is off, if every value fits.

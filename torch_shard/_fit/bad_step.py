@@ -2,8 +2,8 @@
 
 import dataclasses
 import logging
-from typing import Any
 
+from torch_shard._common.types import PyTree
 from torch_shard._train import TrainState
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class BadStepPolicy:
     def __init__(self, on_bad_step: str, max_grad_norm: float | None) -> None:
         self._do, self.max_grad_norm = on_bad_step, max_grad_norm
 
-    def stops(self, state: TrainState, metrics: dict[str, Any], position: int) -> TrainState | None:
+    def stops(self, state: TrainState, metrics: dict[str, PyTree], position: int) -> TrainState | None:
         """Wait for a step, and look at it.
 
         Args:
@@ -60,7 +60,7 @@ class BadStepPolicy:
         logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
         return unseen if self._do == "stop" else None
 
-    def _reason(self, metrics: dict[str, Any], names: list[str]) -> str:
+    def _reason(self, metrics: dict[str, PyTree], names: list[str]) -> str:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         if lost := metrics["guard"].lost_buffers() if not names else []:
             return f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train import Placed, Step
 
@@ -30,27 +32,27 @@ class Batches:
         TypeError: It is none of these.
     """
 
-    def __init__(self, loader: Any, *, seed: int, caller: str) -> None:
+    def __init__(self, loader: Any, *, seed: int) -> None:
         if isinstance(loader, Mapping) or not (isinstance(loader, Iterable) or callable(loader)):
             raise TypeError(
-                f"{caller}: a loader is an iterable of batches, or a function from a position to one, got "
+                f"{caller()}: a loader is an iterable of batches, or a function from a position to one, got "
                 f"{type(loader).__name__}."
             )
-        self._seed, self._caller = seed, caller
+        self._seed = seed
         self._loader: Any = loader
         self._is_iterator = isinstance(loader, Iterator)
         if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
             logger.warning(
                 "%s: this DataLoader has in_order=False, so chance decides the order of its batches, and a resumed run "
-                "may see some twice and others not at all.", caller,
+                "may see some twice and others not at all.", caller(),
             )  # fmt: skip
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             logger.warning(
                 "%s: the workers of this DataLoader persist, so random numbers that they draw depend on the epochs "
-                "before, and a resumed run draws others. (The order of the batches is the same.)", caller,
+                "before, and a resumed run draws others. (The order of the batches is the same.)", caller(),
             )  # fmt: skip
 
-    def starting_at(self, position: int) -> Iterator[Any]:
+    def starting_at(self, position: int) -> Iterator[PyTree]:
         """The batches from a position on, counted from 0 over all epochs; without end if the loader starts anew.
 
         Raises:
@@ -61,10 +63,10 @@ class Batches:
             return self._once(position)
         return self._epochs(position)
 
-    def _once(self, position: int) -> Iterator[Any]:
+    def _once(self, position: int) -> Iterator[PyTree]:
         if self._is_iterator and position > 0:
             raise ValueError(
-                f"{self._caller}: the state has seen {position} batches, and an iterator cannot be brought to where "
+                f"{caller()}: the state has seen {position} batches, and an iterator cannot be brought to where "
                 "it was then. Pass what starts anew with each iter (a list, a DataLoader), or a function from a "
                 "position to an iterable: lambda position: batches_from(position)."
             )
@@ -72,19 +74,19 @@ class Batches:
         found = loader if self._is_iterator else loader(position)
         if not isinstance(found, Iterable):
             raise TypeError(
-                f"{self._caller}: the loader, a function, must return an iterable of batches, got "
+                f"{caller()}: the loader, a function, must return an iterable of batches, got "
                 f"{type(found).__name__} at position {position}."
             )
         return self._to_its_end(found)
 
-    def _to_its_end(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _to_its_end(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         yield from self.epoch(0, batches)
         raise ValueError(
-            f"{self._caller}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
+            f"{caller()}: the loader ended before the run did. Let it go on, or pass what starts anew with each "
             "iter (a list, a DataLoader), which is taken epoch after epoch."
         )
 
-    def _epochs(self, position: int) -> Iterator[Any]:
+    def _epochs(self, position: int) -> Iterator[PyTree]:
         first, skipped = divmod(position, size) if (size := _reliable_len(self._loader)) else (0, position)
         for number in itertools.count(first):
             count = 0
@@ -95,11 +97,11 @@ class Batches:
                 else:
                     yield batch
             if not count:
-                raise ValueError(f"{self._caller}: the loader has no batches (drop_last=True, and too few rows?).")
+                raise ValueError(f"{caller()}: the loader has no batches (drop_last=True, and too few rows?).")
             if size and count != size:
-                raise ValueError(f"{self._caller}: the loader has {count} batches, but len() says {size}.")
+                raise ValueError(f"{caller()}: the loader has {count} batches, but len() says {size}.")
 
-    def epoch(self, number: int, loader: Any = None) -> Iterator[Any]:
+    def epoch(self, number: int, loader: Any = None) -> Iterator[PyTree]:
         """The batches of one epoch."""
         # Those that a function or an iterator holds are its own: it cannot be begun anew.
         held = find_generators(self._loader) if loader is None else []
@@ -138,7 +140,7 @@ def _draw_seed_of_workers(loader: Any) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def _parts(loader: Any) -> list[Any]:
+def _parts(loader: Any) -> list[object]:
     """What may hold an epoch's number."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
@@ -156,7 +158,7 @@ class Ahead:
         limit: How many to draw in all: one more might never come, or start the workers of another epoch.
     """
 
-    def __init__(self, batches: Iterator[Any], step: Step, size: int, limit: int) -> None:
+    def __init__(self, batches: Iterator[PyTree], step: Step, size: int, limit: int) -> None:
         self._batches, self._step, self._size, self._left = batches, step, size, limit
         self._ready: collections.deque[Placed] = collections.deque()
         self._error: Exception | None = None

@@ -5,14 +5,15 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
@@ -24,13 +25,14 @@ from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_n
 logger = logging.getLogger(__name__)
 
 
+@public
 def fit(
     step: TrainStep,
     state: TrainState | None,
-    loader: Any,
+    loader: Iterable[PyTree] | Callable[[int], Iterable[PyTree]],
     *,
     steps: int,
-    eval_loader: Any = None,
+    eval_loader: Iterable[PyTree] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
     checkpointer: Checkpointer | None = None,
@@ -101,15 +103,16 @@ def fit(
         >>> int(state.step)
         20
     """
-    _check(steps, eval_every, log_every, on_bad_step, prefetch)
+    _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
+    _check_on_bad_step(on_bad_step)
     _check_seed(seed)
-    check_max_grad_norm("fit", max_grad_norm)
+    check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
     _check_evaluation(eval_loader, eval_every, eval_step)
-    batches = Batches(loader, seed=seed, caller="fit")
+    batches = Batches(loader, seed=seed)
     evaluation = None
     if eval_loader is not None:
-        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed, caller="fit"))
+        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed))
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
@@ -128,33 +131,35 @@ def fit(
         return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
 
 
-def _check(steps: Any, eval_every: Any, log_every: Any, on_bad_step: Any, prefetch: Any) -> None:
-    numbers = {"steps": steps, "eval_every": eval_every, "log_every": log_every, "prefetch": prefetch}
+def _check_numbers(**numbers: object) -> None:
     for name, value in numbers.items():
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not is_count and not (name == "eval_every" and value is None):
             raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
+
+
+def _check_on_bad_step(on_bad_step: object) -> None:
     if on_bad_step not in ON_BAD_STEP:
         raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
 
 
-def _check_seed(seed: Any) -> None:
+def _check_seed(seed: object) -> None:
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"fit: seed must be an integer, 0 or more, got {seed!r}.")
 
 
-def _check_kinds(step: Any, state: Any, checkpointer: Any, log: Any) -> None:
-    check_kind("fit", "step", step, TrainStep, hint="make_train_step gives one.")
-    check_kind("fit", "state", state, TrainState | None, hint="step.init(seed=0) gives one.")
-    check_kind("fit", "checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
+def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
+    check_kind("step", step, TrainStep, hint="make_train_step gives one.")
+    check_kind("state", state, TrainState | None, hint="step.init(seed=0) gives one.")
+    check_kind("checkpointer", checkpointer, Checkpointer | None, hint="Give Checkpointer(directory).")
     if log is not None:
-        check_directory("fit", "log", log)
+        check_directory("log", log)
 
 
-def _check_evaluation(eval_loader: Any, eval_every: Any, eval_step: Any) -> None:
-    check_kind("fit", "eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
+def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object) -> None:
+    check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
-        check_kind("fit", "eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
+        check_kind("eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
     elif eval_every is not None or eval_step is not None:
         raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 

@@ -89,7 +89,7 @@ def find_generators(loader: Any) -> list[Any]:
     is made while batches are drawn.)
     """
     found: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     waiting = [loader]
     while waiting and len(seen) < _MOST_OBJECTS:
         value = waiting.pop()
@@ -104,7 +104,7 @@ def find_generators(loader: Any) -> list[Any]:
     return [g for g in found.values() if g is not torch.default_generator]
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     """What an object holds."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         if len(value) <= _MOST_ITEMS:
@@ -122,7 +122,7 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield from (method for method in vars(kind).values() if isinstance(method, types.FunctionType))
 
 
-def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
     """What it closes over, and of its globals the generators and the functions of the same module."""
     for cell in function.__closure__ or ():
         try:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._train import Placed
 
 METRICS = "metrics.jsonl"
@@ -50,7 +51,7 @@ class MetricsLog:
         with replacing(path) as partial:
             partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
-    def write(self, kind: str, batch: int, numbers: Mapping[str, Any]) -> None:
+    def write(self, kind: str, batch: int, numbers: Mapping[str, object]) -> None:
         """Add a record.
 
         Args:
@@ -76,7 +77,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def scalars(metrics: Mapping[str, PyTree]) -> dict[str, float]:
     """Loss and those metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
@@ -143,11 +144,11 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, Placed, Mapping[str, Any]] | None = None
+        self._pending: tuple[int, Placed, Mapping[str, PyTree]] | None = None
         self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
         self.numbers: dict[str, float] = {}
 
-    def expect(self, position: int, placed: Placed, metrics: Mapping[str, Any]) -> None:
+    def expect(self, position: int, placed: Placed, metrics: Mapping[str, PyTree]) -> None:
         """Note the metrics of a batch, which may still be computed."""
         self._pending = position, placed, metrics
 

@@ -13,11 +13,14 @@ import numpy as np
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
 from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
 
@@ -111,10 +114,11 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 3e-2, torc
 Values = dict[tuple[str, str], np.ndarray]  # by kind and name
 
 
+@public
 def compare_with_torch(
     model: torch.nn.Module,
     loss_fn: LossFn,
-    batch: Any,
+    batch: PyTree,
     *,
     mesh: Mesh,
     plan: ShardingPlan,
@@ -157,33 +161,46 @@ def compare_with_torch(
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
-    options = {"batch_spec": batch_spec, "compute_dtype": compute_dtype}
-    return compare_batches(model, loss_fn, [batch] * steps, mesh=mesh, plan=plan, optimizers=optimizers, **options)
+    return compare_batches(
+        model,
+        loss_fn,
+        [batch] * steps,
+        mesh=mesh,
+        plan=plan,
+        optimizers=optimizers,
+        batch_spec=batch_spec,
+        compute_dtype=compute_dtype,
+    )
 
 
 def compare_batches(
     model: torch.nn.Module,
     loss_fn: LossFn,
-    batches: Sequence[Any],
+    batches: Sequence[PyTree],
     *,
     mesh: Mesh,
     plan: ShardingPlan,
     optimizers: tuple[optax.GradientTransformation, Callable[..., torch.optim.Optimizer]],
+    batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
-    **options: Any,
 ) -> Comparison:
     """As `compare_with_torch`, with a batch for each step."""
     alone = make_mesh(devices=[mesh.devices.flat[0]], **dict.fromkeys(mesh.axis_names, 1))
     optimizer = optax.chain(_keep_gradients(), optimizers[0])
-    options["compute_dtype"] = compute_dtype
 
     def train(mesh: Mesh) -> tuple[TrainStep, list[Values]]:
-        step = make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+        step = make_train_step(
+            model, loss_fn, optimizer, mesh=mesh, plan=plan, batch_spec=batch_spec, compute_dtype=compute_dtype
+        )
         return step, _on_mesh(step, batches)
 
     (step, on_mesh), (_, on_one) = train(mesh), train(alone)
     random = step.draws_random
-    in_torch = on_one if random else _in_torch(step, loss_fn, batches, optimizers[1], compute_dtype)
+    in_torch = (
+        on_one
+        if random
+        else _in_torch(step, loss_fn, batches, make_optimizer=optimizers[1], compute_dtype=compute_dtype)
+    )
     rows = [_difference(key, in_torch, None if random else on_one, on_mesh) for key in {**in_torch[-1], **on_mesh[-1]}]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
     return Comparison(
@@ -199,7 +216,7 @@ def _keep_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
-def _on_mesh(step: TrainStep, batches: Sequence[Any]) -> list[Values]:
+def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     state, found = step.init(), []
     with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
         for batch in batches:
@@ -211,7 +228,8 @@ def _on_mesh(step: TrainStep, batches: Sequence[Any]) -> list[Values]:
 def _in_torch(
     step: TrainStep,
     loss_fn: LossFn,
-    batches: Sequence[Any],
+    batches: Sequence[PyTree],
+    *,
     make_optimizer: Callable[..., torch.optim.Optimizer],
     compute_dtype: torch.dtype | None,
 ) -> list[Values]:
@@ -224,7 +242,7 @@ def _in_torch(
     for batch in batches:
         optimizer.zero_grad()
         with torch.autocast("cpu", compute_dtype) if compute_dtype else contextlib.nullcontext():
-            loss, metrics = split_loss(loss_fn(model, torch_pytree.tree_map(_copied, batch)), "compare_with_torch")
+            loss, metrics = split_loss(loss_fn(model, torch_pytree.tree_map(_copied, batch)))
         loss.backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         optimizer.step()
@@ -235,11 +253,11 @@ def _in_torch(
     return found
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: PyTree) -> PyTree:
     return torch.as_tensor(leaf).clone() if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     if isinstance(value, jax.Array):
         value = to_host(value)
     if isinstance(value, torch.Tensor):
@@ -248,13 +266,13 @@ def _array(value: Any) -> np.ndarray:
     return np.array(value)
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+def _numbers(metrics: dict[str, PyTree]) -> dict[str, PyTree]:
     """Metrics by path, without the step's own gradient norm."""
     leaves = jax.tree_util.tree_leaves_with_path({n: v for n, v in metrics.items() if n != "grad_norm"})
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _values(numbers: dict[str, Any], grads: Any, state: TrainState, tensors: Any = None) -> Values:
+def _values(numbers: dict[str, PyTree], grads: PyTree, state: TrainState, tensors: PyTree = None) -> Values:
     kinds = {**dict.fromkeys(state.params, "parameter"), **dict.fromkeys(state.frozen, "parameter")}
     held = state.tensors if tensors is None else tensors
     found = {("loss" if name == "loss" else "metric", name): value for name, value in numbers.items()}

@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
 
 import jax
 import torch
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from torch_shard._capture import is_fake
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
@@ -80,7 +80,7 @@ class Drawing:
         return paint(self.heading, self.grids, file_format)
 
 
-def visualize_sharding(subject: Any, *, name: str = "") -> Drawing:
+def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
     """Draw which devices hold which part of an array, or of everything that a module or a state holds.
 
     A cell is a shard: the devices that hold it (several, where it is replicated) and its range of global
@@ -126,7 +126,7 @@ def visualize_sharding(subject: Any, *, name: str = "") -> Drawing:
     return Drawing(f"{name}: {_count(entries, 'array')}, {_count(grids, 'layout')}", grids)
 
 
-def _find_held(subject: Any) -> Mapping[str, Any] | None:
+def _find_held(subject: object) -> Mapping[str, PyTree] | None:
     """What `subject` holds, by name; None if it is no collection."""
     if isinstance(subject, torch.nn.Module):
         params = subject.named_parameters(remove_duplicate=False)
@@ -139,11 +139,11 @@ def _find_held(subject: Any) -> Mapping[str, Any] | None:
     return subject if isinstance(subject, Mapping) else None
 
 
-def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
+def _read_entries(held: Mapping[str, PyTree], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
     """What is to be drawn, a tie once."""
     arrays = {name: value.jax() if isinstance(value, JaxTensor) else value for name, value in held.items()}
     _check_placed(arrays, owner, alone=alone)
-    ties: dict[Any, list[str]] = {}
+    ties: dict[object, list[str]] = {}
     for name, array in arrays.items():
         tie = array.tied_to or name if isinstance(array, ResolvedEntry) else id(array)
         ties.setdefault(name if isinstance(array, jax.ShapeDtypeStruct) else tie, []).append(name)
@@ -153,13 +153,13 @@ def _read_entries(held: Mapping[str, Any], owner: str, *, alone: bool = False) -
         yield DrawnArray(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
 
 
-def _struct(array: Any) -> Any:
+def _struct(array: PyTree) -> PyTree:
     if not isinstance(array, jax.Array):
         return array
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None:
+def _check_placed(arrays: Mapping[str, PyTree], owner: str, *, alone: bool) -> None:
     """Refuse what has no sharding, all of it in one error."""
     bare = [name for name, array in arrays.items() if getattr(array, "sharding", None) is None]
     if not bare:
@@ -183,7 +183,7 @@ def _check_placed(arrays: Mapping[str, Any], owner: str, *, alone: bool) -> None
     )
 
 
-def _describe_bare(value: Any) -> str:
+def _describe_bare(value: object) -> str:
     on = f" on {value.device}" if isinstance(value, torch.Tensor) else ""
     return f"{type(value).__name__}{on}"
 

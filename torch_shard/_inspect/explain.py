@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -11,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._capture import Captured, capture
+from torch_shard._common.caller import public
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
-from torch_shard._train import JointLoss, flatten_batch
+from torch_shard._train import JointLoss, LossShape, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Explanation:
         return Group(table, Text("\n".join(notes)))
 
 
-def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True) -> Explanation:
+@public
+def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, train: bool = True) -> Explanation:
     """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
 
     Args:
@@ -99,20 +101,20 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: Any, *, trai
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"explain_capture: model must be a Module, got {type(model).__name__}.")
     _, signature = flatten_batch(batch)
-    fn, specs = JointLoss(model, loss_fn, signature, train=train, caller="explain_capture")()
+    fn, specs = JointLoss(model, loss_fn, signature, train=train)()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),
         num_nodes=graph.num_nodes,
         closure=tuple(tuple(t.shape) for t in graph.closure),
         written=len(graph.written),
-        unreached=graph.aux.without_grad,
+        unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
     )
 
 
-def _operators(graph: Captured) -> tuple[Operator, ...]:
+def _operators(graph: Captured[LossShape]) -> tuple[Operator, ...]:
     nodes = [n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     counts = collections.Counter(node.target for node in nodes)
     first = {node.target: node for node in reversed(nodes)}
@@ -120,7 +122,7 @@ def _operators(graph: Captured) -> tuple[Operator, ...]:
     return tuple(sorted(found, key=lambda op: (op.lowering != "none", -op.count, op.name)))
 
 
-def _lowering_of(op: Any) -> str:
+def _lowering_of(op: torch._ops.OpOverload) -> str:
     if op in LOWERINGS:
         return "torch_shard"
     return "none" if find_lowering(op) is None else "torchax"

@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
 
 from jax.sharding import NamedSharding, Sharding
 
+from torch_shard._common.types import Device
 from torch_shard._sharding import describe_mesh, describe_spec
 
 MAX_CELLS = 64
@@ -44,7 +44,7 @@ class DrawnArray:
 class Cell:
     """A shard: the devices that hold it, by id, and which part of the array it is, in words."""
 
-    devices: tuple[Any, ...]
+    devices: tuple[Device, ...]
     part: str
 
     @property
@@ -86,7 +86,7 @@ def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
     Raises:
         ValueError: An entry has more shards than can be drawn, or its sharding does not fit its shape.
     """
-    alike: dict[Any, list[tuple[DrawnArray, Cells]]] = {}
+    alike: dict[tuple[Hashable, Cells], list[tuple[DrawnArray, Cells]]] = {}
     for entry in entries:
         holders = _find_holders(entry)
         places = _fill_cells(entry.shape, holders, _by_place(list(holders)))
@@ -95,7 +95,7 @@ def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
     return tuple(_make_grid(places, members) for (_, places), members in alike.items())
 
 
-def _mesh_and_spec(sharding: Sharding) -> Any:
+def _mesh_and_spec(sharding: Sharding) -> Hashable:
     """What tells layouts apart: P("model") and P("model", None) are one to a matrix."""
     if not isinstance(sharding, NamedSharding):
         return None
@@ -117,9 +117,9 @@ def _make_grid(places: Cells, members: list[tuple[DrawnArray, Cells]]) -> Grid:
     return Grid(tuple(lines), first.spec, indices if one_shape else places)
 
 
-def _find_holders(entry: DrawnArray) -> dict[Part, tuple[Any, ...]]:
+def _find_holders(entry: DrawnArray) -> dict[Part, tuple[Device, ...]]:
     """The devices that hold each part."""
-    holders: dict[Part, list[Any]] = {}
+    holders: dict[Part, list[Device]] = {}
     try:
         placed = entry.sharding.devices_indices_map(entry.shape)
     except ValueError as error:  # JAX's error does not have the name
@@ -133,12 +133,14 @@ def _find_holders(entry: DrawnArray) -> dict[Part, tuple[Any, ...]]:
     return {part: tuple(sorted(holders[part], key=lambda device: device.id)) for part in sorted(holders)}
 
 
-def _fill_cells(shape: tuple[int, ...], holders: dict[Part, tuple[Any, ...]], describe: Callable[[Part], str]) -> Cells:
+def _fill_cells(
+    shape: tuple[int, ...], holders: dict[Part, tuple[Device, ...]], describe: Callable[[Part], str]
+) -> Cells:
     """The parts in rows, the last split dim running along a row."""
     split = [dim for dim in range(len(shape)) if len({part[dim] for part in holders}) > 1]
     # A matrix that is split by rows alone is drawn as rows; a vector always lies down.
     across = split[-1] if split and (split[-1] > 0 or len(shape) == 1) else None
-    rows: dict[Any, list[Cell]] = {}
+    rows: dict[object, list[Cell]] = {}
     for part, devices in holders.items():
         rest = tuple(r for dim, r in enumerate(part) if dim != across)
         rows.setdefault(rest, []).append(Cell(devices, describe(part)))
@@ -188,7 +190,7 @@ def _fold(names: Iterable[str]) -> list[str]:
     """Merge names that differ in one component, and again what came of it: each time the same names, said shorter."""
     folded: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in name.split(".")) for name in names]
     for position in reversed(range(max(map(len, folded), default=0))):
-        merged: dict[Any, list[tuple[tuple[str, ...], ...]]] = {}
+        merged: dict[object, list[tuple[tuple[str, ...], ...]]] = {}
         for name in folded:
             # A name of one component is said whole: {tokens,head} reads worse than two names.
             rest = (name[:position], name[position + 1 :]) if 1 < len(name) > position else name

@@ -62,7 +62,7 @@ class Page:
         )
         self._reach(x + (0 if centred else style.measure(text)), y + LINE / 2)
 
-    def fill(self, x: float, y: float, width: float, height: float, color: str) -> None:
+    def fill(self, x: float, y: float, width: float, height: float, *, color: str) -> None:
         """Fill a box with rounded corners."""
         box = FancyBboxPatch(
             (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.05", facecolor=color, edgecolor="none"
@@ -120,7 +120,7 @@ class Panel:
         for i, row in enumerate(self.grid.coloured_rows):
             for j, (cell, colour) in enumerate(row):
                 left, top = x + j * self.cell_width, y + i * CELL_HEIGHT
-                page.fill(left, top, self.cell_width - GAP, CELL_HEIGHT - GAP, colour)
+                page.fill(left, top, self.cell_width - GAP, CELL_HEIGHT - GAP, color=colour)
                 middle = left + (self.cell_width - GAP) / 2
                 page.write(cell.owner, OWNER, middle, top + 0.19, centred=True)
                 page.write(cell.part, PART, middle, top + 0.38, centred=True)

@@ -2,18 +2,23 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import torch
 
-from torch_shard._capture import flags_hold
+from torch_shard._capture import ModuleFlags, flags_hold
 from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.views import call_pure
 from torch_shard._lowering import capture_settings
 
-Pure = Callable[..., Any]
+A = ParamSpec("A")
+R = TypeVar("R")
+
+Pure = Callable[..., PyTree]
 """A JAX function of `(key, *args, **kwargs)`."""
 
 Transform = Callable[[Pure, int], Pure]
@@ -22,10 +27,10 @@ Transform = Callable[[Pure, int], Pure]
 NUM_GIVEN = 2  # the closed-over arrays and the key stand before the arguments
 
 
-def adapt(fn: Callable[..., Any], pure: Pure) -> Callable[..., Any]:
+def adapt(fn: Callable[A, object], pure: Callable[..., R]) -> Callable[A, R]:
     """`pure` as a torch function named after `fn`."""
 
-    def adapted(*args: Any, **kwargs: Any) -> Any:
+    def adapted(*args: A.args, **kwargs: A.kwargs) -> R:
         adopt_torch_nodes((args, kwargs))
         return call_pure(pure, args, kwargs, random=True)
 
@@ -47,7 +52,7 @@ class PerClosure:
         self.pure, self.transform = pure, transform
         self._variants: list[_Variant] = []
 
-    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = CLOSURE.token or capture_settings()
         variant = next(
             (v for v in self._variants if v.settings == settings and (CLOSURE.token or v.is_current())), None
@@ -68,9 +73,9 @@ class PerClosure:
 class _Variant:
     """The compiled form for one set of closed-over tensors."""
 
-    def __init__(self, owner: PerClosure, settings: Any, closure: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, owner: PerClosure, settings: object, closure: tuple[torch.Tensor, ...]) -> None:
         self.owner, self.settings, self.closure = owner, settings, closure
-        self.flags: list[Any] = []
+        self.flags: list[ModuleFlags] = []
         self.compiled: dict[int, Pure] = {}
         self.traced = False
 
@@ -78,14 +83,14 @@ class _Variant:
         """Whether the modules that ran in the trace still have the training flags that they had."""
         return all(map(flags_hold, self.flags))
 
-    def __call__(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, key: Key, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         if len(args) not in self.compiled:
             self.compiled[len(args)] = self.owner.transform(self._run, len(args))
         self.traced = False
         values = CLOSURE.values(self.closure)
         return self.compiled[len(args)](values, key, *args, **kwargs)
 
-    def _run(self, values: list[jax.Array], key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, values: list[jax.Array], key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         self.traced = True
         reader = Reader(self.closure, values)
         with reader.active():

@@ -20,11 +20,11 @@ class Closure(threading.local):
         self.readers: list[Reader] = []
 
     @property
-    def token(self) -> Any:
+    def token(self) -> object:
         """The call from a capture into JAX that is being traced, or None."""
         return self.readers[-1].token if self.readers else None
 
-    def read(self, graph: Captured) -> list[jax.Array]:
+    def read(self, graph: Captured[Any]) -> list[jax.Array]:
         """The current values of the tensors that a captured callable closes over."""
         if self.readers:
             self.readers[-1].modules.append(graph.modules)
@@ -65,7 +65,7 @@ class Reader:
         self,
         tensors: Sequence[torch.Tensor],
         values: Sequence[jax.Array],
-        token: Any = None,
+        token: object = None,
         *,
         partial: bool = False,
     ) -> None:

@@ -3,7 +3,6 @@
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import torch
@@ -11,12 +10,16 @@ import torch
 from torch_shard._capture import is_repeating
 from torch_shard._common.axes import vary_like
 from torch_shard._common.overrides import instead_of_attribute
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._interop.torch_function import TorchFunction
 from torch_shard._interop.views import call_jax, call_pure
 
 
 @instead_of_attribute(torch, "cond")
-def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+def cond(
+    pred: object, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], operands: Sequence[PyTree] = ()
+) -> PyTree:
     """`torch.cond` as `jax.lax.cond`; its derivative is that of the branch that ran.
 
     Args:
@@ -29,7 +32,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
         return (true_fn if pred else false_fn)(*operands)
     branches = TorchFunction(true_fn), TorchFunction(false_fn)
 
-    def choose(key: Any, pred: jax.Array, operands: Any) -> Any:
+    def choose(key: Key, pred: jax.Array, operands: PyTree) -> PyTree:
         runs = [lambda operands, branch=branch: branch(key, *operands) for branch in branches]
         kinds = [jax.eval_shape(run, operands) for run in runs]
         on_true, on_false = (lambda operands, run=run: vary_like(run(operands), pred, kinds) for run in runs)
@@ -38,7 +41,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], o
     return call_pure(choose, (pred, tuple(operands)), {}, random=True)
 
 
-def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
+def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
     """Print values from within a compiled function, as it runs.
 
     Captures and compilers keep it, though nothing depends on it. Inside a function that is mapped over devices, each
@@ -62,7 +65,7 @@ def debug_print(fmt: str, *args: Any, **kwargs: Any) -> None:
     leaves, tree = jax.tree.flatten((args, kwargs))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def show(*values: Any) -> None:
+    def show(*values: object) -> None:
         given = iter(values)
         args, kwargs = jax.tree.unflatten(
             tree, [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

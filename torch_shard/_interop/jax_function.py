@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ class _Opaque(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
         wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
         given = tuple(c is not None and _is_inexact(c) for c in cotangents)
@@ -152,23 +152,32 @@ def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
         raise
 
 
-def _apply(flat: FlatJaxFn, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+def _apply(
+    flat: FlatJaxFn, run: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]
+) -> Sequence[torch.Tensor]:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return _Opaque.apply(flat, run, *tensors) if needs_grad else run(flat, *tensors)
 
 
-def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The results of a JAX function for tensors that have values; see `run_captured`."""
     # Moved by PyTorch, which brings gradients back to where their tensors are.
-    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure)
+    return _run(flat, _run_now, lambda t: t.to("jax") if t.requires_grad else t, tensors, closure=closure)
 
 
-def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
-    return _run(flat, _run_captured, as_captured, tensors, closure)
+    return _run(flat, _run_captured, as_captured, tensors, closure=closure)
 
 
-def _run(flat: FlatJaxFn, run: Any, prepare: Any, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Any:
+def _run(
+    flat: FlatJaxFn,
+    run: Callable[..., list[torch.Tensor]],
+    prepare: Callable[[torch.Tensor], torch.Tensor],
+    tensors: list[torch.Tensor],
+    *,
+    closure: list[torch.Tensor],
+) -> Sequence[torch.Tensor]:
     while True:
         try:
             return _apply(flat, run, [*map(prepare, tensors), *map(prepare, closure)])

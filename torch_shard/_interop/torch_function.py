@@ -12,29 +12,32 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture import ActiveRegions, Captured, Spec, active_regions, binding, is_literal, repeating
+from torch_shard._capture import ActiveRegions, Captured, Spec, TensorFn, active_regions, binding, is_literal, repeating
 from torch_shard._common.axes import into_shares, map_together, sum_shares
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype
-from torch_shard._common.random import NeedsKey
+from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.static import Static
+from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, Reader
-from torch_shard._lowering import FlatFn, Program, capture_settings
+from torch_shard._lowering import Program, capture_settings
 
 
 class FlatFunction:
     """A callable of tensors to tensors, with its captured programs."""
 
-    def __init__(self, fn: FlatFn, what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
+    def __init__(self, fn: TensorFn[Any], what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
         self.fn, self.what, self._is_bound = fn, what, frozenset(map(id, bound))
-        self._programs: dict[Any, list[Program]] = {}
+        self._programs: dict[object, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
-        self._bound: dict[Any, FlatFunction] = {}
+        self._bound: dict[object, FlatFunction] = {}
         # Caches of its own: one of the class would keep every callable, and its programs, for ever.
         self.differentiable = functools.cache(self._differentiable)
         self.vjp = functools.cache(self._vjp)
 
-    def _current(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> tuple[Any, Any, Any]:
+    def _current(
+        self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]
+    ) -> tuple[tuple[Spec, ...], list[Program], Program | None]:
         specs = tuple(
             Spec(tuple(a.shape), captured_dtype(a.dtype), grad) for a, grad in zip(arrays, needs_grad, strict=True)
         )
@@ -67,7 +70,7 @@ class FlatFunction:
         found = (self._current(arrays, needs_grad)[2] for needs_grad in choices)
         return next(program for program in found if program is not None).graph.aux
 
-    def program(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> Program:
+    def program(self, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> Program[Any]:
         """The program for arrays like these."""
         specs, programs, found = self._current(arrays, needs_grad)
         self._needs_grad.add(needs_grad)
@@ -78,7 +81,7 @@ class FlatFunction:
             programs.append(found)
         return found
 
-    def _refuse_writes(self, graph: Captured) -> None:
+    def _refuse_writes(self, graph: Captured[Any]) -> None:
         if graph.written:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
@@ -86,7 +89,7 @@ class FlatFunction:
                 "(x = x.clone()) and return it."
             )
 
-    def _refuse_unseen(self, graph: Captured) -> None:
+    def _refuse_unseen(self, graph: Captured[Any]) -> None:
         """Refuse what would be a constant to the derivative."""
         unseen = [tuple(tensor.shape) for tensor in graph.closure if id(tensor) in self._is_bound]
         if unseen:
@@ -96,14 +99,14 @@ class FlatFunction:
                 "x.view_as(x)."
             )
 
-    def run(self, key: Any, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> list[jax.Array]:
+    def run(self, key: Key, arrays: Sequence[jax.Array], needs_grad: tuple[bool, ...]) -> list[jax.Array]:
         """Outputs of the callable on these arrays."""
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
             raise NeedsKey(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
         return program.run(key, *arrays, *CLOSURE.read(program.graph))
 
-    def apply(self, key: Any, *arrays: Any) -> list[jax.Array]:
+    def apply(self, key: Key, *arrays: jax.Array) -> list[jax.Array]:
         """The callable as a JAX function."""
         no_grad = (False,) * len(arrays)
         closure = _Tensors(self.program(arrays, no_grad).graph.closure)
@@ -156,7 +159,7 @@ def _with_torch_derivative(
     num_arrays = len(needs_grad)
 
     @jax.custom_vjp
-    def call(key: Any, *inputs: jax.Array) -> list[jax.Array]:
+    def call(key: Key, *inputs: jax.Array) -> list[jax.Array]:
         arrays = inputs[:num_arrays]
         with autocast.entered(), Reader(closure, inputs[num_arrays:], partial=True).active():
             outputs = function.run(key, arrays, needs_grad)
@@ -204,12 +207,12 @@ def _is_given(cotangent: Any) -> bool:
 class TorchFunction:
     """A torch callable of pytrees as the JAX function `(key, *args, **kwargs) -> pytree`."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., PyTree]) -> None:
         self.fn = fn
         self.what = _name_of(fn)
-        self._flat: dict[Any, FlatFunction] = {}
+        self._flat: dict[object, FlatFunction] = {}
 
-    def __call__(self, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
@@ -219,7 +222,7 @@ class TorchFunction:
         out_tree, out_leaves = function.aux(arrays)
         return jax.tree.unflatten(out_tree, [next(outputs) if o is _TENSOR else o for o in out_leaves])
 
-    def _flat_function(self, tree: Any, is_array: Any, static: Any) -> FlatFunction:
+    def _flat_function(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> FlatFunction:
         try:
             signature = tree, is_array, Static(static)
             return self._flat.setdefault(signature, FlatFunction(self._flatten(tree, is_array, static), self.what))
@@ -230,7 +233,7 @@ class TorchFunction:
                 "hashable. Pass tensors, numbers, strings, or containers of them."
             ) from error
 
-    def _flatten(self, tree: Any, is_array: Any, static: Any) -> FlatFn:
+    def _flatten(self, tree: object, is_array: tuple[bool, ...], static: tuple[object, ...]) -> TensorFn[Any]:
         def flat(*tensors: torch.Tensor) -> Any:
             given, others = iter(tensors), iter(static)
             args, kwargs = jax.tree.unflatten(tree, [next(given) if array else next(others) for array in is_array])
@@ -249,7 +252,7 @@ class TorchFunction:
 _TENSOR = object()
 
 
-def _name_of(fn: Callable[..., Any]) -> str:
+def _name_of(fn: Callable[..., object]) -> str:
     if isinstance(fn, torch.nn.Module):
         return type(fn).__name__
     return f"{getattr(fn, '__qualname__', type(fn).__name__)}()"

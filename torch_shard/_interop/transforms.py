@@ -5,7 +5,7 @@ allows, take torch tensors of the CPU or the jax device, numpy arrays and Python
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,20 @@ import torch
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
+from torch_shard._common.caller import public
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._interop.adapt import NUM_GIVEN, PerClosure, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
 from torch_shard._sharding import check_mesh
 
+A = ParamSpec("A")
+R = TypeVar("R")
+
 
 def jax_value_and_grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
-) -> Callable[..., Any]:
+    fn: Callable[A, R], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
+) -> Callable[A, tuple[R, PyTree]]:
     """`jax.value_and_grad` of a torch callable.
 
     Args:
@@ -48,11 +54,11 @@ def jax_value_and_grad(
 class _TorchGradient:
     """Value and gradients of a torch callable by torch itself, so that a capture holds the forward pass only once."""
 
-    def __init__(self, fn: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool) -> None:
+    def __init__(self, fn: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool) -> None:
         self.fn, self.argnums, self.has_aux = fn, argnums, has_aux
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         positions = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
         tensors = [*jax.tree.leaves((args, kwargs)), *bound_tensors()]
         again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
@@ -67,14 +73,14 @@ class _TorchGradient:
         return ((value, aux) if self.has_aux else value), result
 
 
-def _as_leaf(leaf: Any) -> Any:
+def _as_leaf(leaf: PyTree) -> PyTree:
     """A tensor to differentiate by: a leaf of autograd, unless an outer derivative needs its history."""
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if is_inexact and not tensor.requires_grad else tensor
 
 
-def _check_scalar(value: Any, name: str) -> None:
+def _check_scalar(value: object, name: str) -> None:
     if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
         found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(
@@ -83,7 +89,7 @@ def _check_scalar(value: Any, name: str) -> None:
         )
 
 
-def _gradients(value: torch.Tensor, tree: Any, again: bool) -> Any:
+def _gradients(value: torch.Tensor, tree: PyTree, again: bool) -> PyTree:
     """The gradients of `value` by the leaves of `tree`; integers have gradient zero."""
     leaves, structure = jax.tree.flatten(tree)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -108,32 +114,33 @@ def _seed(value: jax.Array) -> jax.Array:
 
 
 def jax_grad(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
-) -> Callable[..., Any]:
+    fn: Callable[A, PyTree], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
+) -> Callable[A, PyTree]:
     """`jax.grad` of a torch callable; see `jax_value_and_grad`."""
     value_and_grad = pure_of(jax_value_and_grad(fn, argnums, has_aux=has_aux, **kwargs))
 
-    def grad(key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def grad(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         value, grads = value_and_grad(key, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return adapt(fn, grad)
 
 
-def jax_checkpoint(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+def jax_checkpoint(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
     """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values."""
     if "static_argnums" in kwargs:
         kwargs["static_argnums"] = shift(kwargs["static_argnums"])
     pure = pure_of(fn)
 
-    def checkpointed(*args: Any, **named: Any) -> Any:
+    def checkpointed(*args: PyTree, **named: PyTree) -> PyTree:
         # A new function for each call: jax.checkpoint keeps its trace, and with it what the trace closed over.
         return jax.checkpoint(lambda *args, **named: pure(*args, **named), **kwargs)(*args, **named)
 
     return adapt(fn, checkpointed)
 
 
-def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
+@public
+def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
     """`jax.jit` of a torch callable: one compiled program per signature.
 
     Tensors that `fn` reaches by itself, such as the parameters of a closed-over module, are inputs of the program:
@@ -151,7 +158,7 @@ def jax_jit(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
     """
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
         if isinstance(sharding, jax.sharding.NamedSharding):
-            check_mesh(sharding.mesh, caller="jax_jit")
+            check_mesh(sharding.mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         return jax.jit(run, **_as_ours(kwargs, num_args))

@@ -14,8 +14,10 @@ import torch
 from jax.core import Tracer
 
 from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
+from torch_shard._common.caller import public, speaks_as
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
+from torch_shard._common.types import PyTree
 from torch_shard._device import (
     register_device,
     to_array,
@@ -28,7 +30,9 @@ from torch_shard._lowering import capture_settings
 from torch_shard._sharding import check_mesh
 
 
-def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool) -> Any:
+def call_pure(
+    pure: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, random: bool
+) -> PyTree:
     """Call a JAX function `(key, *args, **kwargs)` from torch code, eager or captured.
 
     Tensors become arrays and results tensors; torch's autograd sees through it. `random` says whether the function
@@ -44,7 +48,7 @@ def call_pure(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return _call(pure, args, kwargs, random=random, lasts=random)
 
 
-_DRAWING: weakref.WeakSet[Any] = weakref.WeakSet()
+_DRAWING: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 """Functions that were found to need a key."""
 
 
@@ -57,20 +61,20 @@ class _CallSite:
         flags: Modules that ran, with their training flags.
     """
 
-    def __init__(self, settings: Any = None) -> None:
+    def __init__(self, settings: object = None) -> None:
         self.token, self.settings = object(), settings
         self.closure: list[torch.Tensor] = []
         self.flags: list[ModuleFlags] = []
 
-    def fits(self, settings: Any) -> bool:
+    def fits(self, settings: object) -> bool:
         """Whether the programs that belong to it mean the same now."""
         return self.settings == settings and all(map(flags_hold, self.flags))
 
 
-_SITES: weakref.WeakKeyDictionary[Any, list[_CallSite]] = weakref.WeakKeyDictionary()
+_SITES: weakref.WeakKeyDictionary[Callable[..., object], list[_CallSite]] = weakref.WeakKeyDictionary()
 
 
-def _site_of(pure: Callable[..., Any]) -> _CallSite:
+def _site_of(pure: Callable[..., PyTree]) -> _CallSite:
     """Of a function that is called again and again, so that its programs are kept."""
     sites, settings = _SITES.setdefault(pure, []), capture_settings()
     found = next((site for site in sites if site.fits(settings)), None)
@@ -80,12 +84,15 @@ def _site_of(pure: Callable[..., Any]) -> _CallSite:
     return found
 
 
-def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, random: bool, lasts: bool) -> Any:
+@speaks_as("call_jax")
+def _call(
+    pure: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, random: bool, lasts: bool
+) -> PyTree:
     leaves, tree = jax.tree.flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, jax.sharding.NamedSharding):
-            check_mesh(leaf.mesh, caller="call_jax")
+            check_mesh(leaf.mesh)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = current_mode() is not None or any(map(is_fake, tensors))
@@ -102,13 +109,14 @@ def _call(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = jax.tree.unflatten(tree, values)
         seed = next(given) if random and captured else None
         with contextlib.ExitStack() as stack:
+            reader = None
             if site is not None:
                 reader = stack.enter_context(Reader(site.closure, list(given), site.token).active())
                 stack.enter_context(autocast.entered())
                 if views if out else _JaxView.exist:
                     stack.enter_context(_RETRACED(next(_RUNS)))
             result = pure(key if seed is None else wrap_seed(seed), *args, **kwargs)
-        if site is not None:
+        if site is not None and reader is not None:
             site.flags.extend(flags for flags in reader.modules if flags not in site.flags)
             views.extend([True] * reader.has_views)
         out_leaves, out_tree = jax.tree.flatten(result)
@@ -135,17 +143,17 @@ _RETRACED = jax.make_user_context()
 all that the body closes over: those of another call, where the body is a view of a torch callable."""
 
 
-def _anew(value: Any) -> Any:
+def _anew(value: object) -> object:
     """A view of a torch callable as a function that JAX has not seen."""
     return functools.partial(_JaxView.__call__, value) if isinstance(value, _JaxView) else value
 
 
-def _without_float0(array: Any) -> Any:
+def _without_float0(array: jax.Array | np.ndarray) -> jax.Array:
     """JAX's gradients of integers have dtype float0; torch has none, zeros of an integer say the same."""
     return jnp.zeros(array.shape, jnp.int32) if array.dtype == jax.dtypes.float0 else jnp.asarray(array)
 
 
-def call_jax(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Call a JAX function with torch tensors.
 
     Args:
@@ -164,19 +172,19 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
 
 
-def call_torch(fn: Callable[..., Any], /, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
     """Call a torch callable with JAX arrays: `jax_view(fn)(*args, key=key, **kwargs)`."""
     return jax_view(fn)(*args, key=key, **kwargs)
 
 
-def torch_view(value: Any) -> Any:
+def torch_view(value: PyTree) -> PyTree:
     """JAX as torch sees it: arrays of a pytree as jax-device tensors, no copy; a JAX function as a torch function."""
     if callable(value) and not isinstance(value, jax.Array):
         return lambda *args, **kwargs: call_jax(value, *args, **kwargs)
     return jax.tree.map(lambda leaf: wrap_array(leaf) if isinstance(leaf, jax.Array) else leaf, value)
 
 
-def jax_view(value: Any) -> Any:
+def jax_view(value: PyTree) -> PyTree:
     """Torch as JAX sees it: tensors of a pytree as arrays; a torch callable as a JAX function.
 
     jax-device tensors give their array, no copy; CPU tensors are copied. The JAX function takes the keyword argument
@@ -193,36 +201,36 @@ class _JaxView:
 
     exist: ClassVar[bool] = False
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., PyTree]) -> None:
         _JaxView.exist = True
         self._pure = pure_of(fn)
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn)
 
-    def __call__(self, *args: Any, key: jax.Array | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
         for reader in CLOSURE.readers:
             reader.has_views = True
         return self._pure(key, *args, **kwargs)
 
 
-def pure_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+def pure_of(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The JAX function `(key, *args, **kwargs)` of a torch callable or of an adapted function."""
     if not callable(fn):
         raise TypeError(f"expected a torch callable, such as a function or a module, got {fn!r}.")
     return fn._torch_shard_pure if is_adapted(fn) else TorchFunction(fn)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def is_adapted(fn: Callable[..., Any]) -> bool:
+def is_adapted(fn: Callable[..., object]) -> bool:
     """Whether `fn` is a JAX transform of a torch callable already."""
     return hasattr(fn, "_torch_shard_pure")
 
 
-def apply_jax(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def apply_jax(tensor: torch.Tensor, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """`fn(array of tensor, *args, **kwargs)` as tensors."""
     return call_jax(fn, tensor, *args, **kwargs)
 
 
-def apply_jax_(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+def apply_jax_(tensor: torch.Tensor, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
     """Replace the data of `tensor` by what `fn` makes of it; shape and dtype stay."""
     with torch.no_grad():
         result = call_jax(fn, tensor.detach(), *args, **kwargs)
@@ -235,10 +243,11 @@ def apply_jax_(tensor: torch.Tensor, fn: Callable[..., Any], *args: Any, **kwarg
     return tensor
 
 
+@public
 def shard_(tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> torch.Tensor:
     """Lay the tensor out as `sharding` says, in place, and return it; inside `jax_jit` it is a constraint."""
     if isinstance(sharding, jax.sharding.NamedSharding):
-        check_mesh(sharding.mesh, caller="shard_")
+        check_mesh(sharding.mesh)
     return apply_jax_(tensor, _with_sharding, sharding)
 
 

@@ -13,6 +13,7 @@ from shutil import rmtree as remove_tree
 import filelock
 import jax
 
+from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._io.integrity import find_damage, seal, sync_directory
@@ -75,6 +76,7 @@ class Checkpointer:
         True
     """
 
+    @public
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -83,7 +85,7 @@ class Checkpointer:
         every: int = 1000,
         asynchronous: bool = True,
     ) -> None:
-        path = check_directory("Checkpointer", "directory", directory)
+        path = check_directory("directory", directory)
         for option, value in (("keep", keep), ("every", every)):
             if not (option == "keep" and value is None) and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
@@ -138,6 +140,7 @@ class Checkpointer:
                 "directory of its own, or end the other one."
             )
 
+    @public
     def save(self, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> bool:
         """Save a state.
 
@@ -153,7 +156,7 @@ class Checkpointer:
             ValueError: The state was donated.
             RuntimeError: This or an earlier checkpoint could not be written; those that are there are as they were.
         """
-        check_kind("Checkpointer.save", "state", state, TrainState, hint="A step returns one.")
+        check_kind("state", state, TrainState, hint="A step returns one.")
         self.wait()
         if state.step.is_deleted():
             raise ValueError(
@@ -229,6 +232,7 @@ class Checkpointer:
 
     # ---- restoring ----
 
+    @public
     def restore(
         self, train_step: TrainStep, *, step: int | None = None, params_only: bool = False, seed: int = 0
     ) -> TrainState:
@@ -249,7 +253,7 @@ class Checkpointer:
             ValueError: It does not fit the model or the optimiser; all differences are listed by name. Or the one that
                 was asked for is damaged.
         """
-        check_kind("Checkpointer.restore", "train_step", train_step, TrainStep, hint="make_train_step gives one.")
+        check_kind("train_step", train_step, TrainStep, hint="make_train_step gives one.")
         self.wait()
         while True:
             path = self._choose(step)

@@ -4,7 +4,6 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +121,7 @@ class CheckpointTensors:
             raise ValueError(f"{self._path} is damaged: {'; '.join(damage)}.")
         head = read_head(self._path)
         self._orbax = make_orbax()
-        self._read: tuple[SavedArray | None, Any] = (None, None)
+        self._read: tuple[SavedArray | None, jax.Array | None] = (None, None)
         self._homes = {
             name: stored
             for stored in head.stored

@@ -6,16 +6,18 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import jax
 import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_directory, check_path
 from torch_shard._device import JaxTensor, refuse_meta
 from torch_shard._io.formats import DTYPES, Stored
@@ -160,8 +162,9 @@ def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     return path
 
 
+@public
 def export_safetensors(
-    state: Any,
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
     path: str | os.PathLike[str],
     *,
     max_shard_bytes: int = SHARD_BYTES,
@@ -200,17 +203,18 @@ def export_safetensors(
         raise TypeError(f"export_safetensors: metadata must map strings to strings, got {metadata}.")
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"export_safetensors: max_shard_bytes must be a positive int, got {max_shard_bytes!r}.")
-    path = check_path("export_safetensors", "path", path)
+    path = check_path("path", path)
     if path.suffix != ".safetensors":
-        check_directory("export_safetensors", "path", path)
-    values, structs = _collect("export_safetensors", state)
+        check_directory("path", path)
+    values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(path, stored, max_shard_bytes, strings)
     _write_once(export.write, (_to_cpu(values[name]).to(stored[name].dtype) for name in export.names))
     return export.result
 
 
-def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
+@public
+def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], path: str | os.PathLike[str]) -> Path:
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
     Args:
@@ -224,36 +228,38 @@ def export_torch(state: Any, path: str | os.PathLike[str]) -> Path:
         TypeError: As `export_safetensors`.
         ValueError: A tensor has no values (on the meta device).
     """
-    path = check_path("export_torch", "path", path)
-    values, structs = _collect("export_torch", state)
+    path = check_path("path", path)
+    values, structs = _collect(state)
     tensors = (_to_cpu(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
     return path
 
 
-def _collect(caller: str, state: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def _collect(
+    state: TrainState | torch.nn.Module | Mapping[str, PyTree],
+) -> tuple[Mapping[str, PyTree], dict[str, PyTree]]:
     """The values, and shape and dtype of those that are to be written: each tensor under one name."""
     if isinstance(state, torch.nn.Module):
         values, unsaved = holdings(state).all, unsaved_buffers(state)
     elif isinstance(state, TrainState):
         if state.step.is_deleted():
-            raise ValueError(f"{caller}: this state was donated to a step. Export what the step returned.")
+            raise ValueError(f"{caller()}: this state was donated to a step. Export what the step returned.")
         values, unsaved = state.tensors, state.unsaved
     elif isinstance(state, Mapping):
         values, unsaved = state, ()
     else:
-        raise TypeError(f"{caller}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
+        raise TypeError(f"{caller()}: expected a TrainState, a module or a mapping, got {type(state).__name__}.")
     odd = [repr(name) for name in values if not isinstance(name, str) or name == "__metadata__" or not _is_text(name)]
     if odd:
-        raise TypeError(f"{caller}: {', '.join(odd)} cannot be names in a file. Names must be other strings.")
+        raise TypeError(f"{caller()}: {', '.join(odd)} cannot be names in a file. Names must be other strings.")
     by_name = jax.tree.map(_struct, values) if isinstance(values, Stacks) else values
     structs = {name: _struct(value) for name, value in by_name.items()}
     odd = [f"{name} is a {type(v).__name__}" for name, v in structs.items() if not hasattr(v, "dtype")]
     if odd:
-        raise TypeError(f"{caller}: names must lead to tensors or arrays, but {', '.join(odd)}.")
+        raise TypeError(f"{caller()}: names must lead to tensors or arrays, but {', '.join(odd)}.")
     names = (group[0] for group in group_ties(structs, by_identity=False))
     written = {name: structs[name] for name in names if name not in unsaved}
-    refuse_meta(caller, written)
+    refuse_meta(written)
     return values, written
 
 
@@ -261,19 +267,19 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _struct(value: Any) -> Any:
+def _struct(value: PyTree) -> PyTree:
     """An array's shape and dtype: what is a row of a stack need not be cut out for that."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, jax.Array | np.ndarray) else value
 
 
-def _dtype_of(state: Any, name: str, struct: Any) -> torch.dtype:
+def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     """An entry's dtype in torch, where JAX may hold it in fewer bits."""
     if isinstance(state, TrainState) and name in state.wide:
         return torch.int64
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: Any) -> torch.Tensor:
+def _to_cpu(value: torch.Tensor | jax.Array | np.ndarray) -> torch.Tensor:
     """The global value of a tensor or array, which other processes may hold parts of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.detach().cpu()
@@ -283,7 +289,7 @@ def _to_cpu(value: Any) -> torch.Tensor:
     return to_host(array)
 
 
-def _write_once(write: Callable[[Iterator[torch.Tensor]], Any], tensors: Iterator[torch.Tensor]) -> None:
+def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
     """Let the first process write; all of them go through the tensors, which gathers those on several processes."""
     if jax.process_count() == 1:
         write(tensors)

@@ -72,7 +72,7 @@ class SafetensorsFile:
         lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
         if lacking:
             raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
-        self._last: tuple[str, Any] = "", None
+        self._last: tuple[str, object] = "", None
         spans = {name: fields["data_offsets"] for name, fields in header.items()}
         self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
         self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
@@ -166,7 +166,7 @@ class HeldTensors:
         ValueError: It holds something else than tensors by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.shown, self._tensors = "the mapping", tensors
         self.stored = _stored(tensors, self.shown)
 
@@ -198,7 +198,7 @@ def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
     return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"{type(value).__name__} of {len(value)} entries" if isinstance(value, Mapping) else type(value).__name__
 
 

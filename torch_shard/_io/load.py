@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
@@ -21,9 +23,10 @@ from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hoo
 Source = str | os.PathLike[str]
 
 
+@public
 def load_safetensors(
     path: Source,
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -31,7 +34,7 @@ def load_safetensors(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load safetensors straight onto their shards: each reads its own slice, and nothing is whole on host or device.
 
     All names, shapes, dtypes and the plan are checked before anything moves. Of several processes, each reads what its
@@ -76,14 +79,15 @@ def load_safetensors(
         P('model',)
     """
     hint = "Tensors by name are for load_torch, which takes a mapping too." if isinstance(path, Mapping) else ""
-    file = open_safetensors(check_path("load_safetensors", "path", path, hint=hint))
-    loader = _Loader("load_safetensors", file, model_or_names, mesh, plan, dtype)
+    file = open_safetensors(check_path("path", path, hint=hint))
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
 
+@public
 def load_torch(
     path: Source | Mapping[str, torch.Tensor],
-    model_or_names: Any,
+    model_or_names: torch.nn.Module | Mapping[str, PyTree],
     mesh: Mesh,
     plan: ShardingPlan,
     *,
@@ -91,7 +95,7 @@ def load_torch(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
-) -> Any:
+) -> PyTree:
     """Load what `torch.save` wrote straight onto its shards, as `load_safetensors` does.
 
     The file is read with `weights_only=True`, so that it cannot run code, and mapped, where its format allows that
@@ -116,27 +120,34 @@ def load_torch(
         ValueError: As `load_safetensors`; or the file holds something else than tensors by name.
         TypeError: An argument is of the wrong kind.
     """
-    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("load_torch", "path", path))
-    return _Loader("load_torch", file, model_or_names, mesh, plan, dtype).run(rename, allow_missing, allow_unused)
+    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
+    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
+    return loader.run(rename, allow_missing, allow_unused)
 
 
 class _Loader:
     """One load: check all, then read entry by entry."""
 
     def __init__(
-        self, caller: str, file: TensorFile, target: Any, mesh: Mesh, plan: ShardingPlan, dtype: torch.dtype | None
+        self,
+        file: TensorFile,
+        target: torch.nn.Module | Mapping[str, PyTree],
+        *,
+        mesh: Mesh,
+        plan: ShardingPlan,
+        dtype: torch.dtype | None,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(
-                f"{caller}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
+                f"{caller()}: dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype}."
             )
-        check_mesh(mesh, caller=caller)
-        check_kind(caller, "plan", plan, ShardingPlan)
-        check_kind(caller, "model_or_names", target, torch.nn.Module | Mapping)
+        check_mesh(mesh)
+        check_kind("plan", plan, ShardingPlan)
+        check_kind("model_or_names", target, torch.nn.Module | Mapping)
         if isinstance(target, torch.nn.Module):
-            refuse_hooks(caller, target)
-            refuse_load_hooks(caller, target)
-        self._caller, self._file, self._dtype = caller, file, dtype
+            refuse_hooks(target)
+            refuse_load_hooks(target)
+        self._file, self._dtype = file, dtype
         self._target: Any = target
         self._match = Match(file, target, mesh, dtype)
         try:
@@ -144,10 +155,12 @@ class _Loader:
         except ValueError as error:
             self._shardings, self._plan_fault = {}, str(error)
 
-    def run(self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed) -> Any:
-        check_kind(self._caller, "rename", rename, Mapping | Callable | None)
+    def run(
+        self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed
+    ) -> torch.nn.Module | dict[str, torch.Tensor]:
+        check_kind("rename", rename, Mapping | Callable | None)
         for option, given in (("allow_missing", allow_missing), ("allow_unused", allow_unused)):
-            check_kind(self._caller, option, given, Iterable | bool, hint="Give names or globs, or True for all.")
+            check_kind(option, given, Iterable | bool, hint="Give names or globs, or True for all.")
         match = self._match
         match.run(rename, allow_missing, allow_unused)
         self._raise(match.faults)
@@ -156,7 +169,7 @@ class _Loader:
 
     def _raise(self, faults: list[str]) -> None:
         if faults or self._plan_fault:
-            parts = [f"{self._caller}: {self._file.shown} cannot be loaded as asked; nothing was."] * bool(faults)
+            parts = [f"{caller()}: {self._file.shown} cannot be loaded as asked; nothing was."] * bool(faults)
             parts += ["\n".join(f"  {fault}" for fault in faults)] * bool(faults)
             raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
 
@@ -206,7 +219,7 @@ class _Loader:
                 yield entry, array
                 before = array
 
-    def _keep(self, name: str, value: Any) -> torch.Tensor | None:
+    def _keep(self, name: str, value: object) -> torch.Tensor | None:
         """An entry that the file lacks, with the values that it has, if any."""
         if isinstance(value, torch.Tensor):
             value = value.detach()

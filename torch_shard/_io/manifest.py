@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
 from torch_shard._train import KINDS, TrainState
 
@@ -67,9 +68,9 @@ class SavedArray:
         return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
 
 
-def flatten(state: TrainState) -> dict[SavedArray, Any]:
+def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
     """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
-    found: dict[SavedArray, Any] = {}
+    found: dict[SavedArray, PyTree] = {}
     for kind in KINDS:
         found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
     for name in SCALARS:
@@ -80,7 +81,7 @@ def flatten(state: TrainState) -> dict[SavedArray, Any]:
     return found
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: jax.Array) -> jax.Array:
     """What can be written: of a random key, its words."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
@@ -90,24 +91,24 @@ def _plain(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[jax.tree_util.KeyPath, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stacks)
 
 
-def _is_stacks(node: Any) -> bool:
+def _is_stacks(node: object) -> bool:
     return isinstance(node, Stacks)
 
 
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, Any]:
+def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, jax.Array]:
     """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, Any] = {}
+    found: dict[SavedArray, jax.Array] = {}
     for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
         for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
             found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
     return found
 
 
-def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") -> SavedArray:
+def _describe(where: str, names: tuple[str, ...], array: jax.Array, kind: str = "") -> SavedArray:
     array = _plain(array)
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -119,7 +120,7 @@ def _describe(where: str, names: tuple[str, ...], array: Any, kind: str = "") ->
 class Entries:
     """Stored arrays as entries: by where they stand and their name."""
 
-    def __init__(self, arrays: Mapping[SavedArray, Any]) -> None:
+    def __init__(self, arrays: Mapping[SavedArray, PyTree]) -> None:
         self._arrays = dict(arrays)
         self._homes = {entry: stored for stored in arrays for entry in stored.entries}
 
@@ -127,7 +128,7 @@ class Entries:
         """Shape and dtype."""
         return self._homes[entry].entry_type
 
-    def __getitem__(self, entry: tuple[str, str]) -> Any:
+    def __getitem__(self, entry: tuple[str, str]) -> PyTree:
         stored = self._homes[entry]
         array = self._arrays[stored]
         return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
@@ -186,7 +187,7 @@ def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.Sh
 def fill(structs: TrainState, entries: Entries) -> TrainState:
     """A state like `structs` with these entries, each on its shards, stored as `structs` are."""
 
-    def filled(path: Any, leaf: Any) -> Any:
+    def filled(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         where = "opt_state" + jax.tree_util.keystr(path)
         return _filled(where, leaf, entries)
 
@@ -203,12 +204,12 @@ def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
     return _filled(TENSORS, getattr(structs, kind), entries)
 
 
-def _filled(where: str, struct: Any, entries: Entries) -> Any:
+def _filled(where: str, struct: PyTree, entries: Entries) -> PyTree:
     if not isinstance(struct, Stacks):
         return _put(entries[where, ""], struct)
     held, groups = entries.stacks(where), zip(struct.layout.groups, struct.arrays, strict=True)
 
-    def filled(group: tuple[str, ...], path: Any, leaf: Any) -> Any:
+    def filled(group: tuple[str, ...], path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name, *others = group
         if others:
             return _put(held.stacked(group), leaf)

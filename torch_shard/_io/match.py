@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +10,13 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.types import PyTree
 from torch_shard._io.formats import Stored, TensorFile
 from torch_shard._sharding import ShardingPlan, make_matcher, unsaved_buffers
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
-Allowed = bool | str | Iterable[Any]
+Allowed = bool | str | Iterable[str]
 
 _NUM_HINTS = 20  # the closest name is searched among all names
 
@@ -36,7 +36,7 @@ class TargetEntry:
     key: str
     names: list[str]
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: torch.dtype | np.dtype | None
     sources: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -48,7 +48,9 @@ class Match:
         faults: What does not fit, a line each.
     """
 
-    def __init__(self, file: TensorFile, target: Any, mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, file: TensorFile, target: torch.nn.Module | Mapping[str, PyTree], mesh: Mesh, dtype: torch.dtype | None
+    ) -> None:
         self._file, self._dtype, self.faults = file, dtype, list[str]()
         unsaved = unsaved_buffers(target) if isinstance(target, torch.nn.Module) else ()
         self.entries: dict[str, TargetEntry] = {}
@@ -156,7 +158,7 @@ class Match:
             faults.append(f"the model has {entry.key} as {_show(entry.dtype)}. {remedy}, or change the model's dtype.")
         return faults
 
-    def _wanted(self, dtype: Any, stored: torch.dtype) -> np.dtype:
+    def _wanted(self, dtype: torch.dtype | np.dtype, stored: torch.dtype) -> np.dtype:
         """The dtype that the model's entry will have."""
         if self._dtype is not None and _both_float(dtype, stored):
             return jax_dtype(self._dtype)
@@ -175,24 +177,24 @@ class _Closest:
         return f". The closest name without a partner is {close[0]}" if close else ""
 
 
-def _held(dtype: Any) -> np.dtype:
+def _held(dtype: torch.dtype | np.dtype) -> np.dtype:
     found = jax_dtype(dtype) if isinstance(dtype, torch.dtype) else jax.dtypes.canonicalize_dtype(dtype)
     return np.dtype(found)
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: torch.dtype | np.dtype) -> bool:
     return dtype.is_floating_point if isinstance(dtype, torch.dtype) else jax.numpy.issubdtype(dtype, np.floating)
 
 
-def _both_float(*dtypes: Any) -> bool:
+def _both_float(*dtypes: torch.dtype | np.dtype) -> bool:
     return all(map(_is_float, dtypes))
 
 
-def _show(dtype: Any) -> str:
+def _show(dtype: torch.dtype | np.dtype) -> str:
     return str(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
 
 
-def _spell(dtype: Any) -> str:
+def _spell(dtype: torch.dtype | np.dtype) -> str:
     return f"torch.{_show(dtype).removeprefix('torch.')}"
 
 

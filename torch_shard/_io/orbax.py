@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from torch_shard._common.types import PyTree
 from torch_shard._io.manifest import TENSORS, SavedArray
 
 ITEMS = (TENSORS, "rest")
@@ -20,16 +20,18 @@ def make_orbax() -> ocp.AsyncCheckpointer:
     # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handlers: Any = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS}
+    handlers: dict[str, ocp.CheckpointHandler] = {
+        item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS
+    }
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
-def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> Any:
+def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
     restore_args = ocp.checkpoint_utils.construct_restore_args(structs)
     return ocp.args.PyTreeRestore(item=structs, restore_args=restore_args, partial_restore=True)
 
 
-def to_save(arrays: Mapping[SavedArray, Any]) -> ocp.args.Composite:
+def to_save(arrays: Mapping[SavedArray, jax.Array]) -> ocp.args.Composite:
     """What orbax is to save."""
     return _by_item(arrays, ocp.args.PyTreeSave)
 
@@ -42,9 +44,11 @@ def read_arrays(
     return {stored: restored[_item(stored)][stored.label] for stored in structs}
 
 
-def _by_item(values: Mapping[SavedArray, Any], wrap: Callable[[Any], Any]) -> ocp.args.Composite:
+def _by_item(
+    values: Mapping[SavedArray, PyTree], wrap: Callable[[dict[str, PyTree]], ocp.args.CheckpointArgs]
+) -> ocp.args.Composite:
     """For orbax: tensors, which can be read alone, and the rest."""
-    items: dict[str, dict[str, Any]] = {}
+    items: dict[str, dict[str, PyTree]] = {}
     for stored, value in values.items():
         items.setdefault(_item(stored), {})[stored.label] = value
     return ocp.args.Composite(**{name: wrap(item) for name, item in items.items()})

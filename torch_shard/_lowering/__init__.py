@@ -21,13 +21,12 @@ from torch_shard._lowering.ops import (
     lowers,
     refuse_generator,
 )
-from torch_shard._lowering.program import FlatFn, Program, capture_settings
+from torch_shard._lowering.program import Program, capture_settings
 
 __all__ = [
     "LOWERINGS",
     "RANDOM",
     "STORAGE_KWARGS",
-    "FlatFn",
     "Program",
     "capture_settings",
     "compiler_options",

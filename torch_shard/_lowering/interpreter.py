@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import jax
 import torch
@@ -11,11 +11,15 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
-from torch_shard._common.fx import args_of, fill_in, outputs_of
-from torch_shard._common.random import fold_axes
+from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
+from torch_shard._common.random import Key, fold_axes
+from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 
-Lowered = Callable[..., list[Any]]
+Lowered = Callable[..., list[PyTree]]
+
+Place = int | jax.Array | None
+"""Where an operator stands in the stream of random numbers; None if it draws none."""
 
 _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 
@@ -27,10 +31,10 @@ def missing_lowerings(graph: GraphModule) -> list[Node]:
 
 def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
     """Those of these nodes that have no lowering, first of each operator."""
-    found: dict[Any, Node] = {}
+    found: dict[object, Node] = {}
     for node in nodes:
-        target: Any = node.target
-        if node.op == "call_function" and target is not operator.getitem and find_lowering(target) is None:
+        target = target_of(node)
+        if node.op == "call_function" and node.target is not operator.getitem and find_lowering(target) is None:
             found.setdefault(target, node)
     return list(found.values())
 
@@ -50,8 +54,8 @@ def lower(graph: GraphModule) -> Lowered:
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     outputs = outputs_of(graph.graph)
 
-    def run(key: jax.Array | None, *arrays: jax.Array, place: Any = 0) -> list[Any]:
-        values: dict[Node, Any] = dict(zip(inputs, arrays, strict=True))
+    def run(key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0) -> list[PyTree]:
+        values: dict[Node, PyTree] = dict(zip(inputs, arrays, strict=True))
         with matmul_precision():
             for node, sources, operate, own_place in steps:
                 at = None if own_place is None else place + own_place
@@ -73,12 +77,12 @@ def sources_of(node: Node) -> list[Node]:
     return found
 
 
-def operation(node: Node) -> Callable[[Any, Any, Sequence[Any]], Any]:
+def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     """What a node does: `(random key, place in its stream, values of its sources) -> value`."""
     if node.target is operator.getitem:
         index = args_of(node)[1]
         return lambda key, place, values: values[0][index]
-    target: Any = node.target
+    target = target_of(node)
     lowering = find_lowering(target)
     assert lowering is not None, target
     refuse_generator(target, dict(node.kwargs))
@@ -89,10 +93,14 @@ def operation(node: Node) -> Callable[[Any, Any, Sequence[Any]], Any]:
 
     axes = node.meta.get("random_axes", ())
 
-    def operate(key: Any, place: Any, values: Sequence[Any]) -> Any:
+    def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
         given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
-        first = (jax.random.fold_in(fold_axes(key, axes), place),) if target in RANDOM else ()
+        first = ()
+        if target in RANDOM:
+            assert key is not None, target
+            assert place is not None, target
+            first = (jax.random.fold_in(fold_axes(key, axes), place),)
         with jax.named_scope(target._opname):
             return _conform(node, lowering(*first, *args, **named))
 
@@ -117,7 +125,7 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch_dtype(jax_dtype(dtype))
 
 
-def _conform(node: Node, value: Any) -> Any:
+def _conform(node: Node, value: PyTree) -> PyTree:
     """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug."""
     fake = node.meta.get("val")
     if isinstance(fake, torch.Tensor):
@@ -128,7 +136,7 @@ def _conform(node: Node, value: Any) -> Any:
     return value
 
 
-def _conform_one(node: Node, fake: torch.Tensor, value: Any) -> Any:
+def _conform_one(node: Node, fake: torch.Tensor, value: PyTree) -> PyTree:
     if value is None:
         return None
     value = jax.numpy.asarray(value)
@@ -153,7 +161,7 @@ def _precision_name(torch_name: str) -> str:
     return {"highest": "highest", "high": "high", "medium": "default"}[torch_name]
 
 
-def matmul_precision() -> Any:
+def matmul_precision() -> AbstractContextManager[object]:
     """Torch's own setting for float32 products, unless JAX has been told otherwise."""
     chosen = jax.config.values["jax_default_matmul_precision"] or _precision_name(torch.get_float32_matmul_precision())
     return jax.default_matmul_precision(chosen)
@@ -165,12 +173,13 @@ def place_of(node: Node) -> str:
 
 
 # XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
-# computation loses its row in LLVM's loop strength reduction; tests/test_upstream.py has the smallest program). Only
-# these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not affected.
+# computation loses its row in LLVM's loop strength reduction; tests/system/test_upstream.py has the smallest
+# program). Only these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not
+# affected.
 _MAY_PAD = ("aten::constant_pad_nd", "torch_shard::ctc_backward", *_CALLS)
 
 
-def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> dict[str, Any] | None:
+def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> dict[str, str | int | bool] | None:
     """XLA options that a program of these graphs needs to be right on these platforms, for a top-level `jax.jit`."""
     names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
     return {"xla_cpu_use_fusion_emitters": False} if platforms == {"cpu"} and names & set(_MAY_PAD) else None

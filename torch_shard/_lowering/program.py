@@ -2,20 +2,18 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Generic
 
 import torch
 
-from torch_shard._capture import Captured, Spec, capture, new_values
+from torch_shard._capture import Aux, Captured, Spec, TensorFn, capture, new_values
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
 
-FlatFn = Callable[..., tuple[Sequence[torch.Tensor], Any]]
 
-
-class Program:
+class Program(Generic[Aux]):
     """A captured callable with its lowering.
 
     Args:
@@ -28,14 +26,15 @@ class Program:
 
     def __init__(
         self,
-        fn: FlatFn,
+        fn: TensorFn[Aux],
         specs: Sequence[Spec],
         what: str,
-        others: Collection[Any] = (),
+        *,
+        others: Collection[object] = (),
         inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
     ) -> None:
         self._inner = inner
-        self.graph: Captured = capture(fn, specs, keep=keeps_whole)
+        self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
         self._check_numbers(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
@@ -54,10 +53,10 @@ class Program:
         """Whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
-    def _code(self, graph: Captured) -> list[str]:
+    def _code(self, graph: Captured[Aux]) -> list[str]:
         return [graph.module.code, *(module.code for module in self._inner())]
 
-    def _check_numbers(self, fn: FlatFn, specs: Sequence[Spec], what: str) -> None:
+    def _check_numbers(self, fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> None:
         """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""
         if not self.graph.changed:
             return
@@ -72,7 +71,7 @@ class Program:
             )
 
 
-def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplementedError:
+def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotImplementedError:
     """Captured once more, with source lines."""
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     nodes = missing_lowerings(graph.module)
@@ -84,7 +83,7 @@ def _missing_error(fn: FlatFn, specs: Sequence[Spec], what: str) -> NotImplement
     )
 
 
-def capture_settings() -> tuple[Any, ...]:
+def capture_settings() -> tuple[object, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())

@@ -13,7 +13,7 @@ from torch_shard._common.patching import patched
 from torch_shard._lowering import keeps_whole
 from torch_shard._sharding import OF_EVERY_MODULE, holdings, replace_tensors, with_values
 
-Init = Callable[[nn.Module], Any]
+Init = Callable[[nn.Module], None]
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -32,7 +32,7 @@ class Construction:
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     num_entries: int
-    graph: Captured
+    graph: Captured[Any]
 
     @property
     def entries(self) -> list[str]:
@@ -98,7 +98,7 @@ def _lazy_refused() -> Iterator[None]:
         ) from error
 
 
-def _keep(op: Any, has_core_rule: bool) -> bool:
+def _keep(op: torch._ops.OperatorBase, has_core_rule: bool) -> bool:
     """PyTorch's rule for `linspace` is not to the bit what its kernel gives."""
     return op is torch.ops.aten.linspace.default or keeps_whole(op, has_core_rule)
 
@@ -119,7 +119,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from ((where, tensor) for where, tensor in found if id(tensor) not in entries)
 
 
-def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, _CONTAINERS):

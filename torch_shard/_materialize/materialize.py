@@ -1,8 +1,7 @@
 """Modules born sharded: each tensor is computed straight on its shards."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 from torch.fx import Node
 
+from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
+from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
@@ -25,11 +26,12 @@ from torch_shard._materialize.refusals import (
     refuse_unwritten,
     refuse_views,
 )
-from torch_shard._materialize.slices import Slice, call_in_torch, cut, fills_of, host_value, is_constant
+from torch_shard._materialize.slices import Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
 from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, replace_tensors
 
 
+@public
 def materialize(
     model: nn.Module | Callable[[], nn.Module],
     mesh: Mesh,
@@ -84,20 +86,20 @@ def materialize(
         >>> ts.materialize(lambda: torch.nn.Linear(4, 2), mesh, plan).weight.device
         device(type='jax', index=0)
     """
-    check_mesh(mesh, caller="materialize")
-    check_kind("materialize", "plan", plan, ShardingPlan)
+    check_mesh(mesh)
+    check_kind("plan", plan, ShardingPlan)
     _check_seed(seed)
     if isinstance(model, nn.Module):
-        check_kind("materialize", "init", init, Callable | None, hint="It is called on each submodule.")
-        return _fill_in(model, mesh, plan, seed, init)
+        check_kind("init", init, Callable | None, hint="It is called on each submodule.")
+        return _fill_in(model, mesh, plan, seed=seed, init=init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
     if init is not None:
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
     construction = construct(model)
-    refuse_hooks("materialize", construction.module)
+    refuse_hooks(construction.module)
     shardings = plan.resolve(construction.module, mesh)
-    refuse_wide("materialize", {name: construction.tensors[name] for name in construction.entries})
+    refuse_wide({name: construction.tensors[name] for name in construction.entries})
     initialiser = _Initialiser(construction, mesh, seed, dict(shardings))
     initialiser.check(construction.tensors)
     made = [(tensor, initialiser.make(name)) for name, tensor in construction.tensors.items()]
@@ -105,12 +107,12 @@ def materialize(
     return construction.module
 
 
-def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, seed: int, init: Init | None) -> nn.Module:
+def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, init: Init | None) -> nn.Module:
     """Initialise what is on the meta device, place the rest."""
-    refuse_hooks("materialize", model)
+    refuse_hooks(model)
     shardings = plan.resolve(model, mesh)
     held = holdings(model).all
-    refuse_wide("materialize", held)
+    refuse_wide(held)
     names = [name for name, tensor in held.items() if tensor.device.type == "meta"]
     refuse_views({name: held[name] for name in names})
     initialiser = None
@@ -146,10 +148,10 @@ class _Initialiser:
         self._values = dict(zip(placeholders, construction.graph.closure, strict=True))
         self._recipes = dict(zip(construction.tensors, cut(graph), strict=True))
         self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
-        self._programs: dict[Any, Callable[..., jax.Array]] = {}
+        self._programs: dict[object, Callable[..., jax.Array]] = {}
         self._hashes = [_hash(name) for name in construction.tensors]
 
-    def check(self, names: Any, *, is_module: bool = False) -> None:
+    def check(self, names: Collection[str], *, is_module: bool = False) -> None:
         """Refuse what cannot be made, before anything is."""
         wanted = {name: self._recipes[name] for name in names}
         refuse_unusable(self._birth, wanted)
@@ -186,7 +188,7 @@ class _Initialiser:
     def _inputs(self, graph_slice: Slice) -> list[torch.Tensor]:
         return [self._values[node].detach().cpu() for node in graph_slice.inputs]
 
-    def _arguments(self, graph_slice: Slice) -> Any:
+    def _arguments(self, graph_slice: Slice) -> tuple[jax.Array, np.ndarray, list[np.ndarray]]:
         hashes = np.array([self._hashes[stream] for stream in graph_slice.streams], np.uint32).reshape(-1, 2)
         return self._key, hashes, [host_array(value) for value in self._inputs(graph_slice)]
 
@@ -216,7 +218,7 @@ def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.any(one != other)
 
 
-def _lowered(graph_slice: Slice, fills: Mapping[Node, Any] | None = None) -> Callable[..., jax.Array]:
+def _lowered(graph_slice: Slice, fills: Mapping[Node, Fill] | None = None) -> Callable[..., jax.Array]:
     """The JAX function `(key, hashes of the names whose streams it draws from, inputs) -> tensor`."""
     fills = fills or {}
     steps = {
@@ -228,7 +230,7 @@ def _lowered(graph_slice: Slice, fills: Mapping[Node, Any] | None = None) -> Cal
     def values(key: jax.Array, hashes: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
         folded = jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(hashes)
 
-        def call(node: Node, value_of: Callable[[Node], Any]) -> Any:
+        def call(node: Node, value_of: Callable[[Node], PyTree]) -> PyTree:
             if node in fills:
                 fake = node.meta["val"]
                 return jnp.full(fake.shape, fills[node], jax_dtype(fake.dtype))

@@ -131,7 +131,7 @@ def _own_initialisers(kind: type) -> Iterator[str]:
             return
 
 
-def _data_writers(kind: type, known: set[Any]) -> Iterator[str]:
+def _data_writers(kind: type, known: set[types.CodeType]) -> Iterator[str]:
     """Functions that a constructor may call, as far as its code names them, and that write in place to `.data`.
 
     What it calls by other ways (of another object, out of a container) is not found.
@@ -167,14 +167,14 @@ def _stored(code: types.CodeType) -> Iterator[str]:
         yield from ["weight"] * ("_weight" in keywords)
 
 
-def _constructors(kind: type, seen: set[Any]) -> Iterator[Any]:
+def _constructors(kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
     """The functions that a constructor may call, as far as its code names them, itself included."""
     for owner in kind.__mro__:
         if "__init__" in vars(owner) and not _is_of_torch(owner.__module__):
             yield from _reached(owner.__init__, kind, seen)
 
 
-def _reached(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
+def _reached(function: Any, kind: type, seen: set[types.CodeType]) -> Iterator[types.FunctionType]:
     code = getattr(function, "__code__", None)
     if code is None or code in seen or _is_of_torch(getattr(function, "__module__", "")):
         return

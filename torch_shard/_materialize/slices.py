@@ -6,12 +6,12 @@ Random numbers that several outputs share are drawn in each of them, from the st
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, fill_in, outputs_of
+from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import refuse_generator
 
 aten = torch.ops.aten
@@ -32,6 +32,10 @@ _FILLS = frozenset({"full", "full_like", "zeros", "zeros_like", "ones", "ones_li
 
 def _name(node: Node) -> str:
     return getattr(node.target, "_opname", "")
+
+
+Fill = bool | float
+"""What unwritten memory is taken to hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,9 @@ class Slice:
         """Whether it is one number everywhere."""
         return not self.inputs and all(_name(node) in _FILLS for node in self.nodes)
 
-    def run(self, inputs: Sequence[Any], call: Callable[[Node, Callable[[Node], Any]], Any]) -> Any:
+    def run(self, inputs: Sequence[PyTree], call: Callable[[Node, Callable[[Node], PyTree]], PyTree]) -> PyTree:
         """The tensor, from the values of the inputs and `call(node, values of its sources)`."""
-        values: dict[Node, Any] = dict(zip(self.inputs, inputs, strict=True))
+        values: dict[Node, PyTree] = dict(zip(self.inputs, inputs, strict=True))
         for node in self.nodes:
             values[node] = call(node, values.__getitem__)
         return values[self.output]
@@ -85,7 +89,7 @@ def cut(graph: GraphModule) -> list[Slice]:
             _take_shape_only(node)
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     outputs = outputs_of(graph.graph)
-    origin: dict[Any, tuple[int, int]] = {}
+    origin: dict[object, tuple[int, int]] = {}
     return [
         _slice(number, sorted(_behind(out), key=order.__getitem__), out, origin) for number, out in enumerate(outputs)
     ]
@@ -109,12 +113,12 @@ def _behind(output: Node) -> set[Node]:
     return found
 
 
-def _slice(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, tuple[int, int]]) -> Slice:
+def _slice(number: int, nodes: Iterable[Node], output: Node, origin: dict[object, tuple[int, int]]) -> Slice:
     nodes = list(nodes)
     inputs = tuple(node for node in nodes if node.op == "placeholder")
     calls = tuple(node for node in nodes if node.op == "call_function")
     for node in calls:
-        refuse_generator(node.target, dict(node.kwargs))
+        refuse_generator(target_of(node), dict(node.kwargs))
     places = dict.fromkeys(node.meta["random_place"] for node in calls if "random_place" in node.meta)
     for index, place in enumerate(places):
         origin.setdefault(place, (number, index))
@@ -128,7 +132,7 @@ def _slice(number: int, nodes: Iterable[Node], output: Node, origin: dict[Any, t
 
 
 def _text(inputs: Iterable[Node], calls: Iterable[Node], output: Node, draws: dict[Node, tuple[int, int]]) -> str:
-    names: dict[Node, Any] = {node: _Named(f"in{i}") for i, node in enumerate(inputs)}
+    names: dict[Node, object] = {node: _Named(f"in{i}") for i, node in enumerate(inputs)}
     lines = [f"{node.meta['val'].dtype} {tuple(node.meta['val'].shape)}" for node in inputs]
     for i, node in enumerate(calls):
         names[node] = _Named(f"x{i}")
@@ -145,14 +149,13 @@ class _Named:
         return self.name
 
 
-def call_in_torch(fills: Mapping[Node, Any], node: Node, value_of: Callable[[Node], Any]) -> Any:
+def call_in_torch(fills: Mapping[Node, Fill], node: Node, value_of: Callable[[Node], PyTree]) -> PyTree:
     """What a node does in eager torch, unwritten memory being filled with these numbers."""
     if node in fills:
         fake = node.meta["val"]
         return torch.full(fake.shape, fills[node], dtype=fake.dtype)
     args, kwargs = fill_in((node.args, node.kwargs), value_of)
-    target: Any = node.target
-    return target(*args, **kwargs)
+    return target_of(node)(*args, **kwargs)
 
 
 def is_constant(node: Node) -> bool:
@@ -160,19 +163,19 @@ def is_constant(node: Node) -> bool:
     return node.target is aten.linspace.default
 
 
-def fills_of(graph_slice: Slice) -> list[dict[Node, Any]]:
+def fills_of(graph_slice: Slice) -> list[dict[Node, Fill]]:
     """Two ways to fill unwritten memory: where it shows in the tensor, they differ."""
     return [{node: _fill(node.meta["val"].dtype, way) for node in graph_slice.unwritten} for way in (False, True)]
 
 
-def _fill(dtype: torch.dtype, way: bool) -> Any:
+def _fill(dtype: torch.dtype, way: bool) -> Fill:
     if dtype is torch.bool:
         return way
     return (float("nan") if way else 1.0) if dtype.is_floating_point or dtype.is_complex else (77 if way else 0)
 
 
 def host_value(
-    graph_slice: Slice, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Any] | None = None
+    graph_slice: Slice, inputs: Sequence[torch.Tensor], fills: Mapping[Node, Fill] | None = None
 ) -> torch.Tensor:
     """The tensor by eager torch on the CPU, of a slice without random numbers."""
     with torch.no_grad():

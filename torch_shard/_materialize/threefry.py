@@ -5,7 +5,6 @@ come here from twenty rounds in a row, which are element by element and so need 
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA  # Salmon et al. 2011, Threefry-2x32 with 20 rounds
 
 
-def _threefry(key: Any, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     x, y = high + keys[0], low + keys[1]
     for group in range(5):
@@ -39,7 +38,7 @@ def counters(shape: tuple[int, ...], limit: int = 1 << 32) -> tuple[jax.Array, j
     return high, low
 
 
-def _random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     x, y = _threefry(key, *counters(tuple(shape)))
     if bit_width == 64:
         return (x.astype(jnp.uint64) << 32) | y.astype(jnp.uint64)

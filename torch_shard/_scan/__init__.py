@@ -1,7 +1,7 @@
 """Repeated layers, proved to be one program, run as one lax.scan."""
 
 from torch_shard._scan.bundles import Bundle, Unit, names_of, units_of
-from torch_shard._scan.capture import REMAT, LayerOptions, RolledLoss, capture_layers, report
+from torch_shard._scan.capture import REMAT, LayerOptions, Remat, RolledLoss, ScanLayers, capture_layers, report
 from torch_shard._scan.execute import StackRow, StackRows, array_of
 from torch_shard._scan.intercept import LayerInterceptor
 from torch_shard._scan.region import LAYER, Call
@@ -14,7 +14,9 @@ __all__ = [
     "Call",
     "LayerInterceptor",
     "LayerOptions",
+    "Remat",
     "RolledLoss",
+    "ScanLayers",
     "Siblings",
     "StackRow",
     "StackRows",

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import Contents, Spec, reached_by
-from torch_shard._lowering import FlatFn, Program, draws_random
+from torch_shard._capture import Aux, Contents, Spec, TensorFn, reached_by
+from torch_shard._lowering import Program, draws_random
 from torch_shard._scan.bundles import Unit, names_of
 from torch_shard._scan.execute import Inputs, execute
 from torch_shard._scan.instructions import Instruction, Members, instructions_of
@@ -21,7 +21,11 @@ from torch_shard._sharding import LossFn
 
 SHOWN = 6
 
-REMAT = ("none", "dots", "block")
+ScanLayers = bool | Literal["auto"]
+"""Whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
+Remat = Literal["none", "dots", "block"]
+"""What is computed again in the backward pass: nothing, all but matrix products, all but a layer's inputs."""
+REMAT: tuple[Remat, ...] = get_args(Remat)
 
 ALONE = (
     "layers next to it are other programs (the first is, where its input needs no gradient) or do not take its result"
@@ -38,8 +42,8 @@ class LayerOptions:
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
     """
 
-    scan: bool | str = "auto"
-    remat: str | int = "none"
+    scan: ScanLayers = "auto"
+    remat: Remat | int = "none"
     specs: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -48,9 +52,9 @@ class LayerOptions:
         return self.scan is not False or self.remat != "none"
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def choices(self) -> tuple[Remat, ...]:
         """What to compute again: one choice, or with a budget all of them, the fastest first."""
-        return (self.remat,) if isinstance(self.remat, str) else REMAT
+        return REMAT if isinstance(self.remat, int) else (self.remat,)
 
     def groups(self, model: nn.Module) -> list[Siblings]:
         """The layers of a model that may be one program."""
@@ -72,7 +76,7 @@ class RolledLoss:
         remat: What is computed again in the backward pass, one of `REMAT`.
     """
 
-    def __init__(self, program: Program, calls: dict[int, Call], scan: bool, remat: str) -> None:
+    def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan = program, calls, scan
         steps, self._outputs = instructions_of(program.graph.module, calls, remat)
         self._items: list[Instruction | Loop] = reroll(steps) if scan else list(steps)
@@ -125,9 +129,9 @@ def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
     repeats: LayerOptions,
-    joint: Callable[[LayerInterceptor | None], tuple[FlatFn, list[Spec]]],
+    joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
-) -> tuple[Program, RolledLoss | None, list[Siblings]]:
+) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:
@@ -149,7 +153,7 @@ def capture_layers(
     while any(group.refused is None for group in groups):
         regions = LayerInterceptor(groups, modules)
         try:
-            program = Program(*joint(regions), what, (LAYER, LAYER_BACKWARD), regions.graphs)
+            program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
             rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
             if repeats.scan is True and not rolled.loops:
                 raise Refused(None, ALONE)

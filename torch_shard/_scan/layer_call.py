@@ -156,7 +156,7 @@ class LayerCall:
     def _outside(self, key: int) -> int:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
-    def _inputs(self, graph: Captured, cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
+    def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
         """Where each input of the graph comes from."""
         if missing := missing_lowerings(graph.module):
             raise CannotShare(f"{missing[0].target} has no lowering")

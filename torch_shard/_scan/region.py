@@ -41,7 +41,7 @@ class Region:
 
     group: Siblings
     number: int
-    graph: Captured
+    graph: Captured[int]
     inputs: list[tuple[str, int]]
     constants: list[torch.Tensor]
     num_results: int

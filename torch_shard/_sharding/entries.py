@@ -1,16 +1,22 @@
 """What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
 
+# What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 
-LossFn = Callable[..., Any]
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
+
+LossFn = Callable[..., PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +48,14 @@ def holdings(module: nn.Module) -> Holdings:
     )
 
 
+def _named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    return cast(Iterator[tuple[str, nn.Module]], module.named_modules(remove_duplicate=remove_duplicate))
+
+
 def unsaved_buffers(module: nn.Module) -> tuple[str, ...]:
     """The names of buffers that a `state_dict` leaves out under every name that they have."""
     names: dict[int, list[tuple[str, bool]]] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in _named_modules(module, remove_duplicate=False):
         for leaf, buffer in owner._buffers.items():
             saved = leaf not in owner._non_persistent_buffers_set
             names.setdefault(id(buffer), []).append((f"{path}.{leaf}" if path else leaf, saved))
@@ -59,7 +69,7 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     Args:
         tensors: As in `Holdings.all`; those on the jax device are left out.
     """
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.numel():
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -76,7 +86,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
         module: Left as it is; its tensors are not copied.
         values: One tensor for each name of `holdings`; ties, `requires_grad` and attributes are the module's.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, tensor in holdings(module).all.items():
         value = values[name].to(tensor.dtype)  # JAX may have held an int64 in 32 bits
         memo[id(tensor)] = _as_kind_of(tensor, value)
@@ -86,7 +96,7 @@ def with_values(module: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     return copy.deepcopy(module, memo)
 
 
-def refuse_hooks(caller: str, module: nn.Module) -> None:
+def refuse_hooks(module: nn.Module) -> None:
     """Refuse hooks on parameters whose places others are to take, which would lose them.
 
     Raises:
@@ -99,12 +109,12 @@ def refuse_hooks(caller: str, module: nn.Module) -> None:
     ]
     if hooked:
         raise NotImplementedError(
-            f"{caller}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
+            f"{caller()}: {', '.join(hooked)} have hooks, which the tensors that take their places would lack, and the "
             "gradients would be others. Register the hooks afterwards."
         )
 
 
-def refuse_load_hooks(caller: str, module: nn.Module) -> None:
+def refuse_load_hooks(module: nn.Module) -> None:
     """Refuse modules that change a `state_dict` before they load it, where entries are read one by one.
 
     Raises:
@@ -113,13 +123,13 @@ def refuse_load_hooks(caller: str, module: nn.Module) -> None:
     """
     hooked = [
         name or type(module).__name__
-        for name, m in module.named_modules()
-        for hook in m._load_state_dict_pre_hooks.values()
+        for name, m in _named_modules(module)
+        for hook in cast(dict[int, Callable[..., object]], m._load_state_dict_pre_hooks).values()
         if not getattr(hook, "hook", hook).__module__.startswith("torch.")
     ]
     if hooked:
         raise NotImplementedError(
-            f"{caller}: {', '.join(dict.fromkeys(hooked))} have hooks that change a state_dict before it is loaded, "
+            f"{caller()}: {', '.join(dict.fromkeys(hooked))} have hooks that change a state_dict before it is loaded, "
             "which would not run. Load it by load_state_dict on the CPU, and place the model then."
         )
 
@@ -180,13 +190,15 @@ def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     return replace_tensors(module, [(tensor, empty)])[0]
 
 
-def _replaced(value: Any, new: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _replaced(value: PyTree, new: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> PyTree:
     if isinstance(value, torch.Tensor):
         return new[id(value)][1] if id(value) in new else value
     if type(value) is tuple:
-        return tuple(_replaced(item, new) for item in value)
+        return tuple(_replaced(item, new) for item in cast(tuple[PyTree, ...], value))
     if isinstance(value, list | dict):
-        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+        held = cast(dict[object, PyTree], value)  # or a list, which is written to by position
+        pairs = list(held.items() if isinstance(value, dict) else enumerate(cast(list[PyTree], value)))
+        for key, item in pairs:
             if (replaced := _replaced(item, new)) is not item:
-                value[key] = replaced
-    return value
+                held[key] = replaced
+    return cast(PyTree, value)

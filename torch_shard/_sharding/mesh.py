@@ -1,15 +1,21 @@
 """Meshes with named Auto axes, and how tensors lie on them."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from torch_shard._common.caller import caller
+from torch_shard._common.types import Device
 
-def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
+
+def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
 
     Uses the first devices, as many as the product of the sizes; the others stay idle.
@@ -31,7 +37,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
         {'batch': 4, 'model': 2}
     """
     _check_sizes(axis_sizes)
-    available = list(jax.devices() if devices is None else devices)
+    available: list[Device] = list(cast(Sequence[Device], jax.devices()) if devices is None else devices)
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
     if required > len(available):
@@ -42,15 +48,16 @@ def make_mesh(devices: Sequence[Any] | None = None, **axis_sizes: int) -> Mesh:
             "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
         )
     auto = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
+    mesh: Mesh = jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
+    return mesh
 
 
-def check_mesh(mesh: Any, *, caller: str) -> Mesh:
-    """Return `mesh` as it is, or refuse it in the name of `caller`.
+def check_mesh(mesh: object, *, where: str = "") -> Mesh:
+    """Return `mesh` as it is, or refuse it.
 
     Args:
         mesh: What a user gave as a mesh.
-        caller: The public name that the user called; the error begins with it.
+        where: Where it was found, if not in the argument `mesh` itself: begins the error, after the caller.
 
     Returns:
         The same mesh.
@@ -61,14 +68,14 @@ def check_mesh(mesh: Any, *, caller: str) -> Mesh:
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            f"{caller}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+            f"{caller()}: {where}mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
     typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
     foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
     if foreign:
         raise ValueError(
-            f"{caller}: every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
+            f"{caller()}: {where}every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
             f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
             f"torch_shard.make_mesh{describe_mesh(mesh)} "
             f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
@@ -88,7 +95,7 @@ def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) ->
         Pairs of a fault (without full stop) and a remedy (a sentence); empty if the spec fits.
     """
     shown, axes = describe_spec(spec), [axis for part in spec for axis in _axes(part)]
-    faults = []
+    faults: list[tuple[str, str]] = []
     for axis in dict.fromkeys(axes):
         if axis not in mesh.shape:
             faults.append((f"{shown} names an axis that the mesh lacks", _suggest_axis(axis, mesh)))
@@ -111,7 +118,7 @@ def describe_spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(map(repr, spec))})"
 
 
-def _join(sizes: Mapping[Any, int]) -> str:
+def _join(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
@@ -141,18 +148,18 @@ def _fill_in(axis_sizes: dict[str, int], num_devices: int) -> tuple[int, ...]:
     return tuple(num_devices // known if size == -1 else size for size in axis_sizes.values())
 
 
-def _axes(part: Any) -> tuple[Any, ...]:
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """List the axes that one entry of a spec names."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def _suggest_axis(axis: Any, mesh: Mesh) -> str:
+def _suggest_axis(axis: object, mesh: Mesh) -> str:
     names = [str(name) for name in mesh.axis_names]
     close = difflib.get_close_matches(str(axis), names, n=1)
     return f"Did you mean {close[0]!r}?" if close else f"Its axes are {', '.join(map(repr, names))}."
 
 
-def _find_uneven(spec: Iterable[Any], shape: tuple[int, ...], mesh: Mesh) -> list[int]:
+def _find_uneven(spec: Iterable[str | tuple[str, ...] | None], shape: tuple[int, ...], mesh: Mesh) -> list[int]:
     """List the dims that are not a multiple of the size of their axes; an unknown axis has size 1."""
     num_shards = [math.prod(mesh.shape.get(axis, 1) for axis in _axes(part)) for part in spec]
     return [dim for dim, (size, num) in enumerate(zip(shape, num_shards, strict=False)) if size % num]

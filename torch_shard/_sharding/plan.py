@@ -1,14 +1,18 @@
 """Which entry is split how: rules from names to specs, checked against shapes before anything moves."""
 
+# What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 import difflib
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -17,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 from torch.nn.parameter import is_lazy
 
+from torch_shard._common.caller import public
+from torch_shard._common.types import PyTree
 from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
@@ -33,7 +39,7 @@ class ResolvedEntry:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: torch.dtype | np.dtype | None
     rule: str
     sharding: NamedSharding
     tied_to: str | None = None
@@ -124,7 +130,9 @@ def _describe_bytes(num_bytes: int | None) -> str:
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
 
-_Key: TypeAlias = str | re.Pattern[str] | None  # of a rule; None is the default's
+_Rule: TypeAlias = str | re.Pattern[str]
+
+_Key: TypeAlias = _Rule | None  # of a rule; None is the default's
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +155,7 @@ class ShardingPlan:
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> from torch_shard._mesh import make_mesh
+        >>> from torch_shard import make_mesh
         >>> plan = ShardingPlan({"**.weight": P("model", None)}, default=P())
         >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, make_mesh(batch=4, model=2))
         >>> resolved.entries["up.weight"].local_shape
@@ -158,9 +166,8 @@ class ShardingPlan:
     default: PartitionSpec | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        if not isinstance(self.rules, Mapping):
-            raise TypeError(f"ShardingPlan: rules must map names to specs, got {type(self.rules).__name__}.")
-        rules: dict[Any, PartitionSpec] = dict(self.rules)
+        _check_mapping(self.rules)
+        rules = dict(self._specs)
         object.__setattr__(self, "rules", MappingProxyType(rules))
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
@@ -170,6 +177,10 @@ class ShardingPlan:
         if loose:
             lines = [f'rule "{key}": ** stands for whole segments. Use * within one.' for key in loose]
             raise ValueError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
+
+    @property
+    def _specs(self) -> Mapping[_Rule, PartitionSpec]:
+        return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
 
     def __hash__(self):
         return hash((frozenset(self.rules.items()), self.default))
@@ -182,7 +193,8 @@ class ShardingPlan:
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
         return f"ShardingPlan({{{rules}}}{default})"
 
-    def resolve(self, source: torch.nn.Module | Mapping[str, Any], mesh: Mesh) -> ResolvedPlan:
+    @public
+    def resolve(self, source: torch.nn.Module | Mapping[str, PyTree], mesh: Mesh) -> ResolvedPlan:
         """Give every entry its sharding on `mesh`, or say of all that cannot have one why not.
 
         Reads names and shapes only, so meta tensors will do; nothing is placed or traced. The names of
@@ -201,16 +213,18 @@ class ShardingPlan:
             ValueError: The mesh is not Auto; or, all in one error, rules that disagree, match nothing or
                 miss a name, and specs that do not fit their shape and the mesh.
         """
-        check_mesh(mesh, caller="ShardingPlan.resolve")
+        check_mesh(mesh)
         values = _read(source)
         matchers = {key: make_matcher(key) for key in self.rules}
-        hits = {name: [key for key, matches in matchers.items() if matches(name)] for name in values}
+        hits: dict[str, list[_Rule]] = {
+            name: [key for key, matches in matchers.items() if matches(name)] for name in values
+        }
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
             name, key, spec, clash = self._choose(names, hits)
             shape = _get_shape(values[name])
-            found = [clash] if clash else _find_faults(name, key, spec, shape, mesh)
+            found = [clash] if clash else _find_faults(name, key, spec, shape=shape, mesh=mesh)
             if found:
                 faults[f"{name} {shape}"] = found
                 continue
@@ -223,34 +237,40 @@ class ShardingPlan:
             raise ValueError(_report(faults, hints, mesh))
         return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}))
 
-    def _choose(self, names: list[str], hits: dict[str, list]) -> tuple[str, _Key, PartitionSpec, str | None]:
+    def _choose(self, names: list[str], hits: dict[str, list[_Rule]]) -> tuple[str, _Key, PartitionSpec, str | None]:
         """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
-        owners: dict[PartitionSpec, tuple[str, Any]] = {}
+        owners: dict[PartitionSpec, tuple[str, _Rule]] = {}
         for name in names:
-            for key in [name] if name in hits[name] else hits[name]:
-                owners.setdefault(_trim(self.rules[key]), (name, key))
+            keys: list[_Rule] = [name] if name in hits[name] else hits[name]
+            for key in keys:
+                owners.setdefault(_trim(self._specs[key]), (name, key))
         if not owners:
             clash = f'no rule matches it. Add one, such as "{names[0]}": P(), or give the plan default=P().'
             return names[0], None, self.default or PartitionSpec(), clash if self.default is None else None
         (name, key), *others = owners.values()
         if not others:
-            return name, key, self.rules[key], None
-        asked = (f"rule {_quote(key)}: {describe_spec(self.rules[key])}" for _, key in owners.values())
+            return name, key, self._specs[key], None
+        asked = (f"rule {_quote(key)}: {describe_spec(self._specs[key])}" for _, key in owners.values())
         clash = f"{' and '.join(asked)} give it different specs."
         if tied := [other for other, _ in others if other != name]:
             clash = f"it is tied to {tied[0]}, and {clash} Give both names one spec, or only one a rule."
         else:
             clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
-        return name, key, self.rules[key], clash
+        return name, key, self._specs[key], clash
 
 
-def _read(source: Any) -> dict[str, Any]:
+def _check_mapping(rules: object) -> None:
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"ShardingPlan: rules must map names to specs, got {type(rules).__name__}.")
+
+
+def _read(source: object) -> dict[str, PyTree]:
     """Collect what `source` holds, by name, and refuse what has no shape."""
     if isinstance(source, torch.nn.Module):
-        buffers = dict(source.named_buffers(remove_duplicate=False))
-        values = dict(source.named_parameters(remove_duplicate=False)) | buffers
+        values: dict[str, PyTree] = dict(source.named_parameters(remove_duplicate=False))
+        values |= dict(source.named_buffers(remove_duplicate=False))
     elif isinstance(source, Mapping):
-        values = dict(source)
+        values = dict(cast(Mapping[str, PyTree], source))
     else:
         raise TypeError(f"ShardingPlan.resolve: expected a module or a mapping, got {type(source).__name__}.")
     faults = {name: _find_shape_fault(name, value) for name, value in values.items()}
@@ -259,20 +279,22 @@ def _read(source: Any) -> dict[str, Any]:
     return values
 
 
-def _find_shape_fault(name: Any, value: Any) -> str | None:
+def _find_shape_fault(name: object, value: PyTree) -> str | None:
     if not isinstance(name, str):
         return f"a name must be a string, got {type(name).__name__}."
     if is_lazy(value):
         return "a lazy parameter has no shape yet. Call the module once on example inputs."
     shape = getattr(value, "shape", value)
-    if not isinstance(shape, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    sizes = cast(Sequence[object], shape) if isinstance(shape, tuple | list) else (None,)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
         return f"{type(value).__name__} has no shape. Give a tensor, an array or a shape tuple."
     return None
 
 
-def _find_type_fault(label: str, key: Any, spec: Any) -> str | None:
-    if not isinstance(key.pattern if isinstance(key, re.Pattern) else key, str):
-        return f"rule {label}: a rule is a name, a glob or a compiled regex, got {type(key).__name__}."
+def _find_type_fault(label: str, key: object, spec: object) -> str | None:
+    kind = type(key).__name__
+    if not isinstance(cast(re.Pattern[str], key).pattern if isinstance(key, re.Pattern) else key, str):
+        return f"rule {label}: a rule is a name, a glob or a compiled regex, got {kind}."
     if not isinstance(spec, PartitionSpec):
         return f"rule {label}: expected a PartitionSpec, got {spec!r}. To replicate, say P()."
     if spec.unreduced or spec.reduced:
@@ -280,7 +302,7 @@ def _find_type_fault(label: str, key: Any, spec: Any) -> str | None:
     return None
 
 
-def _hint_at_names(keys: list[Any], names: list[str]) -> list[str]:
+def _hint_at_names(keys: list[str | re.Pattern[str]], names: list[str]) -> list[str]:
     hints = [f"rule {_quote(key)} matches no name." for key in keys]
     # Each looks at every name: for hundreds of wrong rules that would take half a minute.
     for number, key in enumerate(keys[:20]):
@@ -290,11 +312,11 @@ def _hint_at_names(keys: list[Any], names: list[str]) -> list[str]:
     return hints
 
 
-def _get_shape(value: Any) -> tuple[int, ...]:
+def _get_shape(value: PyTree) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", value))
 
 
-def group_ties(values: dict[str, Any], *, by_identity: bool) -> list[list[str]]:
+def group_ties(values: dict[str, PyTree], *, by_identity: bool) -> list[list[str]]:
     """Group names by tensor. A `state_dict` detaches, so there a tie is one view of one storage."""
     groups: dict[Hashable, list[str]] = {}
     for name, value in values.items():
@@ -322,9 +344,9 @@ def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
     return lambda name: whole.fullmatch(name + ".")
 
 
-def _find_faults(name: str, key: _Key, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+def _find_faults(name: str, key: _Key, spec: PartitionSpec, *, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
     shown = describe_spec(spec)
-    faults = []
+    faults: list[str] = []
     for fault, remedy in find_spec_faults(spec, shape, mesh):
         known = key == name and fault.startswith(shown)
         rule = "" if known else f" (rule {_quote(key)}: {shown})"
@@ -338,12 +360,12 @@ def _trim(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*spec[:num_parts])
 
 
-def _quote(key: Any) -> str:
+def _quote(key: object) -> str:
     return "default" if key is None else f'"{key}"' if isinstance(key, str) else repr(key)
 
 
 def _report(faults: dict[str, list[str]], hints: list[str], mesh: Mesh) -> str:
-    heads = []
+    heads: list[str] = []
     if faults:
         heads.append(f"{_count(faults, 'parameter')} cannot be split as asked on mesh {describe_mesh(mesh)}")
     if hints:

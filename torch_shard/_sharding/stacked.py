@@ -1,15 +1,20 @@
 """Arrays by name, some of them stored together: one array for the same entry of every repeated layer."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._common.types import PyTree
 
 Group = tuple[str, ...]
 
@@ -59,7 +64,7 @@ class Layout:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Stacks(Mapping[str, Any]):
+class Stacks(Mapping[str, PyTree]):
     """A mapping from names to arrays that stores the same entry of repeated layers as rows of one array.
 
     It reads like a dict: `stacks[name]` is the entry in its own shape, sliced when asked for. As a pytree its leaves
@@ -78,17 +83,17 @@ class Stacks(Mapping[str, Any]):
 
     __slots__ = ("arrays", "layout")
 
-    def __init__(self, layout: Layout, arrays: Iterable[Any]) -> None:
+    def __init__(self, layout: Layout, arrays: Iterable[PyTree]) -> None:
         self.layout, self.arrays = layout, tuple(arrays)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         raise TypeError(
             f"A state is not written to: {name} cannot be assigned. Make another one, as in dataclasses.replace(state, "
             f"params={{**state.params, {name!r}: array}}), which a step takes."
         )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], layout: Layout | Iterable[Group]) -> "Stacks":
+    def from_dict(cls, values: Mapping[str, PyTree], layout: Layout | Iterable[Group]) -> "Stacks":
         """Store `values` in a layout.
 
         Args:
@@ -102,7 +107,7 @@ class Stacks(Mapping[str, Any]):
         return cls(layout, (_gathered(values, group) for group in layout.groups))
 
     @classmethod
-    def merged(cls, *parts: Mapping[str, Any]) -> "Stacks":
+    def merged(cls, *parts: Mapping[str, PyTree]) -> "Stacks":
         """Several mappings without a name in common as one; each keeps its layout."""
         stacks = [p if isinstance(p, Stacks) else cls.from_dict(p, [(name,) for name in p]) for p in parts]
         layout = sum((s.layout for s in stacks), start=Layout((), ()))
@@ -112,32 +117,32 @@ class Stacks(Mapping[str, Any]):
         """The entries of a layout that has some of the names."""
         return Stacks.from_dict(self, layout)
 
-    def updated(self, values: Mapping[str, Any]) -> "Stacks":
+    def updated(self, values: Mapping[str, PyTree]) -> "Stacks":
         """With other values for those names that it has; what has none keeps its stored array."""
 
-        def new(group: Group, array: Any) -> Any:
+        def new(group: Group, array: PyTree) -> PyTree:
             return array if held.keys().isdisjoint(group) else _gathered({n: self[n] for n in group} | held, group)
 
         held = {name: value for name, value in values.items() if name in self}
         return Stacks(self.layout, (new(g, a) for g, a in zip(self.layout.groups, self.arrays, strict=True)))
 
-    def stacked(self, names: Group) -> Any:
+    def stacked(self, names: Group) -> PyTree:
         """The entries `names`, of one shape, as an array `(n, *shape)`: as it is stored, where it is stored so."""
         pieces = [self._rows(number, start, stop) for number, start, stop in _runs(self.layout, names)]
         return pieces[0] if len(pieces) == 1 else _concatenate(pieces)
 
-    def row(self, name: str) -> tuple[Any, int] | None:
+    def row(self, name: str) -> tuple[PyTree, int] | None:
         """The stored array of which an entry is a row, and which; None if it stands alone."""
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
 
-    def _rows(self, number: int, start: int, stop: int) -> Any:
+    def _rows(self, number: int, start: int, stop: int) -> PyTree:
         array, size = self.arrays[number], len(self.layout.groups[number])
         if size == 1:
             return array[None]
         return array if stop - start == size else array[start:stop]
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> PyTree:
         number, row = self.layout.places[name]
         return self.arrays[number] if row is None else take_row(self.arrays[number], row)
 
@@ -154,17 +159,17 @@ class Stacks(Mapping[str, Any]):
         pairs = zip(self.layout.groups, self.arrays, strict=True)
         return "Stacks({" + ", ".join(f"{describe_group(group)}: {_describe(array)}" for group, array in pairs) + "})"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
+    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[object, PyTree]], Layout]:
         """For JAX: the stored arrays, and the layout."""
         keys = (jax.tree_util.DictKey(describe_group(group)) for group in self.layout.groups)
         return tuple(zip(keys, self.arrays, strict=True)), self.layout
 
-    def tree_flatten(self) -> tuple[Any, Layout]:
+    def tree_flatten(self) -> tuple[tuple[PyTree, ...], Layout]:
         """Likewise, without keys."""
         return self.arrays, self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, arrays: Iterable[Any]) -> "Stacks":
+    def tree_unflatten(cls, layout: Layout, arrays: Iterable[PyTree]) -> "Stacks":
         """The inverse."""
         return cls(layout, arrays)
 
@@ -174,7 +179,7 @@ def describe_group(group: Group) -> str:
     return group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}"
 
 
-def _describe(array: Any) -> str:
+def _describe(array: PyTree) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") and hasattr(array, "shape") else repr(array)
 
 
@@ -190,7 +195,7 @@ def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _gathered(values: Mapping[str, Any], group: Group) -> Any:
+def _gathered(values: Mapping[str, PyTree], group: Group) -> PyTree:
     """What a layout stores for a group."""
     if len(group) == 1:
         return values[group[0]]
@@ -200,7 +205,7 @@ def _gathered(values: Mapping[str, Any], group: Group) -> Any:
     return stack_struct(rows) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
 
 
-def _concatenate(pieces: list[Any]) -> Any:
+def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
     return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
 
 
@@ -216,11 +221,11 @@ def row_sharding(sharding: NamedSharding) -> NamedSharding:
 
 def stack_struct(rows: list[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a stack of such rows."""
-    sharding = None if rows[0].sharding is None else stack_sharding(rows[0].sharding)  # pyright: ignore
+    sharding = stack_sharding(rows[0].sharding) if isinstance(rows[0].sharding, NamedSharding) else None
     return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
 
 
-def take_row(stack: Any, row: int) -> Any:
+def take_row(stack: PyTree, row: int) -> PyTree:
     """A row of a stored array, in the place that its sharding gives it; also of a tensor, a struct or a sharding."""
     if isinstance(stack, NamedSharding):
         return row_sharding(stack)
@@ -240,19 +245,25 @@ def take_row(stack: Any, row: int) -> Any:
 
 
 @functools.cache
-def _taker(sharding: NamedSharding) -> Any:
+def _taker(sharding: NamedSharding) -> Callable[[jax.Array, int], jax.Array]:
     """One program for all rows of stacks that lie alike."""
-    return jax.jit(lambda stack, row: jax.lax.dynamic_index_in_dim(stack, row, keepdims=False), out_shardings=sharding)
+
+    def take(stack: jax.Array, row: int) -> jax.Array:
+        return cast(jax.Array, jax.lax.dynamic_index_in_dim(stack, row, keepdims=False))
+
+    return cast(Callable[[jax.Array, int], jax.Array], jax.jit(take, out_shardings=sharding))
 
 
-def as_dicts(tree: Any) -> Any:
+def as_dicts(tree: PyTree) -> PyTree:
     """A pytree with plain dicts in place of `Stacks`."""
-    return jax.tree.map(
-        lambda node: dict(node) if isinstance(node, Stacks) else node, tree, is_leaf=lambda n: isinstance(n, Stacks)
-    )
+
+    def as_dict(node: PyTree) -> PyTree:
+        return dict(node) if isinstance(node, Stacks) else node
+
+    return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
-def stack_dicts(tree: Any, layout: Layout, stack: Callable[[list[Any]], Any] = stack_struct) -> Any:
+def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], PyTree] = stack_struct) -> PyTree:
     """A pytree with `Stacks` in place of dicts whose keys are all names of a layout.
 
     Args:
@@ -261,14 +272,14 @@ def stack_dicts(tree: Any, layout: Layout, stack: Callable[[list[Any]], Any] = s
         stack: Makes the stored leaf from its rows.
     """
 
-    def is_by_name(node: Any) -> bool:
-        return type(node) is dict and bool(node) and node.keys() <= layout.places.keys()
+    def is_by_name(node: object) -> bool:
+        return type(node) is dict and bool(node) and cast(dict[object, object], node).keys() <= layout.places.keys()
 
-    def is_one(values: list[Any]) -> bool:
+    def is_one(values: list[PyTree]) -> bool:
         leaves = all(jax.tree_util.all_leaves([value]) for value in values)
         return leaves and len({(value.shape, value.dtype) for value in values}) == 1
 
-    def stacked(node: Any) -> Any:
+    def stacked(node: PyTree) -> PyTree:
         if not is_by_name(node):
             return node
         held = layout.restricted(name for name in layout.names if name in node)

@@ -3,18 +3,19 @@
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 
 from torch_shard._common.random import wrap_seed
+from torch_shard._common.types import PyTree
 from torch_shard._interop import call_jax
 from torch_shard._spmd.maps import names_of
 
-Check = Callable[[Any, int], str | None]
+Check = Callable[[PyTree, int], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ArgKind:
     needs_leaves: bool = True
 
 
-def _check_shard(leaf: Any, num_devices: int) -> str | None:
+def _check_shard(leaf: ArrayLike, num_devices: int) -> str | None:
     shape = np.shape(leaf)
     if not shape:
         return "is a scalar, which has no leading dim to split"
@@ -54,14 +55,14 @@ def _check_shard(leaf: Any, num_devices: int) -> str | None:
     return None
 
 
-def _check_thru(leaf: Any, num_devices: int) -> str | None:
+def _check_thru(leaf: ArrayLike, num_devices: int) -> str | None:
     shape = np.shape(leaf)
     if not shape or shape[0] != num_devices:
         return f"must have a leading dim of {num_devices}, one row for each device"
     return None
 
 
-def _check_rng(leaf: Any, num_devices: int) -> str | None:
+def _check_rng(leaf: ArrayLike, num_devices: int) -> str | None:
     if isinstance(leaf, int | np.integer) and not isinstance(leaf, bool):
         return None if 0 <= leaf < 2**32 else f"is the seed {leaf}: give one from 0 to 2**32 - 1"
     if is_typed_key(leaf):
@@ -92,7 +93,7 @@ KINDS = {
 Kind = str | ArgKind
 
 
-def kind_of(where: str, kind: Any) -> ArgKind:
+def kind_of(where: str, kind: object) -> ArgKind:
     if isinstance(kind, ArgKind):
         return kind
     if isinstance(kind, str) and kind in KINDS:
@@ -108,7 +109,7 @@ def kind_of(where: str, kind: Any) -> ArgKind:
 class ArgKinds:
     """The kinds of all arguments, by position and by name."""
 
-    def __init__(self, f: Callable[..., Any], argtypes: Sequence[Kind], kwargtypes: Mapping[str, Kind]) -> None:
+    def __init__(self, f: Callable[..., object], argtypes: Sequence[Kind], kwargtypes: Mapping[str, Kind]) -> None:
         if isinstance(argtypes, str) or not isinstance(argtypes, Sequence):
             example = [argtypes] if isinstance(argtypes, str | ArgKind) else ["shard", "broadcast"]
             raise ValueError(
@@ -121,21 +122,23 @@ class ArgKinds:
         self.names = names_of(f, len(self._positional))
         self._what = getattr(f, "__qualname__", type(f).__name__)
 
-    def map(self, fn: Callable[[ArgKind, Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def map(
+        self, fn: Callable[[ArgKind, PyTree], PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> PyTree:
         """What `fn` makes of each kind and its argument, as `(args, kwargs)`."""
         found = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
         return found, {name: fn(self._named[name], value) for name, value in kwargs.items()}
 
-    def items(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, ArgKind, Any]]:
+    def items(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Iterator[tuple[str, ArgKind, PyTree]]:
         """Each argument with its name and kind."""
         yield from zip(self.names, self._positional, args, strict=True)
         yield from ((name, self._named[name], value) for name, value in kwargs.items())
 
-    def select(self, kind: ArgKind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def select(self, kind: ArgKind, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> PyTree:
         """The arguments of one kind, the others as None."""
         return self.map(lambda k, value: value if k is kind else None, args, kwargs)
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], num_devices: int) -> None:
+    def check(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], num_devices: int) -> None:
         """Refuse arguments that were not announced, or that do not suit their kinds."""
         if len(args) != len(self._positional):
             announced = ", ".join(self.names)
@@ -157,7 +160,7 @@ class ArgKinds:
             raise ValueError(f"tpmap: arguments of {self._what}:\n\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-def _faults(name: str, kind: ArgKind, value: Any, num_devices: int) -> Iterator[str]:
+def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterator[str]:
     """What is wrong with an argument of this kind."""
     if kind is STATIC:
         yield from _static_faults(name, value)
@@ -177,7 +180,7 @@ def _faults(name: str, kind: ArgKind, value: Any, num_devices: int) -> Iterator[
             yield f"{where} {fault}"
 
 
-def _static_faults(name: str, value: Any) -> Iterator[str]:
+def _static_faults(name: str, value: object) -> Iterator[str]:
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
         yield f'{name} is "static", and holds a tensor: programs are made for the values of static arguments'
         return
@@ -187,5 +190,5 @@ def _static_faults(name: str, value: Any) -> Iterator[str]:
         yield f'{name} is "static", and a {type(value).__name__} is not hashable: pass a tuple, a string, a number'
 
 
-def is_typed_key(leaf: Any) -> Any:
+def is_typed_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,11 +11,14 @@ import torch
 from torch_shard._capture import current_mode
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.types import PyTree
+
+T = TypeVar("T")
 
 
-def sizes_of(name: str, axis: Any) -> dict[str, int]:
+def sizes_of(name: str, axis: object) -> dict[str, int]:
     """The axes with their sizes; the capture under way depends on them."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise TypeError(f'{name}: an axis is a name, such as "i", or a tuple of names; got {axis!r}.')
     if len(set(axes)) < len(axes):
@@ -35,12 +38,15 @@ def sizes_of(name: str, axis: Any) -> dict[str, int]:
 
 
 def map_tensors(
-    name: str, x: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_number: Callable[[Any], Any] | None = None
-) -> Any:
+    name: str,
+    x: T,
+    of_tensor: Callable[[torch.Tensor], torch.Tensor],
+    of_number: Callable[[complex], complex] | None = None,
+) -> T:
     """Apply to each tensor of a pytree."""
     adopt_torch_nodes(x)
 
-    def of_leaf(leaf: Any) -> Any:
+    def of_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, torch.Tensor):
             return of_tensor(leaf)
         if of_number is not None and isinstance(leaf, (int, float, complex)):
@@ -50,7 +56,7 @@ def map_tensors(
     return jax.tree.map(of_leaf, x)
 
 
-def check_dim(name: str, t: torch.Tensor, dim: Any, argument: str, *, more: int = 0) -> int:
+def check_dim(name: str, t: torch.Tensor, dim: object, argument: str, *, more: int = 0) -> int:
     """The dim, counted from the first; refuses one that the tensor lacks, with so many dims more."""
     ndim = t.ndim + more
     if type(dim) is not int or not -ndim <= dim < ndim:
@@ -58,7 +64,7 @@ def check_dim(name: str, t: torch.Tensor, dim: Any, argument: str, *, more: int 
     return dim % ndim
 
 
-def check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dict[str, int]) -> int:
+def check_split(name: str, t: torch.Tensor, dim: object, argument: str, *, sizes: dict[str, int]) -> int:
     """The dim, counted from the first; refuses one that the axes do not divide."""
     dim, count = check_dim(name, t, dim, argument), math.prod(sizes.values())
     if t.shape[dim] % count:
@@ -70,7 +76,7 @@ def check_split(name: str, t: torch.Tensor, dim: Any, argument: str, sizes: dict
     return dim
 
 
-def check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
+def check_pairs(pairs: object, count: int) -> list[tuple[int, int]]:
     """The pairs as they are; refuses those that leave the axis, and a device that sends or receives twice."""
     given = list(pairs) if isinstance(pairs, Iterable) else pairs
     if not (isinstance(given, list) and all(map(_is_pair, given))):
@@ -86,11 +92,11 @@ def check_pairs(pairs: Any, count: int) -> list[tuple[int, int]]:
     return checked
 
 
-def _is_pair(pair: Any) -> bool:
+def _is_pair(pair: object) -> bool:
     return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(i, (int, np.integer)) for i in pair)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Shape and dtype of a tensor, the type of anything else."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -11,10 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, varying
+from torch_shard._common.caller import caller
+from torch_shard._common.types import Device, PyTree
 from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
-def is_spec(value: Any) -> bool:
+def is_spec(value: object) -> bool:
     """Whether it is one spec, and not a tree of them."""
     return isinstance(value, P)
 
@@ -24,7 +26,7 @@ def axes_of(spec: P) -> list[str]:
     return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
 
 
-def check_names(what: str, specs: Any, mesh: Mesh, axis_names: Collection[str]) -> None:
+def check_names(what: str, specs: PyTree, mesh: Mesh, axis_names: Collection[str]) -> None:
     """Refuse what is no spec, and axes that the mesh lacks or that are not mapped."""
     faults = []
     unknown = [axis for axis in axis_names if axis not in mesh.shape]
@@ -56,7 +58,7 @@ def check_nesting(mesh: Mesh, axis_names: Collection[str]) -> None:
         )
 
 
-def spread_specs(what: str, specs: Any, tree: Any, names: Sequence[str] = ()) -> Any:
+def spread_specs(what: str, specs: PyTree, tree: PyTree, names: Sequence[str] = ()) -> PyTree:
     """Specs that may stand for whole subtrees, as one for each leaf of `tree`."""
     if isinstance(specs, tuple) and names and len(specs) != len(tree):
         raise TypeError(
@@ -73,11 +75,11 @@ def spread_specs(what: str, specs: Any, tree: Any, names: Sequence[str] = ()) ->
         ) from error
 
 
-def _structure(tree: Any) -> str:
+def _structure(tree: PyTree) -> str:
     return str(jax.tree.structure(tree, is_leaf=is_spec)).removeprefix("PyTreeDef(").removesuffix(")")
 
 
-def check_inputs(specs: Any, args: Sequence[Any], names: Sequence[str], mesh: Mesh) -> None:
+def check_inputs(specs: PyTree, args: Sequence[PyTree], names: Sequence[str], mesh: Mesh) -> None:
     """Refuse arguments that their specs do not fit."""
     faults = []
     for name, arg, arg_specs in zip(names, args, specs, strict=True):
@@ -89,7 +91,7 @@ def check_inputs(specs: Any, args: Sequence[Any], names: Sequence[str], mesh: Me
     _raise_all(f"jax_shard_map: arguments do not fit in_specs on mesh {describe_mesh(mesh)}", faults)
 
 
-def check_outputs(result: Any, out_specs: Any, mesh: Mesh, axes: Collection[str]) -> None:
+def check_outputs(result: PyTree, out_specs: PyTree, mesh: Mesh, axes: Collection[str]) -> None:
     """Refuse local results that their specs do not fit, or that vary over one of these axes which their spec lacks."""
     specs = jax.tree.leaves(spread_specs("out_specs", out_specs, result), is_leaf=is_spec)
     faults = []
@@ -125,19 +127,17 @@ class Mapped:
 
 
 def check_mapped(
-    caller: str,
     names: Sequence[str],
-    args: Sequence[Any],
-    axes: Sequence[Any],
-    axis_size: int | None,
+    args: Sequence[PyTree],
+    axes: Sequence[PyTree],
     *,
+    axis_size: int | None,
     static: Collection[int] = (),
     limit: int | None = None,
 ) -> Mapped:
     """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
 
     Args:
-        caller: Begins the error.
         names: Of the arguments.
         args: The arguments.
         axes: The mapped dim of each, as for `jax.vmap`.
@@ -149,48 +149,48 @@ def check_mapped(
     dims: list[int | None] = []
     for position, (name, arg, axis) in enumerate(zip(names, args, axes, strict=True)):
         if position in static:
-            _check_hashable(caller, name, arg)
+            _check_hashable(name, arg)
             continue
-        check_leaves(caller, name, arg)
-        for where, leaf, dim in _with_axes(caller, name, arg, axis):
+        check_leaves(name, arg)
+        for where, leaf, dim in _with_axes(name, arg, axis):
             shape = np.shape(leaf)
             dims.append(dim)
             if dim is None:
                 continue
             if not -len(shape) <= dim < len(shape):
                 raise ValueError(
-                    f"{caller}: {where} has shape {shape}, and in_axes maps its dim {dim}, which it lacks."
+                    f"{caller()}: {where} has shape {shape}, and in_axes maps its dim {dim}, which it lacks."
                 )
             sizes[where] = shape[dim]
     if axis_size is not None:
         sizes["axis_size"] = axis_size
     if not sizes:
-        raise ValueError(f"{caller}: no argument is mapped (in_axes is None for all), so axis_size must be given.")
+        raise ValueError(f"{caller()}: no argument is mapped (in_axes is None for all), so axis_size must be given.")
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{where}: {size}" for where, size in sizes.items())
-        raise ValueError(f"{caller}: the mapped dims must have one size, got {shown}.")
+        raise ValueError(f"{caller()}: the mapped dims must have one size, got {shown}.")
     where, size = next(iter(sizes.items()))
     if limit is not None and not 0 < size <= limit:
         remedy = "Use jax_vmap for some of it, or more devices." if size else "Map one row at least."
         raise ValueError(
-            f"{caller}: {where} has size {size} along its mapped dim, but there are {limit} devices. {remedy}"
+            f"{caller()}: {where} has size {size} along its mapped dim, but there are {limit} devices. {remedy}"
         )
     return Mapped(size, tuple(dims))
 
 
-def _with_axes(caller: str, name: str, arg: Any, axis: Any) -> Iterable[tuple[str, Any, Any]]:
+def _with_axes(name: str, arg: PyTree, axis: PyTree) -> Iterable[tuple[str, PyTree, PyTree]]:
     """Each leaf of an argument, with its name and mapped dim."""
     axes = _spread_axes(axis, arg)
     if axes is None:
         raise TypeError(
-            f"{caller}: the in_axes of {name}, {axis!r}, must be an int or None, or have the structure of the "
+            f"{caller()}: the in_axes of {name}, {axis!r}, must be an int or None, or have the structure of the "
             f"argument, {jax.tree.structure(arg)}."
         )
     for (path, leaf), dim in zip(jax.tree_util.tree_leaves_with_path(arg), axes, strict=True):
         yield f"{name}{jax.tree_util.keystr(path)}", leaf, dim
 
 
-def _spread_axes(axes: Any, tree: Any) -> list[int | None] | None:
+def _spread_axes(axes: PyTree, tree: PyTree) -> list[int | None] | None:
     """An axis for each leaf of `tree`; None where they do not fit it."""
     found: list[int | None] = []
     try:
@@ -201,39 +201,39 @@ def _spread_axes(axes: Any, tree: Any) -> list[int | None] | None:
     return found
 
 
-def _check_hashable(caller: str, name: str, value: Any) -> None:
+def _check_hashable(name: str, value: object) -> None:
     if isinstance(value, jax.Array):
-        raise TypeError(f"{caller}: the static argument {name} is a tensor. Pass a Python value, or map it.")
+        raise TypeError(f"{caller()}: the static argument {name} is a tensor. Pass a Python value, or map it.")
     try:
         hash(value)
     except TypeError as error:
         raise TypeError(
-            f"{caller}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs "
+            f"{caller()}: the static argument {name} is a {type(value).__name__}, which is not hashable, and programs "
             "are kept by the values of static arguments. Pass a tuple, a string, a number or a frozen dataclass."
         ) from error
 
 
-def check_leaves(caller: str, name: str, arg: Any) -> None:
+def check_leaves(name: str, arg: PyTree) -> None:
     """Refuse an argument that holds anything but tensors and numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
             raise TypeError(
-                f"{caller}: {name}{jax.tree_util.keystr(path)} is {leaf!r}, which is no tensor. Let the function close "
-                "over it, or bind it with functools.partial."
+                f"{caller()}: {name}{jax.tree_util.keystr(path)} is {leaf!r}, which is no tensor. Let the function "
+                "close over it, or bind it with functools.partial."
             )
 
 
-def check_rows(caller: str, result: Any, out_axes: Any) -> Any:
+def check_rows(result: PyTree, out_axes: PyTree) -> PyTree:
     """The result for one row, as it is; refuses what is no tensor, and `out_axes` that do not suit it."""
     leaves = jax.tree_util.tree_leaves_with_path(result)
     axes = _spread_axes(out_axes, result)
     if axes is None:
         raise TypeError(
-            f"{caller}: out_axes {out_axes!r} must be an int or None, or have the structure of the result, "
+            f"{caller()}: out_axes {out_axes!r} must be an int or None, or have the structure of the result, "
             f"{jax.tree.structure(result)}."
         )
     for (path, leaf), dim in zip(leaves, axes, strict=True):
-        where = f"{caller}: result{jax.tree_util.keystr(path)}"
+        where = f"{caller()}: result{jax.tree_util.keystr(path)}"
         if not isinstance(leaf, jax.Array | int | float | complex):
             raise ValueError(f"{where} is {leaf!r}. Return tensors, or numbers.")
         shape = np.shape(leaf)
@@ -242,77 +242,79 @@ def check_rows(caller: str, result: Any, out_axes: Any) -> Any:
     return result
 
 
-def check_axes(caller: str, argument: str, axes: Any) -> None:
+def check_axes(argument: str, axes: PyTree) -> None:
     """Refuse what are no mapped dims."""
     if not all(isinstance(axis, int) for axis in jax.tree.leaves(axes)):
-        raise TypeError(f"{caller}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
+        raise TypeError(f"{caller()}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
 
 
-def check_axis_name(caller: str, name: Any) -> None:
+def check_axis_name(name: object) -> None:
     """Refuse a name that collectives could not name."""
     if not isinstance(name, str):
-        raise TypeError(f"{caller}: axis_name must be a string, got {name!r}.")
+        raise TypeError(f"{caller()}: axis_name must be a string, got {name!r}.")
 
 
-def as_names(caller: str, argument: str, names: Any) -> tuple[str, ...]:
+def as_names(argument: str, names: object) -> tuple[str, ...]:
     """One or several names of axes."""
     found = (names,) if isinstance(names, str) else names
     if not (isinstance(found, Iterable) and all(isinstance(name, str) for name in found)):
-        raise TypeError(f"{caller}: {argument} must be a name of an axis, or a tuple of names, got {names!r}.")
+        raise TypeError(f"{caller()}: {argument} must be a name of an axis, or a tuple of names, got {names!r}.")
     return tuple(found)
 
 
-def as_positions(caller: str, argument: str, positions: Any, names: Sequence[str]) -> tuple[int, ...]:
+def as_positions(argument: str, positions: int | Iterable[int], names: Sequence[str]) -> tuple[int, ...]:
     """Positions of arguments of these names, counted from the first."""
     found = (positions,) if isinstance(positions, int) else positions
     if isinstance(found, str) or not all(isinstance(p, int) for p in found):
-        raise TypeError(f"{caller}: {argument} must be a position of an argument, or a tuple of them, got {found!r}.")
+        raise TypeError(f"{caller()}: {argument} must be a position of an argument, or a tuple of them, got {found!r}.")
     for position in found:
         if not -len(names) <= position < len(names):
             raise ValueError(
-                f"{caller}: {argument} has {position}, and the function was called with {len(names)} arguments "
+                f"{caller()}: {argument} has {position}, and the function was called with {len(names)} arguments "
                 f"({', '.join(names)})."
             )
     return tuple(position % len(names) for position in found)
 
 
-def as_devices(caller: str, devices: Any) -> list[Any]:
+def as_devices(devices: object) -> list[Device]:
     """The devices of a map, at least one, each once."""
-    found = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
+    found: list[Any] = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
     if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
         raise ValueError(
-            f"{caller}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], got {devices!r}."
+            f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "
+            f"got {devices!r}."
         )
     return found
 
 
-def check_outermost(caller: str) -> None:
+def check_outermost() -> None:
     """Refuse a map over devices of its own within another map over devices."""
     if manual_axes():
         raise ValueError(
-            f"{caller}: a map around this one runs on several devices already, and each of them is one device to what "
-            "is within. Use jax_vmap within, or one jax_shard_map over a mesh with an axis for each."
+            f"{caller()}: a map around this one runs on several devices already, and each of them is one device to "
+            "what is within. Use jax_vmap within, or one jax_shard_map over a mesh with an axis for each."
         )
 
 
-def check_places(caller: str, names: Sequence[str], args: Sequence[Any], mesh: Mesh) -> None:
+def check_places(names: Sequence[str], args: Sequence[PyTree], mesh: Mesh) -> None:
     """Refuse arguments that are committed to other devices than the mesh has, or in another order."""
     wanted = [device.id for device in mesh.devices.flat]
     for name, arg in zip(names, args, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
             if not _is_committed(leaf):
                 continue
-            where = f"{caller}: {name}{jax.tree_util.keystr(path)}"
+            where = f"{name}{jax.tree_util.keystr(path)}"
             found = sorted(device.id for device in leaf.sharding.device_set)
             if isinstance(leaf.sharding, NamedSharding):
-                check_mesh(leaf.sharding.mesh, caller=where)
+                check_mesh(leaf.sharding.mesh, where=f"{where}: ")
                 found = [device.id for device in leaf.sharding.mesh.devices.flat]  # pyright: ignore[reportOptionalMemberAccess]
             if found != wanted and (len(found) != len(wanted) or isinstance(leaf.sharding, NamedSharding)):
                 raise ValueError(
-                    f"{where} {leaf.shape} lies on devices {found}, and the function runs on devices {wanted}, in that "
-                    "order. Make both of one mesh, or bring the argument back with tensor.cpu() before."
+                    f"{caller()}: {where} {leaf.shape} lies on devices {found}, and the function runs on devices "
+                    f"{wanted}, in that order. Make both of one mesh, or bring the argument back with "
+                    "tensor.cpu() before."
                 )
 
 
-def _is_committed(leaf: Any) -> bool:
+def _is_committed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed

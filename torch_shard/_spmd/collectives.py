@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,14 @@ from torch_shard._common.random import fold_axes, wrap_seed
 from torch_shard._interop import call_jax
 from torch_shard._spmd.check_collectives import check_dim, check_pairs, check_split, describe, map_tensors, sizes_of
 
+T = TypeVar("T")
+
 Axis = str | tuple[str, ...]
 
+Variation = Literal["varying", "invarying"]
 
-def psum(x: Any, axis: Axis) -> Any:
+
+def psum(x: T, axis: Axis) -> T:
     """Sum over the devices of an axis.
 
     Args:
@@ -41,7 +45,7 @@ def psum(x: Any, axis: Axis) -> Any:
     return map_tensors("psum", x, lambda t: _call(_psum, t, tuple(sizes)), of_number=lambda n: n * count)
 
 
-def pmean(x: Any, axis: Axis) -> Any:
+def pmean(x: T, axis: Axis) -> T:
     """Mean over the devices of an axis: floating-point or complex tensors of any shape, which stays."""
     sizes = sizes_of("pmean", axis)
     count = math.prod(sizes.values())
@@ -54,7 +58,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     return map_tensors("pmean", x, of_tensor, of_number=lambda n: n)
 
 
-def pmax(x: Any, axis: Axis) -> Any:
+def pmax(x: T, axis: Axis) -> T:
     """Largest over the devices of an axis, by element; the shape stays.
 
     As for `torch.amax`, the gradient is divided among the devices that hold the largest.
@@ -62,12 +66,12 @@ def pmax(x: Any, axis: Axis) -> Any:
     return _extreme("pmax", x, axis, lax.pmax)
 
 
-def pmin(x: Any, axis: Axis) -> Any:
+def pmin(x: T, axis: Axis) -> T:
     """Smallest over the devices of an axis, by element; see `pmax`."""
     return _extreme("pmin", x, axis, lax.pmin)
 
 
-def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str = "varying") -> Any:
+def all_gather(x: T, axis: Axis, *, dim: int = 0, tiled: bool = True, to: Variation = "varying") -> T:
     """Concatenate the tensors of all devices of an axis along a dim, in the order of their indices.
 
     Args:
@@ -93,7 +97,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = True, to: str 
     return map_tensors("all_gather", x, of_tensor)
 
 
-def psum_scatter(x: Any, axis: Axis, *, dim: int = 0) -> Any:
+def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
     """Sum over the devices of an axis, of which each keeps its part along a dim.
 
     Args:
@@ -107,12 +111,12 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     sizes = sizes_of("psum_scatter", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, "dim", sizes))
+        return _call(_psum_scatter, t, tuple(sizes), check_split("psum_scatter", t, dim, "dim", sizes=sizes))
 
     return map_tensors("psum_scatter", x, of_tensor)
 
 
-def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
     """Split along one dim, send the n-th part to the n-th device of an axis, and concatenate what arrives.
 
     Args:
@@ -127,14 +131,14 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     sizes = sizes_of("all_to_all", axis)
 
     def of_tensor(t: torch.Tensor) -> torch.Tensor:
-        split = check_split("all_to_all", t, split_dim, "split_dim", sizes)
+        split = check_split("all_to_all", t, split_dim, "split_dim", sizes=sizes)
         concat = check_dim("all_to_all", t, concat_dim, "concat_dim")
         return _call(_all_to_all, t, tuple(sizes), split, concat)
 
     return map_tensors("all_to_all", x, of_tensor)
 
 
-def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
+def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
     """Send tensors from device to device along an axis.
 
     Args:
@@ -167,7 +171,9 @@ def fold_in_axis(key: torch.Tensor, axis: Axis) -> torch.Tensor: ...
 def fold_in_axis(key: Axis) -> contextlib.AbstractContextManager[None]: ...
 
 
-def fold_in_axis(key: Any, axis: Any = None) -> Any:
+def fold_in_axis(
+    key: torch.Tensor | Axis, axis: Axis | None = None
+) -> torch.Tensor | contextlib.AbstractContextManager[None]:
     """Random numbers that differ along an axis, and agree along all others.
 
     `with fold_in_axis("i"):` lets what torch draws within (`torch.rand`, dropout) differ by index along `"i"`; without
@@ -200,7 +206,7 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, others) if others else x
 
 
-def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int, to: str) -> jax.Array:
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int, to: Variation) -> jax.Array:
     tracked, _ = _by_kind(axes)
     x = vary(x, tracked)
     for axis in reversed(axes):
@@ -223,7 +229,7 @@ def _ppermute(x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]])
     return lax.ppermute(vary(x, _by_kind(axes)[0]), _one_kind("ppermute", axes), pairs)
 
 
-def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) -> Any:
+def _extreme(name: str, x: T, axis: Axis, reduce: Callable[..., jax.Array]) -> T:
     axes = tuple(sizes_of(name, axis))
 
     def plain(a: jax.Array) -> jax.Array:
@@ -234,7 +240,7 @@ def _extreme(name: str, x: Any, axis: Axis, reduce: Callable[..., jax.Array]) ->
     smooth = jax.custom_jvp(plain)
 
     @smooth.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
         (a,), (tangent,) = primals, tangents
         best = smooth(a)  # whoever differentiates this rule differentiates its value too
         holds = a == best
@@ -271,6 +277,6 @@ def _one_kind(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
-def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: Any) -> torch.Tensor:
+def _call(fn: Callable[..., jax.Array], t: torch.Tensor, *args: object) -> torch.Tensor:
     dtype = torch.int64 if t.dtype == torch.bool and fn in (_psum, _psum_scatter) else t.dtype
     return call_jax(lambda a: fn(a, *args), t).to(dtype)

@@ -4,14 +4,16 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
-from torch_shard._common.random import fold_axes
+from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.random import Key, fold_axes
+from torch_shard._common.types import Device, PyTree
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
 from torch_shard._sharding import check_mesh
 from torch_shard._spmd.check_maps import (
@@ -33,19 +35,23 @@ from torch_shard._spmd.check_maps import (
 )
 from torch_shard._spmd.vmap import vmap_of_arrays
 
+A = ParamSpec("A")
+R = TypeVar("R")
+
 Axes = str | Sequence[str]
 
 
+@public
 def jax_vmap(
-    fn: Callable[..., Any],
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    fn: Callable[A, R],
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     *,
     axis_name: str | None = None,
     axis_size: int | None = None,
     fold_in_axes: Axes = (),
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.vmap` of a torch callable.
 
     Random operators draw the same numbers for every element of the batch, unless the key is folded over `axis_name`.
@@ -65,47 +71,50 @@ def jax_vmap(
         >>> ts.jax_vmap(torch.dot, in_axes=(0, None))(torch.eye(2), torch.tensor([3.0, 4.0])).tolist()
         [3.0, 4.0]
     """
-    pure = _folding(pure_of(fn), fold_in_axes, "jax_vmap")
+    pure = _folding(pure_of(fn), fold_in_axes)
     if axis_name is not None:
-        check_axis_name("jax_vmap", axis_name)
-    check_axes("jax_vmap", "out_axes", out_axes)
+        check_axis_name(axis_name)
+    check_axes("out_axes", out_axes)
     if not (axis_size is None or isinstance(axis_size, int)):
         raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
+    vmap = functools.partial(jax.vmap, axis_name=axis_name, **kwargs)
 
-    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
-        axes = _axes_of(in_axes, len(args), "jax_vmap", fn)
+    @speaks_as("jax_vmap")
+    def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
+        axes = _axes_of(in_axes, len(args), fn)
         names = [*names_of(fn, len(args)), *named]
-        spread = check_mapped("jax_vmap", names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size)
+        spread = check_mapped(names, (*args, *named.values()), (*axes, *(0 for _ in named)), axis_size=axis_size)
         leaves, tree = jax.tree.flatten((args, named))
 
         tensors, values = CLOSURE.held()
         token, is_read = CLOSURE.token, bool(CLOSURE.readers)
 
-        def of_leaves(key: Any, *inputs: Any) -> Any:
+        def of_leaves(key: Key, *inputs: jax.Array) -> PyTree:
             args, named = jax.tree.unflatten(tree, inputs[len(values) :])
             reader = Reader(tensors, inputs[: len(values)], token)
             with reader.active() if is_read else contextlib.nullcontext():
-                return check_rows("jax_vmap", pure(key, *args, **named), out_axes)
+                return check_rows(pure(key, *args, **named), out_axes)
 
         axes = (None, *(None for _ in values), *spread.axes)
-        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, axis_name=axis_name, **kwargs)
+        run = vmap_of_arrays(of_leaves, axes, out_axes, axis_size=spread.size, vmap=vmap)
         return run(key, *values, *map(jax.numpy.asarray, leaves))
 
     return adapt(fn, mapped)
 
 
+@public
 def jax_pmap(
-    fn: Callable[..., Any],
+    fn: Callable[A, R],
     axis_name: str | None = None,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     fold_in_axes: Axes = (),
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.pmap` of a torch callable: `jax_vmap`, with each element of the batch on a device of its own.
 
     Results stay on their devices: mapping them again moves nothing. New code is often shorter with `jax_shard_map`,
@@ -130,48 +139,51 @@ def jax_pmap(
         [3.0, 3.0]
     """
     if axis_name is not None:
-        check_axis_name("jax_pmap", axis_name)
-    check_axes("jax_pmap", "out_axes", out_axes)
+        check_axis_name(axis_name)
+    check_axes("out_axes", out_axes)
     options: dict[str, Any] = {"out_axes": out_axes, **kwargs}
     if devices is not None:
-        options["devices"] = devices = as_devices("jax_pmap", devices)
+        options["devices"] = devices = as_devices(devices)
 
+    @speaks_as("jax_pmap")
     def compile_for(run: Pure, num_args: int) -> Pure:
-        axes = _axes_of(in_axes, num_args, "jax_pmap", fn)
+        axes = _axes_of(in_axes, num_args, fn)
         names = names_of(fn, num_args)
-        static = as_positions("jax_pmap", "static_broadcasted_argnums", static_broadcasted_argnums, names)
-        donated = as_positions("jax_pmap", "donate_argnums", donate_argnums, names)
+        static = as_positions("static_broadcasted_argnums", static_broadcasted_argnums, names)
+        donated = as_positions("donate_argnums", donate_argnums, names)
         numbers = {"static_broadcasted_argnums": shift(static), "donate_argnums": shift(donated)}
 
-        def local(given: Any, /, *args: Any, **named: Any) -> Any:
-            return check_rows("jax_pmap", run(*given, *args, **named), out_axes)
+        def local(given: tuple[list[jax.Array], Key], /, *args: PyTree, **named: PyTree) -> PyTree:
+            return check_rows(run(*given, *args, **named), out_axes)
 
         # One argument for values and key: where in_axes is flat, with an empty list of values JAX 0.10 can take the
         # axes of the arguments for those of their leaves.
         mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **numbers, **options)
         limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
 
-        def checked(values: Any, key: Any, /, *args: Any, **named: Any) -> Any:
-            check_outermost("jax_pmap")
+        @speaks_as("jax_pmap")
+        def checked(values: list[jax.Array], key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
+            check_outermost()
             every = (*args, *named.values()), (*axes, *(0 for _ in named))
-            check_mapped("jax_pmap", [*names, *named], *every, kwargs.get("axis_size"), static=static, limit=limit)
+            check_mapped([*names, *named], *every, axis_size=kwargs.get("axis_size"), static=static, limit=limit)
             return mapped((values, key), *args, **named)
 
         return checked
 
-    return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes, "jax_pmap"), compile_for))
+    return adapt(fn, PerClosure(_folding(pure_of(fn), fold_in_axes), compile_for))
 
 
+@public
 def jax_shard_map(
-    fn: Callable[..., Any],
+    fn: Callable[A, R],
     *,
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: str | Sequence[str] | frozenset[str] = (),
     check_vma: bool = True,
     fold_in_axes: Axes = (),
-) -> Callable[..., Any]:
+) -> Callable[A, R]:
     """`jax.shard_map` of a torch callable: it sees one device's shards of the arguments and gives those of the results.
 
     The program is compiled once per signature. Arguments need not be placed before. Tensors that `fn` reaches by
@@ -205,22 +217,22 @@ def jax_shard_map(
         >>> float(mean(torch.arange(8.0)))
         3.5
     """
-    check_mesh(mesh, caller="jax_shard_map")
-    mapped_names = as_names("jax_shard_map", "axis_names", axis_names)
+    check_mesh(mesh)
+    mapped_names = as_names("axis_names", axis_names)
     check_names("in_specs", in_specs, mesh, mapped_names)
     check_names("out_specs", out_specs, mesh, mapped_names)
-    pure = _folding(pure_of(fn), fold_in_axes, "jax_shard_map", mesh)
+    pure = _folding(pure_of(fn), fold_in_axes, mesh)
     called = functools.cache(functools.partial(names_of, fn))  # not at each call
 
     def compile_for(run: Pure, num_args: int) -> Pure:
         names = called(num_args)
         given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) else (in_specs,) * num_args
 
-        def whole(values: Any, key: Any, *args: Any) -> Any:
+        def whole(values: list[jax.Array], key: Key, *args: PyTree) -> PyTree:
             specs = spread_specs("in_specs", given, args, names)
             check_inputs(specs, args, names, mesh)
 
-            def local(*inputs: Any) -> Any:
+            def local(*inputs: PyTree) -> PyTree:
                 result = run(*inputs)
                 check_outputs(result, out_specs, mesh, axes if check_vma else set())
                 return result
@@ -240,49 +252,52 @@ def jax_shard_map(
 
         return jax.jit(whole)
 
-    def mapped(key: Any, /, *args: Any, **named: Any) -> Any:
+    @speaks_as("jax_shard_map")
+    def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         if named:
             raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")
         names = called(len(args))
         for name, arg in zip(names, args, strict=True):
-            check_leaves("jax_shard_map", name, arg)
-        check_places("jax_shard_map", names, args, mesh)
+            check_leaves(name, arg)
+        check_places(names, args, mesh)
         return compiled(key, *args)
 
     compiled = PerClosure(pure, compile_for)
     return adapt(fn, mapped)
 
 
-def _folding(pure: Pure, axes: Axes, caller: str, mesh: Mesh | None = None) -> Pure:
+def _folding(pure: Pure, axes: Axes, mesh: Mesh | None = None) -> Pure:
     """`pure` with a key that differs along these axes."""
-    names = as_names(caller, "fold_in_axes", axes)
+    names = as_names("fold_in_axes", axes)
     if mesh is not None and not set(names) <= set(mesh.axis_names):
-        raise ValueError(f"{caller}: fold_in_axes={axes!r} names an axis that the mesh lacks: {mesh.axis_names}.")
+        raise ValueError(f"{caller()}: fold_in_axes={axes!r} names an axis that the mesh lacks: {mesh.axis_names}.")
     if not names:
         return pure
 
-    def folded(key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def folded(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         unbound = [name for name in names if size_of(name) is None]
         if unbound:
-            raise ValueError(f"{caller}: fold_in_axes={axes!r} names {unbound[0]!r}, which is not the axis_name here.")
+            raise ValueError(
+                f"{caller()}: fold_in_axes={axes!r} names {unbound[0]!r}, which is not the axis_name here."
+            )
         return pure(None if key is None else fold_axes(key, names), *args, **kwargs)
 
     return folded
 
 
-def _axes_of(in_axes: Any, num_args: int, caller: str, fn: Any) -> tuple[Any, ...]:
-    check_axes(caller, "in_axes", in_axes)
+def _axes_of(in_axes: PyTree, num_args: int, fn: Callable[..., object]) -> tuple[PyTree, ...]:
+    check_axes("in_axes", in_axes)
     if not isinstance(in_axes, (tuple, list)):
         return (in_axes,) * num_args
     if len(in_axes) != num_args:
         raise ValueError(
-            f"{caller}: in_axes has {len(in_axes)} entries, and the function was called with {num_args} arguments "
+            f"{caller()}: in_axes has {len(in_axes)} entries, and the function was called with {num_args} arguments "
             f"({', '.join(names_of(fn, num_args))}). Give one for each, or an int for all."
         )
     return tuple(in_axes)
 
 
-def names_of(fn: Callable[..., Any], num_args: int) -> list[str]:
+def names_of(fn: Callable[..., object], num_args: int) -> list[str]:
     """What the arguments of a callable are called, for errors."""
     try:
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]

@@ -4,8 +4,8 @@ import collections
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from jax.experimental import multihost_utils
 
+from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy, to_host
+from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
+
+R = TypeVar("R")
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
 
 
-def unshard(tree: Any) -> list[Any]:
+def unshard(tree: PyTree) -> list[PyTree]:
     """Take the leading dim of devices apart, for plain Python loops.
 
     Args:
@@ -53,7 +57,8 @@ def unshard(tree: Any) -> list[Any]:
     return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
 
 
-def gather_from_jax_processes(tree: Any) -> list[Any]:
+@public
+def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
     """Bring the trees of all processes together; every process must call it.
 
     Args:
@@ -67,10 +72,10 @@ def gather_from_jax_processes(tree: Any) -> list[Any]:
         ValueError: An array is spread over processes. Where one process fails, all raise.
     """
     adopt_torch_nodes(tree)
-    return _exchange("gather_from_jax_processes", lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
+    return _exchange(lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
 
 
-def _to_cpu(path: Any, leaf: Any) -> Any:
+def _to_cpu(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
         return leaf.detach().cpu().clone()
     if not isinstance(leaf, JaxTensor | jax.Array):
@@ -85,7 +90,8 @@ def _to_cpu(path: Any, leaf: Any) -> Any:
     return to_host(array.addressable_data(0) if array.is_fully_replicated else array)
 
 
-def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
+@public
+def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0.0, device_axis: bool = False) -> None:
     """Raise if replicas that should be equal are not, on any device of any process; every process must call it.
 
     The replicas are the copies that devices hold of each part of an array, by its sharding, and what each process
@@ -110,13 +116,12 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
         <BLANKLINE>
           ['w']: row 1 differs from row 0 by 0.5 at most.
     """
-    caller = "assert_replica_integrity"
     for name, tolerance in {"rtol": rtol, "atol": atol}.items():
         if not (isinstance(tolerance, int | float) and tolerance >= 0):
-            raise ValueError(f"{caller}: {name} must be a number of at least 0, got {tolerance!r}.")
+            raise ValueError(f"{caller()}: {name} must be a number of at least 0, got {tolerance!r}.")
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
-    tables = _exchange(caller, lambda: _table(tree, device_axis, values))
+    tables = _exchange(lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for replica in (replica for _, replicas in tables for replica in replicas):
@@ -125,16 +130,23 @@ def assert_replica_integrity(tree: Any, *, rtol: float = 0.0, atol: float = 0.0,
     if not disputed:
         return
     wanted = [(part, digest) for part, by_digest in disputed.items() for digest in by_digest]
-    held: dict[Any, np.ndarray] = {}
-    for found in _exchange(caller, lambda: {key: values[key]() for key in wanted if key in values}):
+    held: dict[tuple[Part, bytes], np.ndarray] = {}
+    for found in _exchange(lambda: {key: values[key]() for key in wanted if key in values}):
         held.update(found)
-    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol, atol)]
+    faults = [fault for part in disputed for fault in _faults(part, disputed[part], held, rtol=rtol, atol=atol)]
     if faults:
-        heading = f"{caller}: replicas differ by more than rtol={rtol}, atol={atol}:"
+        heading = f"{caller()}: replicas differ by more than rtol={rtol}, atol={atol}:"
         raise AssertionError(f"{heading}\n\n" + "\n".join(faults))
 
 
-def _faults(part: Part, places: dict[bytes, list[str]], held: Any, rtol: float, atol: float) -> Iterator[str]:
+def _faults(
+    part: Part,
+    places: dict[bytes, list[str]],
+    held: Mapping[tuple[Part, bytes], np.ndarray],
+    *,
+    rtol: float,
+    atol: float,
+) -> Iterator[str]:
     """The replicas of one part that differ from what most of them are."""
     common = max(places, key=lambda digest: len(places[digest]))
     for digest in (d for d in places if d != common):
@@ -151,7 +163,9 @@ class _Replica:
     digest: bytes
 
 
-def _table(tree: Any, device_axis: bool, values: dict[Any, Any]) -> tuple[dict[str, str], list[_Replica]]:
+def _table(
+    tree: PyTree, device_axis: bool, values: dict[tuple[Part, bytes], Callable[[], np.ndarray]]
+) -> tuple[dict[str, str], list[_Replica]]:
     """What each leaf is, and the replicas that this process holds; how to read one for each digest goes to `values`."""
     leaves: dict[str, str] = {}
     replicas = []
@@ -181,7 +195,7 @@ def _shards(array: jax.Array) -> Iterator[Piece]:
         yield index, place, lambda shard=shard: np.asarray(shard.data)
 
 
-def _rows(path: str, pieces: Any, ndim: int) -> Iterator[Piece]:
+def _rows(path: str, pieces: Iterable[Piece], ndim: int) -> Iterator[Piece]:
     """The rows of the leading dim, each a replica."""
     if not ndim:
         raise ValueError(f"assert_replica_integrity: {path} is a scalar, and device_axis=True needs a leading dim.")
@@ -193,7 +207,7 @@ def _rows(path: str, pieces: Any, ndim: int) -> Iterator[Piece]:
             yield rest, f"row {first + row}{on}", lambda read=read, row=row: read()[row]
 
 
-def _array_of(path: str, leaf: Any) -> Any:
+def _array_of(path: str, leaf: PyTree) -> jax.Array | np.ndarray:
     """A leaf as a jax or numpy array."""
     if isinstance(leaf, JaxTensor):
         return leaf.jax()
@@ -240,7 +254,7 @@ def _join(places: list[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _with_paths(tree: Any) -> list[tuple[str, Any]]:
+def _with_paths(tree: PyTree) -> list[tuple[str, PyTree]]:
     return [(jax.tree_util.keystr(path) or "the tensor", x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -249,7 +263,7 @@ class _Failure:
     text: str
 
 
-def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
+def _exchange(make: Callable[[], R]) -> list[R]:
     """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
@@ -267,5 +281,5 @@ def _exchange(caller: str, make: Callable[[], Any]) -> list[Any]:
     found = [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
     for process, value in enumerate(found):
         if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller}: process {process} failed: {value.text}")
+            raise RuntimeError(f"{caller()}: process {process} failed: {value.text}")
     return found

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +9,25 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._common.random import fold_axes, wrap_seed
+from torch_shard._common.caller import public
+from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.static import Static
+from torch_shard._common.types import Device, PyTree
 from torch_shard._interop import PerClosure, Pure, adapt, pure_of
 from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, Kind, is_typed_key, kind_of
 from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places
 
 
+@public
 def tpmap(
-    f: Callable[..., Any],
+    f: Callable[..., PyTree],
     axis_name: str,
     argtypes: Sequence[Kind],
     kwargtypes: Mapping[str, Kind] | None = None,
     *,
-    devices: Sequence[Any] | None = None,
-    wrap_return: Callable[[Any], Any] | Kind | None = None,
-) -> Callable[..., Any]:
+    devices: Sequence[Device] | None = None,
+    wrap_return: Callable[[PyTree], PyTree] | Kind | None = None,
+) -> Callable[..., PyTree]:
     """Run a torch function once per device, as one compiled program: a transparent `pmap`.
 
     No device is touched before the first call. Collectives work by `axis_name`, and gradients taken within `f` are each
@@ -59,16 +61,16 @@ def tpmap(
         >>> share(torch.full((16,), 3.0))[:2].tolist()
         [0.0625, 0.0625]
     """
-    check_axis_name("tpmap", axis_name)
+    check_axis_name(axis_name)
     kinds = ArgKinds(f, argtypes, kwargtypes or {})
     join = _join_of(wrap_return)
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
     compiled = PerClosure(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
 
-    def checked(key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        check_outermost("tpmap")
+    def checked(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        check_outermost()
         kinds.check(args, kwargs, mesh().size)
-        check_places("tpmap", [*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
+        check_places([*kinds.names, *kwargs], [*args, *kwargs.values()], mesh())
         args, kwargs = kinds.map(_prepare, args, kwargs)
         return compiled(key, *args, **kwargs)
 
@@ -77,25 +79,25 @@ def tpmap(
         return mapped
 
     @functools.wraps(f, updated=())
-    def joined(*args: Any, **kwargs: Any) -> Any:
+    def joined(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return join(mapped(*args, **kwargs))
 
     return joined
 
 
-def _mesh_of(axis_name: str, devices: Sequence[Any] | None) -> Mesh:
-    chosen = np.asarray(jax.devices() if devices is None else as_devices("tpmap", devices))
+def _mesh_of(axis_name: str, devices: Sequence[Device] | None) -> Mesh:
+    chosen = np.asarray(jax.devices() if devices is None else as_devices(devices))
     return Mesh(chosen, (axis_name,), axis_types=(AxisType.Auto,))
 
 
-def _prepare(kind: ArgKind, value: Any) -> Any:
+def _prepare(kind: ArgKind, value: PyTree) -> PyTree:
     """An argument as the compiled program takes it: of static values only the type of the call, keys as words."""
     if kind is STATIC:
         return Static(value)
     return jax.tree.map(_words, value) if kind is RNG else value
 
 
-def _words(key: Any) -> jax.Array:
+def _words(key: PyTree) -> jax.Array:
     if isinstance(key, int | np.integer):
         key = jax.random.key(int(key), impl="threefry2x32")
     return jax.random.key_data(key) if is_typed_key(key) else key
@@ -105,7 +107,7 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
     """The function of whole arguments, of one that runs on each device."""
     (axis,) = mesh.axis_names
 
-    def local(values: Any, key: Any, args: Any, kwargs: Any) -> Any:
+    def local(values: list[jax.Array], key: Key, args: PyTree, kwargs: PyTree) -> PyTree:
         args, kwargs = kinds.map(_take_row, args, kwargs)
         seeds = jax.tree.leaves(kinds.select(RNG, args, kwargs))
         if seeds:
@@ -115,7 +117,7 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
         args, kwargs = kinds.map(lambda kind, value: value.value if kind is STATIC else value, args, kwargs)
         return jax.tree_util.tree_map_with_path(_give_row, run(values, key, *args, **kwargs))
 
-    def whole(values: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def whole(values: list[jax.Array], key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         specs = kinds.map(lambda kind, value: P(axis) if kind.spread else P(), args, kwargs)
         rows = kinds.map(lambda kind, value: _spread(kind, value, mesh.size), args, kwargs)
         _check_rows(kinds, rows, mesh.size)
@@ -129,14 +131,14 @@ def _mapped(run: Pure, mesh: Mesh, kinds: ArgKinds) -> Pure:
 _OF_TORCH = 0x7470_6D61  # keeps what torch draws apart from what `f` makes of the same key by fold_in or split
 
 
-def _spread(kind: ArgKind, value: Any, num_devices: int) -> Any:
+def _spread(kind: ArgKind, value: PyTree, num_devices: int) -> PyTree:
     spread = kind.spread
     if spread is None:
         return value
     return jax.tree.map(functools.partial(pure_of(lambda leaf: spread(leaf, num_devices)), None), value)
 
 
-def _check_rows(kinds: ArgKinds, rows: Any, num_devices: int) -> None:
+def _check_rows(kinds: ArgKinds, rows: PyTree, num_devices: int) -> None:
     """Refuse what kinds of one's own have spread into another number of rows than there are devices."""
     for name, kind, tree in kinds.items(*rows):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if kind.spread else ():
@@ -147,17 +149,17 @@ def _check_rows(kinds: ArgKinds, rows: Any, num_devices: int) -> None:
                 )
 
 
-def _take_row(kind: ArgKind, value: Any) -> Any:
+def _take_row(kind: ArgKind, value: PyTree) -> PyTree:
     return jax.tree.map(lambda rows: rows[0], value) if kind.spread else value
 
 
-def _give_row(path: Any, leaf: Any) -> jax.Array:
+def _give_row(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.Array:
     if not isinstance(leaf, jax.Array | int | float | complex):
         raise ValueError(f"tpmap: result{jax.tree_util.keystr(path)} is {leaf!r}. Return tensors, or numbers.")
     return jnp.asarray(leaf)[None]
 
 
-def _join_of(wrap_return: Any) -> Callable[[Any], Any] | None:
+def _join_of(wrap_return: PyTree) -> Callable[[PyTree], PyTree] | None:
     if wrap_return is None or callable(wrap_return):
         return wrap_return
     join = kind_of("wrap_return", wrap_return).join

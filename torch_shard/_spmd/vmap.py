@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._common.axes import vjp_of_chosen
+from torch_shard._common.types import PyTree
 
 
 def vmap_of_arrays(
-    fn: Callable[..., Any], in_axes: tuple[int | None, ...], out_axes: Any, *, axis_size: int, **options: Any
-) -> Callable[..., Any]:
+    fn: Callable[..., PyTree],
+    in_axes: tuple[int | None, ...],
+    out_axes: PyTree,
+    *,
+    axis_size: int,
+    vmap: Callable[..., Any] = jax.vmap,
+) -> Callable[..., PyTree]:
     """`jax.vmap` of a function of arrays that returns a pytree of arrays.
 
     Args:
@@ -24,14 +30,14 @@ def vmap_of_arrays(
         in_axes: The mapped dim of each argument, or None.
         out_axes: As for `jax.vmap`.
         axis_size: How many rows there are.
-        **options: Further arguments of `jax.vmap`, `axis_name` among them.
+        vmap: `jax.vmap`, or a partial of it, with an `axis_name` for example.
     """
-    mapped = jax.custom_vjp(jax.vmap(fn, in_axes, out_axes, axis_size=axis_size, **options))
+    mapped = jax.custom_vjp(vmap(fn, in_axes, out_axes, axis_size=axis_size))
 
-    def forward(*arrays: Any) -> Any:
+    def forward(*arrays: jax.Array) -> tuple[PyTree, tuple[jax.Array, ...]]:
         return mapped(*arrays), arrays
 
-    def backward(arrays: tuple[Any, ...], cotangents: Any) -> Any:
+    def backward(arrays: tuple[jax.Array, ...], cotangents: PyTree) -> tuple[jax.Array | None, ...]:
         leaves, tree = jax.tree.flatten(cotangents)
         axes = tree.flatten_up_to(_spread(out_axes, tree))
         given = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
@@ -40,7 +46,7 @@ def vmap_of_arrays(
         shares = [c if axis is not None else c / axis_size for c, axis, g in zip(leaves, axes, given, strict=True) if g]
         share_axes = [axis for axis, g in zip(axes, given, strict=True) if g]
         pull = functools.partial(_pull, fn, wanted, given)
-        run = vmap_of_arrays(pull, (*in_axes, *share_axes), 0, axis_size=axis_size, **options)
+        run = vmap_of_arrays(pull, (*in_axes, *share_axes), 0, axis_size=axis_size, vmap=vmap)
         grads = iter(run(*arrays, *shares))
         return tuple(_unmap(next(grads), axis) if w else None for axis, w in zip(in_axes, wanted, strict=True))
 
@@ -48,7 +54,9 @@ def vmap_of_arrays(
     return mapped
 
 
-def _pull(fn: Callable[..., Any], wanted: list[bool], given: list[bool], *inputs: Any) -> Any:
+def _pull(
+    fn: Callable[..., PyTree], wanted: list[bool], given: list[bool], *inputs: jax.Array
+) -> tuple[jax.Array, ...]:
     """The gradients of one row."""
     arrays, cotangents = inputs[: len(wanted)], inputs[len(wanted) :]
     return vjp_of_chosen(fn, arrays, wanted, given)[1](list(cotangents))
@@ -58,9 +66,9 @@ def _unmap(rows: jax.Array, axis: int | None) -> jax.Array:
     return rows.sum(0) if axis is None else jnp.moveaxis(rows, 0, axis)
 
 
-def _is_axis(value: Any) -> bool:
+def _is_axis(value: object) -> bool:
     return value is None or isinstance(value, int)
 
 
-def _spread(out_axes: Any, tree: Any) -> Any:
+def _spread(out_axes: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.broadcast(out_axes, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf=_is_axis)

@@ -1,5 +1,8 @@
 """Batches: their array leaves, and what a program depends on in them."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +15,15 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import Spec
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
+from torch_shard._common.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSignature:
     """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
 
-    tree: Any
-    leaves: tuple[Any, ...]
+    tree: object
+    leaves: tuple[object, ...]
     order: Any = None
     """The keys of the batch's dicts in the order in which they were put in; JAX sorts them."""
 
@@ -28,14 +32,14 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         given = iter(tensors)
         batch = jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
         return _reordered(batch, self.order)
 
 
-def flatten_batch(batch: Any) -> tuple[list[Any], BatchSignature]:
+def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
     leaves, tree = jax.tree.flatten(batch)
     if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
@@ -61,7 +65,7 @@ def _reordered(batch: Any, order: Any) -> Any:
     return batch
 
 
-def _check_leaves(leaves: list[Any]) -> None:
+def _check_leaves(leaves: list[object]) -> None:
     for leaf in leaves:
         if _describe(leaf) is leaf and type(leaf).__hash__ is None:
             kind = type(leaf).__name__
@@ -72,7 +76,7 @@ def _check_leaves(leaves: list[Any]) -> None:
             )
 
 
-def _describe(leaf: Any) -> Any:
+def _describe(leaf: PyTree) -> object:
     if isinstance(leaf, torch.Tensor):
         return Spec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, np.ndarray):
@@ -84,6 +88,6 @@ def _describe(leaf: Any) -> Any:
     return leaf
 
 
-def leaf_paths(batch: Any) -> list[str]:
+def leaf_paths(batch: PyTree) -> list[str]:
     """Where each leaf of a batch stands, for messages."""
     return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]

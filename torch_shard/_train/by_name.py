@@ -5,17 +5,21 @@ to the rows of the same stacks, row by row, are run as one under `jax.vmap`. Wha
 So the result is that of the function by its structure, whatever the function is.
 """
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import numpy as np
 
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Layout, Stacks, as_dicts, stack_dicts
 from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
 
-def run_by_name(fn: Callable[..., Any], *args: Any, layout: Layout) -> Any:
+def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyTree:
     """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
 
     Args:
@@ -56,11 +60,11 @@ class _Leaf:
     struct: jax.ShapeDtypeStruct
 
 
-def _by_name(node: Any) -> Any:
+def _by_name(node: PyTree) -> PyTree:
     """A `Stacks` as a dict of leaves by name, an array as a leaf."""
     if not isinstance(node, Stacks):
         return _leaf(RowValue(node), None)
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for group, stored in zip(node.layout.groups, node.arrays, strict=True):
         if len(group) == 1:
             found[group[0]] = jax.tree.map(_by_name, stored)
@@ -81,7 +85,7 @@ class _Result:
     """A leaf of the result, or several stacked: its type, and where it is found."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     slots: list[RowSlot]
 
     @classmethod
@@ -89,6 +93,6 @@ class _Result:
         return cls((len(rows), *rows[0].shape), rows[0].dtype, [slot for row in rows for slot in row.slots])
 
     @property
-    def array(self) -> Any:
+    def array(self) -> jax.Array:
         one = len(self.slots) == 1  # a group has two names or more
         return self.slots[0].take() if one else assemble(self.slots)

@@ -4,11 +4,13 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from torch_shard._common.caller import caller
 
 _LOCK = threading.RLock()
 
@@ -21,19 +23,18 @@ class CompileCache:
 
     Args:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
-        caller: The public function, for errors.
 
     Raises:
         TypeError: It is no path.
         ValueError: It cannot be written to.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None, caller: str) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         if directory is not None and not isinstance(directory, str | os.PathLike):
             kind = type(directory).__name__
-            raise TypeError(f"{caller}: compile_cache must be a path or None, got {kind}.")
+            raise TypeError(f"{caller()}: compile_cache must be a path or None, got {kind}.")
         if directory is not None and not os.fspath(directory):
-            raise ValueError(f"{caller}: compile_cache is empty. Name a directory, or leave compile_cache out.")
+            raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
         if self.directory is None:
             return
@@ -43,12 +44,12 @@ class CompileCache:
                 pass
         except OSError as error:
             raise ValueError(
-                f"{caller}: compile_cache={str(directory)!r} must be a directory that can be written to: {error}. "
+                f"{caller()}: compile_cache={str(directory)!r} must be a directory that can be written to: {error}. "
                 "Name another, or leave compile_cache out."
             ) from error
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Generator[None, None, None]:
         """What is compiled within is taken from the directory, or written to it however small it is."""
         if self.directory is None:
             yield
@@ -70,7 +71,7 @@ class CompileCache:
                 _configure(before)
 
 
-def _configure(settings: dict) -> None:
+def _configure(settings: Mapping[str, object]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     reset_cache()  # JAX reads the directory once; from now on, at the next compilation

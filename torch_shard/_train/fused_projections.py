@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
     rows = {name: {split: split.rows for split in splits if split.name == name} for name in plan.entries}
     inputs = [rows[unit] if isinstance(unit, str) else [rows[name] for name in unit.names] for unit in program.units]
     follow.run(graph, inputs, [loss, *rest[num_grads:]])
-    alike: dict[Any, list[Fused]] = {}
+    alike: dict[Hashable, list[Fused]] = {}
     for found in follow.found():
         key = found.split.shape, found.split.spec, found.split.dim, found.pieces
         alike.setdefault(key, []).append(found)
@@ -140,7 +140,7 @@ def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec)
     return found
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: object) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -163,10 +163,10 @@ class _Follow:
             if is_partition and not all(pieces.values()):
                 yield Fused(split, sizes)
 
-    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[Any]) -> list[Rows]:
+    def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[object]) -> list[Rows]:
         """The rows in the outputs, given those in the first inputs."""
         needed, given = _ancestors(outputs), iter(inputs)
-        known: dict[Node, Any] = {}
+        known: dict[Node, Rows | list[Rows]] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
                 known[node] = next(given, {})
@@ -174,7 +174,7 @@ class _Follow:
                 known[node] = self._results(node, known) if node.op == "call_function" else {}
         return [known[node] if isinstance(node, Node) else {} for node in outputs]
 
-    def _results(self, node: Node, known: Mapping[Node, Any]) -> Rows | list[Rows]:
+    def _results(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> Rows | list[Rows]:
         """The rows in a result, or in each of several."""
         if node.target is operator.getitem:
             source, index = args_of(node)
@@ -204,7 +204,7 @@ class _Follow:
             kept.append(part if even else None)
         return kept
 
-    def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Rows]:
+    def _layer(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> list[Rows]:
         """The rows in the results of a repeated layer."""
         number, tensors = args_of(node)
         call, region = self._calls[number], self._calls[number].region
@@ -216,7 +216,7 @@ class _Follow:
         return [*self.run(graph.module.graph, inputs, results), {}]  # the last is the token
 
 
-def _ancestors(outputs: Iterable[Any]) -> set[Node]:
+def _ancestors(outputs: Iterable[object]) -> set[Node]:
     found: set[Node] = set()
     waiting = [node for node in outputs if isinstance(node, Node)]
     while waiting:

@@ -1,19 +1,25 @@
 """Loss, gradients, new buffers and metrics of a module as one flat torch function, which is what is captured."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, note_modules
-from torch_shard._lowering import FlatFn
+from torch_shard._capture import Spec, TensorFn, note_modules
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._scan import Bundle, LayerInterceptor, Unit, units_of
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
+
+T = TypeVar("T")
 
 RESERVED = ("loss", "grad_norm", "guard")
 
@@ -25,7 +31,7 @@ class LossShape:
     units: list[Unit]
     grads: list[Unit]
     buffers: list[str]
-    metrics: Any
+    metrics: object
     without_grad: tuple[Unit, ...]
 
 
@@ -38,7 +44,6 @@ class JointLoss:
         signature: Of the batch.
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
-        caller: The public function, for errors.
     """
 
     def __init__(
@@ -49,14 +54,13 @@ class JointLoss:
         *,
         compute_dtype: torch.dtype | None = None,
         train: bool,
-        caller: str,
     ) -> None:
         self._model, self._loss_fn, self._signature = model, loss_fn, signature
-        self._compute_dtype, self._train, self._caller = compute_dtype, train, caller
+        self._compute_dtype, self._train = compute_dtype, train
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
-    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[FlatFn, list[Spec]]:
+    def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:
         """`(*tensors, *batch) -> loss, gradients, buffers and metrics`, and what it takes.
 
         Args:
@@ -66,7 +70,7 @@ class JointLoss:
         groups = regions.groups if regions else ()
         units = units_of(self._model, self._held.all, groups, self._held.trainable, hooked)
 
-        def joint(*inputs: torch.Tensor) -> Any:
+        def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(units, inputs, strict=False))
             batch = inputs[len(units) :]
             with contextlib.ExitStack() as stack:
@@ -100,7 +104,9 @@ class JointLoss:
                 found[unit] = tensor
         return found
 
-    def _training(self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
+    def _training(
+        self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], LossShape]:
         leaves = {unit: t for unit, t in given.items() if isinstance(unit, Bundle) or unit in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
@@ -113,14 +119,16 @@ class JointLoss:
 
     def _evaluation(
         self, module: torch.nn.Module, given: dict[Unit, torch.Tensor], batch: Sequence[torch.Tensor]
-    ) -> Any:
+    ) -> tuple[Sequence[torch.Tensor], LossShape]:
         loss, metrics, tree = self._forward(module, batch)
         return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
 
-    def _forward(self, module: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
+    def _forward(
+        self, module: torch.nn.Module, batch: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], object]:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
             out = self._loss_fn(module, self._signature.rebuild(batch))
-        loss, metrics = split_loss(out, self._caller)
+        loss, metrics = split_loss(out)
         leaves, tree = jax.tree.flatten(metrics)
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
@@ -137,10 +145,12 @@ class JointLoss:
                 )
         return [now[name] for name in self._held.buffers]
 
-    def _gradients(self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]) -> tuple[Any, tuple[Unit, ...]]:
+    def _gradients(
+        self, loss: torch.Tensor, leaves: dict[Unit, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], tuple[Unit, ...]]:
         if not loss.requires_grad:
             raise ValueError(
-                f"{self._caller}: the loss does not depend on any trainable parameter. Something between them "
+                f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
                 "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
@@ -151,7 +161,7 @@ class JointLoss:
         return grads, without
 
 
-def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., Any]]:
+def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
     """The gradient hooks of a parameter, to be read before the capture, in which a fake stands for it."""
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise NotImplementedError(
@@ -182,7 +192,7 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
-def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
+def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
     pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     loss, metrics = pair
@@ -191,16 +201,16 @@ def split_loss(out: Any, caller: str) -> tuple[torch.Tensor, dict[str, Any]]:
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
         raise TypeError(
-            f"{caller}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; it "
-            f"returned {found}{also}. Reduce the loss with .mean() or .sum()."
+            f"{caller()}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; "
+            f"it returned {found}{also}. Reduce the loss with .mean() or .sum()."
         )
     if taken := [name for name in RESERVED if name in metrics]:
-        raise ValueError(f"{caller}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
+        raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss, metrics
 
 
 @contextlib.contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Generator[None, None, None]:
     """The module in eval mode; each submodule gets its own flag back."""
     flags = [(m, m.training) for m in module.modules()]
     module.eval()
@@ -218,12 +228,12 @@ class _Around(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, run: Callable[[nn.Module], Any]) -> Any:
+    def forward(self, run: Callable[[nn.Module], T]) -> T:
         """What `run` returns."""
         return run(self.model)
 
 
-def call_with(module: nn.Module, run: Callable[[nn.Module], Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+def call_with(module: nn.Module, run: Callable[[nn.Module], T], tensors: Mapping[str, torch.Tensor]) -> T:
     """Call `run(module)` with other tensors in the places of the module's own.
 
     Args:

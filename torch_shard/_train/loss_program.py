@@ -1,5 +1,8 @@
 """A module with a torch loss as one captured program: loss, metrics, gradients and new buffers of named tensors."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import copy
 import dataclasses
 import weakref
@@ -11,6 +14,9 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
+from torch_shard._common.caller import caller
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
 from torch_shard._scan import (
     Bundle,
@@ -27,7 +33,7 @@ from torch_shard._scan import (
 )
 from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.joint import JointLoss
+from torch_shard._train.joint import JointLoss, LossShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,7 @@ class LossOutputs:
     """What a loss program gives back, as arrays by name."""
 
     loss: jax.Array
-    metrics: dict[str, Any]
+    metrics: dict[str, PyTree]
     grads: Mapping[str, jax.Array]
     buffers: Mapping[str, jax.Array]
     written: Mapping[str, jax.Array]
@@ -47,7 +53,7 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program, RolledLoss | None, list[Siblings]],
+        captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
         guard: ValueGuard,
     ) -> None:
@@ -99,7 +105,7 @@ class LossProgram:
         found = (self.units[position] for position in self.program.graph.written if position < len(self.units))
         return [unit for unit in found if isinstance(unit, str)]
 
-    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
+    def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options that the program needs to be right on these devices."""
         regions = () if self.rolled is None else self.rolled.graphs
         platforms = {device.platform for device in mesh.devices.flat}
@@ -107,7 +113,7 @@ class LossProgram:
 
     def run(
         self,
-        key: Any,
+        key: Key,
         tensors: Mapping[str, jax.Array],
         batch: Sequence[jax.Array],
         closure: Sequence[jax.Array],
@@ -167,7 +173,7 @@ class _Inputs:
         return None if found is None else StackRow(*found)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, LossProgram]]" = weakref.WeakKeyDictionary()
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[object, LossProgram]]" = weakref.WeakKeyDictionary()
 
 
 def loss_program(
@@ -177,8 +183,7 @@ def loss_program(
     *,
     compute_dtype: torch.dtype | None = None,
     train: bool,
-    caller: str,
-    repeats: LayerOptions,
+    layers: LayerOptions,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -188,19 +193,17 @@ def loss_program(
         signature: Likewise.
         compute_dtype: Likewise.
         train: Likewise.
-        caller: Likewise.
-        repeats: What to do with repeated layers.
+        layers: What to do with repeated layers.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, repeats, capture_settings())
+    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, {})
     if key not in programs or programs[key].outdated():
-        options: Any = {"compute_dtype": compute_dtype, "train": train, "caller": caller}
-        joint = JointLoss(model, loss_fn, signature, **options)
-        what = f"{caller}: the loss"
-        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, repeats, joint, what)
+        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
+        what = f"{caller()}: the loss"
+        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, layers, joint, what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more
@@ -219,7 +222,7 @@ def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
         )
 
 
-def _identity(fn: LossFn) -> Any:
+def _identity(fn: LossFn) -> object:
     try:
         return weakref.ref(fn)
     except TypeError:

@@ -1,16 +1,22 @@
 """The makers of the steps that train and evaluate, with what their options mean."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import os
 
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._scan import LayerOptions
+from torch_shard._common.caller import public
+from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._train.options import StepOptions
 from torch_shard._train.train_step import EvalStep, TrainStep
 
 
+@public
 def make_train_step(
     model: torch.nn.Module,
     loss_fn: LossFn,
@@ -20,8 +26,8 @@ def make_train_step(
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
-    scan_layers: bool | str = "auto",
-    remat: str | int = "none",
+    scan_layers: ScanLayers = "auto",
+    remat: Remat | int = "none",
     accumulate_steps: int = 1,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
@@ -87,11 +93,20 @@ def make_train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss']
     """
-    repeats = LayerOptions(scan_layers, remat)
-    options = (mesh, plan, batch_spec, compute_dtype, repeats, accumulate_steps, compile_cache)
-    return TrainStep(model, loss_fn, optimizer, *options)
+    options = StepOptions(
+        mesh=mesh,
+        plan=plan,
+        batch_spec=batch_spec,
+        compute_dtype=compute_dtype,
+        scan_layers=scan_layers,
+        remat=remat,
+        accumulate_steps=accumulate_steps,
+        compile_cache=compile_cache,
+    )
+    return TrainStep(model, loss_fn, optimizer, options)
 
 
+@public
 def make_eval_step(
     model: torch.nn.Module,
     loss_fn: LossFn,
@@ -100,7 +115,7 @@ def make_eval_step(
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
-    scan_layers: bool | str = "auto",
+    scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> EvalStep:
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
@@ -119,5 +134,12 @@ def make_eval_step(
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
     """
-    repeats = LayerOptions(scan_layers)
-    return EvalStep(model, loss_fn, mesh, plan, batch_spec, compute_dtype, repeats, compile_cache=compile_cache)
+    options = StepOptions(
+        mesh=mesh,
+        plan=plan,
+        batch_spec=batch_spec,
+        compute_dtype=compute_dtype,
+        scan_layers=scan_layers,
+        compile_cache=compile_cache,
+    )
+    return EvalStep(model, loss_fn, options)

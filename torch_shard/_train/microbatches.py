@@ -1,15 +1,22 @@
 """Gradient accumulation: a batch taken in several microbatches, one after the other, within one program."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from torch_shard._capture import Spec
+from torch_shard._common.caller import caller
+from torch_shard._common.random import Key
+from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, stack_sharding
 from torch_shard._train.batch import BatchSignature
@@ -24,12 +31,9 @@ class Microbatches:
     """
 
     def __init__(self, num: int, layout: BatchLayout) -> None:
-        caller = layout.caller
-        if not isinstance(num, int) or isinstance(num, bool) or num < 1:
-            raise ValueError(f"{caller}: accumulate_steps must be an integer of at least 1, got {num!r}.")
         self.num, self._layout = num, layout
 
-    def check(self, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    def check(self, leaves: Sequence[torch.Tensor | ArrayLike], paths: Sequence[str]) -> None:
         """Refuse a batch that cannot be split into microbatches.
 
         Args:
@@ -59,7 +63,7 @@ class Microbatches:
         if faults:
             layout = self._layout
             raise ValueError(
-                f"{layout.caller}: the batch cannot be split into accumulate_steps={self.num} microbatches on mesh "
+                f"{caller()}: the batch cannot be split into accumulate_steps={self.num} microbatches on mesh "
                 f"{describe_mesh(layout.mesh)}.\n\n" + "\n".join(faults) + f"\n\n{remedy}"
             )
 
@@ -99,12 +103,12 @@ class Microbatches:
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
             return Stacks(sums.layout, map(jax.lax.with_sharding_constraint, sums.arrays, wide))
 
-        def run(key: Any, tensors: Stacks, batch: Sequence[Any], closure: Sequence[Any]) -> LossOutputs:
+        def run(key: Key, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]) -> LossOutputs:
             split = [self._split(array) if array.ndim else None for array in batch]
             trained = tensors.part(tensors.layout.restricted(program.grads))
             carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
 
-            def one(carry: Any, xs: Any) -> Any:
+            def one(carry: PyTree, xs: PyTree) -> PyTree:
                 (held, sums), (index, rows) = carry, xs
                 parts = [whole if part is None else part for whole, part in zip(batch, rows, strict=True)]
                 out = program.run(jax.random.fold_in(key, index), tensors.updated(held), parts, closure)
@@ -132,7 +136,7 @@ class Microbatches:
         return jax.lax.with_sharding_constraint(rows, NamedSharding(self._layout.mesh, spec))
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: np.dtype) -> np.dtype:
     """What sums are taken in."""
     return jnp.promote_types(dtype, jnp.float32)
 

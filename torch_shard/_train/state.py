@@ -1,16 +1,23 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
@@ -48,13 +55,13 @@ class TrainState:
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
     """
 
-    step: Any
-    params: Mapping[str, Any]
-    frozen: Mapping[str, Any]
-    buffers: Mapping[str, Any]
+    step: jax.Array
+    params: Mapping[str, jax.Array]
+    frozen: Mapping[str, jax.Array]
+    buffers: Mapping[str, jax.Array]
     opt_state: Any
-    key: Any
-    num_batches: Any
+    key: jax.Array
+    num_batches: jax.Array
     unsaved: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -84,15 +91,14 @@ class StateLayout:
         optimizer: optax.GradientTransformation,
         *,
         groups: list[Siblings],
-        caller: str,
     ) -> None:
-        self._plan, self._caller, self._optimizer = plan, caller, optimizer
+        self._plan, self._optimizer = plan, optimizer
         layout = stack_layout(model, held.all, groups)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
         self._tensors = {n: jax.ShapeDtypeStruct(t.shape, jax_dtype(t.dtype)) for n, t in held.all.items()}
-        replicated = NamedSharding(plan.mesh, PartitionSpec())
+        replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
             step=replicated,
@@ -111,7 +117,7 @@ class StateLayout:
             entries = {n: jax.ShapeDtypeStruct(*_type(self._tensors[n]), sharding=self._plan[n]) for n in layout.names}
             return Stacks.from_dict(entries, layout)
 
-        def scalar(struct: Any) -> jax.ShapeDtypeStruct:
+        def scalar(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=self.shardings.step)
 
         return dataclasses.replace(
@@ -127,11 +133,11 @@ class StateLayout:
         firsts = ((self._plan[group[0]], len(group)) for group in layout.groups)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
-    def _opt_structs(self, replicated: NamedSharding) -> Any:
+    def _opt_structs(self, replicated: NamedSharding) -> PyTree:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         params = {name: self._tensors[name] for name in self.params.names}
 
-        def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        def placed(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._plan[names[-1]] if fits else replicated
@@ -143,7 +149,7 @@ class StateLayout:
     def place(
         self,
         kind: str,
-        values: Mapping[str, Any],
+        values: Mapping[str, PyTree],
         *,
         let_go: Callable[[tuple[str, ...]], None] | None = None,
         taken: set[int] | None = None,
@@ -162,7 +168,7 @@ class StateLayout:
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
         if faults or len(values) != len(layout.names):
             unknown = [f"  {name}: not among the {kind} of the model" for name in values if name not in layout.places]
-            raise ValueError(f"{self._caller}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
+            raise ValueError(f"{caller()}: {kind} of the state do not fit.\n\n" + "\n".join(faults + unknown))
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
@@ -173,16 +179,16 @@ class StateLayout:
 
         return Stacks(layout, stored())
 
-    def _fault(self, name: str, values: Mapping[str, Any]) -> str | None:
+    def _fault(self, name: str, values: Mapping[str, PyTree]) -> str | None:
         if name not in values:
             return f"  {name}: missing"
         wanted, found = _type(self._tensors[name]), _type(values[name])
         return None if wanted == found else f"  {name}: must be {wanted[0]} {wanted[1]}, got {found[0]} {found[1]}"
 
-    def init_opt_state(self, params: Stacks) -> Any:
+    def init_opt_state(self, params: Stacks) -> PyTree:
         """The optimiser's state for these parameters."""
 
-        def init_opt_state(params: Stacks) -> Any:
+        def init_opt_state(params: Stacks) -> PyTree:
             return run_by_name(self._optimizer.init, params, layout=self.params)
 
         return jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params)
@@ -204,29 +210,29 @@ class StateLayout:
             changed["opt_state"] = self._store_opt_state(state.opt_state)
         return dataclasses.replace(state, **changed)
 
-    def _store_opt_state(self, opt_state: Any) -> Any:
+    def _store_opt_state(self, opt_state: PyTree) -> PyTree:
         stored = stack_dicts(as_dicts(opt_state), self.params, jnp.stack)
         self.check_opt_state(stored)
         return jax.device_put(stored, self.shardings.opt_state)
 
-    def check_opt_state(self, opt_state: Any) -> None:
+    def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
         found, wanted = (jax.tree.structure(tree) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
             raise ValueError(
-                f"{self._caller}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
+                f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
 
 
-def _type(value: Any) -> tuple[tuple[int, ...], Any]:
+def _type(value: torch.Tensor | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype as JAX holds them."""
     dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
     return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _placed(rows: list[Any], sharding: NamedSharding, *, keep: bool) -> jax.Array:
+def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:
     """A stored array that the step may donate; with `keep`, a module on the jax device keeps its own."""
     if len(rows) > 1:
         return put_rows(rows, sharding)

@@ -1,12 +1,16 @@
 """Steps that are not taken: a state is kept where the loss or a gradient is no good."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
 from torch_shard._sharding import Stacks
 from torch_shard._train.state import TrainState
 
@@ -23,7 +27,7 @@ class Verdict:
         buffers: Likewise of the buffers whether they stay finite where they were.
     """
 
-    skipped: Any
+    skipped: jax.Array
     finite: Stacks
     buffers: Stacks
 
@@ -36,13 +40,13 @@ class Verdict:
         return [name for name in self.buffers if not bool(self.buffers[name])]
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: PyTree) -> jax.Array:
     """The L2 norm over all gradients; of half precision in float32, which neither overflows nor loses small terms."""
     return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
 
 
 def judge(
-    loss: jax.Array, grads: Stacks, norm: jax.Array, max_grad_norm: float, buffers: tuple[Stacks, ...]
+    loss: jax.Array, grads: Stacks, norm: jax.Array, *, max_grad_norm: float, buffers: tuple[Stacks, ...]
 ) -> Verdict:
     """Look at a step before it is taken.
 
@@ -78,7 +82,7 @@ def keep(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
     return dataclasses.replace(kept, num_batches=new.num_batches)
 
 
-def check_max_grad_norm(caller: str, value: Any) -> None:
+def check_max_grad_norm(value: object) -> None:
     """Refuse what is no norm.
 
     Raises:
@@ -87,6 +91,6 @@ def check_max_grad_norm(caller: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value > 0):
         raise ValueError(
-            f"{caller}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
+            f"{caller()}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."
         )

@@ -1,20 +1,27 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
+# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 import torch
+from jax.sharding import Sharding
+from torch import nn
 
+from torch_shard._common.caller import speaks_as
+from torch_shard._common.types import PyTree
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
-from torch_shard._scan import LayerOptions, Siblings
-from torch_shard._sharding import Stacks, to_meta, with_values
+from torch_shard._scan import Siblings
+from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.options import StepOptions
 from torch_shard._train.state import StateLayout, TrainState
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
@@ -27,8 +34,11 @@ class TrainStep(Step):
 
     caller, train = "make_train_step", True
 
-    def __init__(self, model: Any, loss_fn: Any, optimizer: Any, *options: Any) -> None:
-        super().__init__(model, loss_fn, *options)
+    @speaks_as(None)
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, optimizer: optax.GradientTransformation, options: StepOptions
+    ) -> None:
+        super().__init__(model, loss_fn, options)
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise TypeError(
                 f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
@@ -39,19 +49,21 @@ class TrainStep(Step):
         self.optimizer, self._donated = optimizer, False
         takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
-        self._store(self.repeats.groups(model) if self.repeats.scan is not False else [])
+        self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
-        self._layout = StateLayout(self.model, self._held, self.plan, self.optimizer, groups=groups, caller=self.caller)
+        self._layout = StateLayout(self.model, self._held, self.plan, self.optimizer, groups=groups)
         self.shardings = self._layout.shardings
 
     @property
+    @speaks_as(None)
     def structs(self) -> TrainState:
         """Shape, dtype and sharding of each array of a state; of the key, of its words."""
-        refuse_wide(self.caller, self._held.all)
+        refuse_wide(self._held.all)
         return self._layout.structs
 
+    @speaks_as("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
 
@@ -72,8 +84,8 @@ class TrainStep(Step):
                 "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
                 "make a step of step.export(state), which has its values."
             )
-        refuse_meta("init", self._held.all)
-        refuse_wide("init", self._held.all)
+        refuse_meta(self._held.all)
+        refuse_wide(self._held.all)
         self._donated = donate
         let_go = self._let_go if donate else None
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
@@ -81,6 +93,7 @@ class TrainStep(Step):
         placed = {k: self._layout.place(k, tensors, let_go=let_go, taken=taken) for k, tensors in held.items()}
         return self.start(placed, seed=seed)
 
+    @speaks_as(None)
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
         """The state at step 0 with these arrays.
 
@@ -108,9 +121,10 @@ class TrainStep(Step):
                 held[name] = to_meta(self.model, held[name])
         self._params = list(self._held.params.values())
 
+    @speaks_as(None)
     def __call__(
-        self, state: TrainState, batch: Any, *, max_grad_norm: float | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """Train by one step.
 
         Args:
@@ -129,32 +143,38 @@ class TrainStep(Step):
         Raises:
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
-        check_max_grad_norm(self.caller, max_grad_norm)
-        compiled, arrays = self._prepare(batch, state, max_grad_norm)
+        check_max_grad_norm(max_grad_norm)
+        program, arrays = self._prepare(batch, state, max_grad_norm)
         if isinstance(state.step, jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
             )
-        return compiled(self._normal(state), arrays)
+        return program(self._normal(state), arrays)
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
 
-    def _jit(self, program: LossProgram, batch_shardings: list[Any], guard: float | None) -> Callable[..., Any]:
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
-        if not self._compiled and any(group.refused for group in program.groups):
+        if not self._programs and any(group.refused for group in program.groups):
             self._store(program.groups)  # layers that are no loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
-        def update(grads: Any, opt_state: Any, params: Any, loss: Any) -> Any:  # by name, whatever is stored together
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
+        ) -> PyTree:  # by name, whatever is stored together
             updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
-            updated: Any = optax.apply_updates(params, updates)
+            updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)
 
-        def train_step(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> Any:
+        def train_step(
+            state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
+        ) -> tuple[TrainState, dict[str, PyTree]]:
             layout.check_opt_state(state.opt_state)
             key = jax.random.fold_in(state.key, state.step)
             out = run(key, state.tensors, batch, closure)
@@ -174,9 +194,9 @@ class TrainStep(Step):
                 num_batches=state.num_batches + 1,
             )
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
-            if guard is None:
+            if max_grad_norm is None:
                 return new, metrics
-            verdict = judge(out.loss, grads, norm, guard, buffers)
+            verdict = judge(out.loss, grads, norm, max_grad_norm=max_grad_norm, buffers=buffers)
             return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
 
         return jax.jit(
@@ -187,16 +207,16 @@ class TrainStep(Step):
             compiler_options=program.compiler_options(self.mesh),
         )
 
+    @speaks_as(None)
     def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
         """Present values of the model, by name, on their shards."""
         tensors = {name: self._held.all[name] for name in names}
-        refuse_meta(self.caller, tensors)
+        refuse_meta(tensors)
         return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
-        repeats = LayerOptions(self.repeats.scan)
-        return EvalStep(self.model, self.loss_fn, *self._asked, repeats, compile_cache=self._compile_directory)
+        return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
@@ -208,7 +228,8 @@ class EvalStep(Step):
 
     caller, train = "make_eval_step", False
 
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    @speaks_as(None)
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.
 
         Args:
@@ -218,11 +239,13 @@ class EvalStep(Step):
         Returns:
             `loss` and the metrics of `loss_fn`.
         """
-        compiled, arrays = self._prepare(batch)
-        return compiled(state, arrays)
+        program, arrays = self._prepare(batch)
+        return program(state, arrays)
 
-    def _jit(self, program: LossProgram, batch_shardings: list[Any], guard: float | None) -> Callable[..., Any]:
-        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, Any]:
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 

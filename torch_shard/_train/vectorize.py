@@ -1,5 +1,8 @@
 """When two equations of a jaxpr do the same: keys that are equal only for equal primitives and parameters."""
 
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -11,6 +14,9 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.sharding import Sharding
+from jax.typing import ArrayLike
+
+Atom = Var | Literal
 
 # Their batching rules draw other numbers, or draw by a key in ways that depend on its implementation.
 RANDOM = frozenset({"random_bits", "random_split", "random_fold_in", "random_seed", "rng_bit_generator", "rng_uniform"})
@@ -40,7 +46,7 @@ class Alike:
             self._random[id(jaxpr)] = any(map(self.is_random, jaxpr.eqns))
         return self._random[id(jaxpr)]
 
-    def _freeze(self, value: Any) -> Hashable:
+    def _freeze(self, value: object) -> Hashable:
         if isinstance(value, dict):
             return tuple((name, self._freeze(v)) for name, v in sorted(value.items()))
         if isinstance(value, (tuple, list)):
@@ -68,7 +74,7 @@ class Alike:
         numbers = {v: i for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
         yield tuple(type_key(v.aval) for v in numbers)
 
-        def atom(v: Any) -> Hashable:
+        def atom(v: Atom) -> Hashable:
             return literal_key(v) if isinstance(v, Literal) else numbers[v]
 
         for eqn in jaxpr.eqns:
@@ -82,7 +88,7 @@ def literal_key(literal: Literal) -> Hashable:
     return "literal", _bits(literal.val), type_key(literal.aval)
 
 
-def type_key(aval: Any) -> Hashable:
+def type_key(aval: object) -> Hashable:
     """Shape, dtype and whatever else tells types apart."""
     return aval, getattr(aval, "weak_type", None)
 
@@ -93,14 +99,14 @@ def _context(eqn: JaxprEqn) -> Hashable:
     return tuple(getattr(ctx, name, None) for name in ("compute_type", "threefry_partitionable", "xla_metadata"))
 
 
-def _bits(value: Any) -> Hashable:
+def _bits(value: ArrayLike) -> Hashable:
     if isinstance(value, jax.Array):
         return "identity", id(value)
     array = np.asarray(value)
     return type(value), array.dtype, array.shape, array.tobytes()
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -111,11 +117,11 @@ def _is_hashable(value: Any) -> bool:
 class RowValue:
     """What an operation computes: one array, or one for each of some rows, stacked."""
 
-    def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
+    def __init__(self, array: ArrayLike | None = None, rows: list[int] | None = None) -> None:
         self.array, self.rows = array, rows
-        self._taken: dict[int, Any] = {}
+        self._taken: dict[int, jax.Array] = {}
 
-    def take(self, row: int | None) -> Any:
+    def take(self, row: int | None) -> jax.Array:
         """The array, or that of a row."""
         if self.rows is None or row is None:
             return self.array
@@ -123,7 +129,7 @@ class RowValue:
             self._taken[row] = jax.lax.index_in_dim(self.array, self.rows.index(row), keepdims=False)
         return self._taken[row]
 
-    def stack(self, rows: list[int]) -> Any:
+    def stack(self, rows: list[int]) -> jax.Array:
         """The arrays of some rows, stacked in this order."""
         if self.rows is None:
             return jnp.broadcast_to(self.array, (len(rows), *jnp.shape(self.array)))
@@ -141,14 +147,14 @@ class RowSlot(NamedTuple):
     value: RowValue
     row: int | None
 
-    def take(self) -> Any:
+    def take(self) -> jax.Array:
         """The variable's array."""
         return self.value.take(self.row)
 
 
 def assemble(slots: Iterable[RowSlot]) -> jax.Array:
     """Several variables of one type, stacked."""
-    pieces: list[tuple[RowValue, list[Any]]] = []
+    pieces: list[tuple[RowValue, list[int | None]]] = []
     for value, row in slots:
         if not pieces or pieces[-1][0] is not value:
             pieces.append((value, []))
@@ -178,7 +184,7 @@ class _Operation:
         for value, array in zip(self.outputs, found, strict=True):
             value.array, value.rows = array, rows or None
 
-    def _evaluate_rows(self, rows: list[int]) -> list[Any]:
+    def _evaluate_rows(self, rows: list[int]) -> list[jax.Array]:
         given = [s.take() if s.row is None else s.value.stack(rows) for s in self.inputs]
         axes = [None if s.row is None else 0 for s in self.inputs]
         try:
@@ -189,7 +195,7 @@ class _Operation:
             ]
             return [jnp.stack(arrays) for arrays in zip(*each, strict=True)]
 
-    def _evaluate(self, *inputs: Any) -> list[Any]:
+    def _evaluate(self, *inputs: jax.Array) -> list[jax.Array]:
         eqn = self.eqn
         jaxpr = self.jaxpr.replace(
             constvars=[], invars=_variables(eqn), outvars=_results(eqn), eqns=[eqn], effects=eqn.effects
@@ -206,7 +212,7 @@ def _results(eqn: JaxprEqn) -> list[Var]:
 
 
 # Sums and the like over rows: associative and commutative, so that a chain is one reduction for each stack.
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
     "add": (jax.lax.add, jax.lax.reduce_sum),
     "max": (jax.lax.max, jax.lax.reduce_max),
     "min": (jax.lax.min, jax.lax.reduce_min),
@@ -226,7 +232,7 @@ class _Reduction:
     def run(self) -> None:
         combine, reduce = _REDUCTIONS[self.name]
         rows: dict[RowValue, list[int]] = {}
-        terms: list[Any] = []
+        terms: list[jax.Array] = []
         for value, row in self.inputs:
             if row is None or row in rows.get(value, ()):
                 terms.append(value.take(row))
@@ -272,13 +278,13 @@ class RowProgram:
                 self._add_chain(jaxpr, chain, slots)
         return [self._slot(v, slots) for v in jaxpr.outvars]
 
-    def _slot(self, atom: Any, slots: dict[Var, RowSlot]) -> RowSlot:
+    def _slot(self, atom: Atom, slots: dict[Var, RowSlot]) -> RowSlot:
         if not isinstance(atom, Literal):
             return slots[atom]
         dtype = atom.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
         return self._constant(literal_key(atom), atom.val, dtype)
 
-    def _constant(self, key: Hashable, value: Any, dtype: Any = None) -> RowSlot:
+    def _constant(self, key: Hashable, value: ArrayLike, dtype: np.dtype | None = None) -> RowSlot:
         if key not in self._constants:
             self._constants[key] = RowValue(value if dtype is None else jnp.asarray(value, dtype))
         return RowSlot(self._constants[key], None)
@@ -311,7 +317,7 @@ class RowProgram:
     def _operation(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot], lines_up: bool) -> _Operation:
         """The one that does this, made unless it is known."""
 
-        def describe(atom: Any) -> Hashable:
+        def describe(atom: Atom) -> Hashable:
             if isinstance(atom, Literal):
                 return literal_key(atom)
             value, row = slots[atom]
@@ -341,7 +347,7 @@ class _Chain:
     """Equations of one associative and commutative primitive whose results only the next of them uses."""
 
     eqns: list[JaxprEqn]
-    terms: list[Any]
+    terms: list[Atom]
 
 
 def _find_chains(jaxpr: Jaxpr) -> dict[Var, _Chain]:
@@ -371,7 +377,7 @@ def _find_chains(jaxpr: Jaxpr) -> dict[Var, _Chain]:
     return found
 
 
-def _atoms(atoms: Iterable[Any]) -> list[Var]:
+def _atoms(atoms: Iterable[Atom]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 

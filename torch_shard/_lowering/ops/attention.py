@@ -71,7 +71,8 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
         if not torch.is_grad_enabled():
             return *torch.ops.torch_shard.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
         q, k, v = ctx.saved_tensors[:3]  # for a derivative of this derivative

@@ -68,7 +68,7 @@ def convolution_backward(
 def _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups):
     """By windows of x, not by a convolution: XLA's partitioner multiplies that one by the size of the other mesh axes.
 
-    (jaxlib 0.10.2, a convolution with batch_group_count whose batch is split; tests/test_upstream.py.)
+    (jaxlib 0.10.2, a convolution with batch_group_count whose batch is split; tests/system/test_upstream.py.)
     """
     kernel, space = weight.shape[2:], grad.shape[2 - weight.ndim :]
     rank = len(kernel)

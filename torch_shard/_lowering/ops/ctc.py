@@ -3,6 +3,7 @@
 Shapes: T steps, N sequences, C classes, S labels.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,18 +56,18 @@ class _Ctc(torch.autograd.Function):
         return torch.ops.torch_shard.ctc(*args)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("ctc_loss has no second derivative, as in PyTorch itself.")
-        return torch.ops.torch_shard.ctc_backward(grad, *ctx.saved_tensors, ctx.blank), None, None, None, None
+        return torch.ops.torch_shard.ctc_backward(*grads, *ctx.saved_tensors, ctx.blank), None, None, None, None
 
 
 @instead_of(torch.nn.functional.ctc_loss, torch.ctc_loss)
 def ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
     blank: int = 0,
     reduction: str | int = "mean",
     zero_infinity: bool = False,
@@ -78,7 +79,7 @@ def ctc_loss(
         starts = num_labels.cumsum(0) - num_labels
         targets = targets[(starts[:, None] + torch.arange(len(targets))).clamp(max=len(targets) - 1)]
     losses = _Ctc.apply(logp, targets.reshape(logp.shape[1], -1).long(), steps, num_labels, blank)
-    losses: Any = torch.where(losses.isinf(), 0.0, losses) if zero_infinity else losses
+    losses: torch.Tensor = torch.where(losses.isinf(), 0.0, losses) if zero_infinity else losses
     if reduction in ("mean", 1):
         return (losses / num_labels.clamp(min=1)).mean()
     if reduction in ("sum", 2):

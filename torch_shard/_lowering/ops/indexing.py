@@ -1,7 +1,5 @@
 """Reading and writing at indices: put, take, index_reduce, masked scatter, diagonals, medians, searches."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +34,8 @@ def put(x, index, source, accumulate=False):
 @lowers(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x, indices, values, accumulate=False):
     if any(i is not None and i.dtype == bool for i in indices):
-        by_mask: Any = foreign_lowering(aten.index_put.default)
+        by_mask = foreign_lowering(aten.index_put.default)
+        assert by_mask is not None
         return by_mask(x, indices, values, accumulate)
     return _write(x, tuple(slice(None) if i is None else i for i in indices), values, accumulate)
 

@@ -7,8 +7,8 @@ layers stays PyTorch's own.
 Shapes: T steps, B batch, C input width, H hidden width, G gates times H, P width of the output.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from torch_shard._common.axes import vary_like
 from torch_shard._common.overrides import instead_of, is_plain
+from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.registry import lowers
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -101,7 +102,10 @@ def _cell(kind: str, given: torch.Tensor, state: tuple, weights: tuple) -> tuple
     return ((given + own).tanh() if kind == "rnn_tanh" else (given + own).relu(),)
 
 
-def split_weights(kind: str, state: Any, weights: Any) -> tuple[Any, Any, Any]:
+T = TypeVar("T", jax.Array, torch.Tensor)
+
+
+def split_weights(kind: str, state: Sequence[T], weights: Sequence[T]) -> tuple[T, T | None, T | None]:
     """`(w_hh, b_hh or None, w_hr or None)`, of tensors or arrays."""
     has_projection = kind == "lstm" and state[0].shape[-1] != state[1].shape[-1]
     projection = weights[-1] if has_projection else None
@@ -117,7 +121,7 @@ def _direction(kind: str, x_TBC: torch.Tensor, state: Tensors, params: Tensors, 
 def _net(
     kind: str,
     x: torch.Tensor,
-    hx: Any,
+    hx: torch.Tensor | Sequence[torch.Tensor],
     params: Tensors,
     biased: bool,
     num_layers: int,
@@ -145,7 +149,7 @@ def _net(
     return x.transpose(0, 1) if batch_first else x, *last
 
 
-def _fits(args: tuple[Any, ...]) -> bool:
+def _fits(args: tuple[PyTree, ...]) -> bool:
     """Whether our operator means the same as PyTorch's composite, which stays in all other cases."""
     if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences; arguments by name
         return False
@@ -159,8 +163,8 @@ def _fits(args: tuple[Any, ...]) -> bool:
     )
 
 
-def _replacing(kind: str, composite: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _replacing(kind: str, composite: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _net(kind, *args) if not kwargs and _fits(args) else composite(*args, **kwargs)
 
     return call

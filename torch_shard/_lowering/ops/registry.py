@@ -1,18 +1,20 @@
 """Where lowerings are kept: ours by `@lowers`, torchax's for the operators that we have not written."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-Lowering = Callable[..., Any]
+from torch_shard._common.types import Operator, PyTree
 
-LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
+Lowering = Callable[..., PyTree]
 
-RANDOM: set[torch._ops.OpOverload] = set()
+LOWERINGS: dict[Operator, Lowering] = {}
+
+RANDOM: set[Operator] = set()
 """Operators whose lowering takes a random key as its first argument."""
 
 # torchax has a lowering, but its value or its state update differs from PyTorch's (measured against eager torch).
@@ -35,7 +37,7 @@ _WRONG_IN_TORCHAX = (
 STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 
 
-def lowers(*ops: torch._ops.OpOverload, random: bool = False) -> Callable[[Lowering], Lowering]:
+def lowers(*ops: Operator, random: bool = False) -> Callable[[Lowering], Lowering]:
     """Register a function as the lowering of ATen operators.
 
     Args:
@@ -62,19 +64,19 @@ def import_torchax() -> None:
 
 
 @functools.cache
-def _torchax_table() -> dict[Any, Any]:
+def _torchax_table() -> dict[object, Any]:
     from torchax.ops import jaten, ops_registry  # noqa: F401  (importing jaten fills the registry)
 
     return {op: entry for op, entry in ops_registry.all_aten_ops.items() if _usable(op, entry)}
 
 
-def _usable(op: Any, entry: Any) -> bool:
+def _usable(op: object, entry: Any) -> bool:
     packet = getattr(op, "overloadpacket", op)
     is_ours_to_give = getattr(packet, "__name__", "") in _WRONG_IN_TORCHAX
     return entry.is_jax_function and not entry.needs_env and not is_ours_to_give
 
 
-def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
+def find_lowering(op: Operator) -> Lowering | None:
     """Our lowering of `op`, else torchax's, else None."""
     if op in LOWERINGS:
         return LOWERINGS[op]
@@ -83,7 +85,7 @@ def find_lowering(op: torch._ops.OpOverload) -> Lowering | None:
     return foreign_lowering(op)
 
 
-def foreign_lowering(op: torch._ops.OpOverload) -> Lowering | None:
+def foreign_lowering(op: Operator) -> Lowering | None:
     """Torchax's lowering of `op`, or None."""
     table = _torchax_table()
     entry = table.get(op) or table.get(op.overloadpacket)
@@ -91,12 +93,12 @@ def foreign_lowering(op: torch._ops.OpOverload) -> Lowering | None:
 
 
 @functools.cache
-def _refusing(op: Any, lowering: Lowering) -> Lowering:
+def _refusing(op: Operator, lowering: Lowering) -> Lowering:
     """A foreign lowering that refuses the arguments that it fails on, be they not known to it or values to be read."""
     is_special = op._opname.startswith("special_")  # functions of real numbers: they take integers and booleans as such
 
     @functools.wraps(lowering)
-    def lowered(*args: Any, **kwargs: Any) -> Any:
+    def lowered(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return lowering(*(_as_float(a) for a in args) if is_special else args, **kwargs)
         except Exception as error:
@@ -110,7 +112,7 @@ def _refusing(op: Any, lowering: Lowering) -> Lowering:
     return lowered
 
 
-def _as_float(value: Any) -> Any:
+def _as_float(value: PyTree) -> PyTree:
     is_array = isinstance(value, jax.Array)
     return value.astype(np.float32) if is_array and not jax.numpy.issubdtype(value.dtype, np.inexact) else value
 
@@ -119,7 +121,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-def refuse_generator(op: Any, kwargs: dict[str, Any]) -> None:
+def refuse_generator(op: Operator, kwargs: Mapping[str, object]) -> None:
     """Refuse a generator of torch's: its stream cannot be followed.
 
     Raises:
@@ -132,7 +134,7 @@ def refuse_generator(op: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def keeps_whole(op: Any, has_core_rule: bool) -> bool:
+def keeps_whole(op: torch._ops.OperatorBase, has_core_rule: bool) -> bool:
     """Whether a capture should leave `op` as it is: we lower it, or torchax does and PyTorch has no core rule for it.
 
     PyTorch's decompositions are tested against its own kernels, so they come before torchax's lowerings.

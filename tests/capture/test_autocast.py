@@ -1,0 +1,162 @@
+"""Autocast regions, mixed precision of a step, and models of another dtype, against eager torch."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.eager import record_grads
+from tests.tables.cases import chosen, make_mesh
+
+# bfloat16 has 8 bits: a rounding is up to 2^-9 of a value, and a result meets a handful of them.
+BFLOAT16 = 2e-2
+
+PLAN = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16), nn.Softmax(-1))
+
+
+def loss_fn(m: Any, batch: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(m(batch) * 16, batch)
+
+
+def autocast_loss(device: str) -> Any:
+    def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return loss_fn(m, batch)
+
+    return loss
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-2, 2, 8 * 16).view(8, 16).sin()
+
+
+def one_step(m: nn.Module, loss: Any, data: torch.Tensor, sizes: Any = (4, 2), **options: Any) -> Any:
+    optimizer = optax.chain(record_grads(), optax.sgd(0.1))
+    step = ts.make_train_step(m, loss, optimizer, mesh=make_mesh(sizes), plan=PLAN, **options)
+    return step(step.init(), data)
+
+
+def assert_grads(state: ts.TrainState, m: nn.Module, tolerance: float) -> None:
+    for name, parameter in m.named_parameters():
+        grad, wanted = state.opt_state[0][name], parameter.grad
+        assert wanted is not None
+        assert grad.dtype == jax.numpy.dtype(str(parameter.dtype).removeprefix("torch."))
+        largest = wanted.abs().max().item()
+        found = np.asarray(grad, np.float32)
+        np.testing.assert_allclose(found, wanted.float().numpy(), atol=tolerance * largest, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", chosen([(1, 1), (4, 2)], [(4, 2)]))
+@pytest.mark.parametrize("device", ["cpu", "cuda", "jax"])
+def test_autocast_regions(device: str, sizes: Any) -> None:
+    eager = model()
+    wanted = autocast_loss("cpu")(eager, batch())
+    wanted.backward()
+    state, metrics = one_step(model(), autocast_loss(device), batch(), sizes)
+    np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=BFLOAT16)
+    assert_grads(state, eager, BFLOAT16)
+
+
+def test_autocast_gives_the_dtypes_of_its_device() -> None:
+    def forward(x: torch.Tensor, m: nn.Sequential, device: str) -> list[torch.Tensor]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            hidden = m[0](x)
+            outputs = [hidden, m[1](hidden), hidden.exp(), hidden + 1, hidden.softmax(-1), hidden @ m[3].weight.T]
+            with torch.autocast(device, enabled=False):
+                return [*outputs, hidden.float() @ m[3].weight.T]
+
+    m, x = model(), batch()
+    low, high = torch.bfloat16, torch.float32
+    on_cpu = [o.dtype for o in forward(x, m, "cpu")]
+    assert [o.dtype for o in ts.jax_jit(lambda x: forward(x, m, "cpu"))(x)] == on_cpu
+    for device in ("cuda", "jax"):  # PyTorch's table of operators for CUDA
+        found = [o.dtype for o in ts.jax_jit(lambda x, device=device: forward(x, m, device))(x)]
+        assert found == [low, high, high, low, high, low, high]
+    m.to("jax")
+    assert [o.dtype for o in forward(x.to("jax"), m, "jax")] == found  # eager, on the device
+
+
+def test_autocast_around_a_compiled_function() -> None:
+    m, x = model(), batch()
+    jitted = ts.jax_jit(m[0])
+    assert jitted(x).dtype is torch.float32
+    for device in ("cpu", "jax"):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert jitted(x).dtype is torch.bfloat16
+    assert jitted(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 2)], ids=str)
+def test_compute_dtype_is_autocast_with_float32_parameters(sizes: Any) -> None:
+    eager = model()
+    wanted = autocast_loss("cpu")(eager, batch())
+    wanted.backward()
+    state, metrics = one_step(model(), loss_fn, batch(), sizes, compute_dtype=torch.bfloat16)
+    np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=BFLOAT16)
+    assert metrics["loss"].dtype == np.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.tensors, state.opt_state))} == {np.dtype("float32")}
+    assert_grads(state, eager, BFLOAT16)
+
+
+def test_compute_dtype_is_where_it_says() -> None:
+    """Products in bfloat16, norm and softmax in float32: read off the program."""
+    step = ts.make_train_step(
+        model(), loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=PLAN, compute_dtype=torch.bfloat16
+    )
+    lines = step.lower(step.init(), batch()).as_text().splitlines()
+    products = [line for line in lines if "dot_general" in line]
+    assert products
+    assert all("bf16" in line for line in products)
+    assert not any("bf16" in line for line in lines if "exponential" in line or "rsqrt" in line)
+
+
+def test_evaluation_has_a_compute_dtype_too() -> None:
+    m, mesh = model(), make_mesh((4, 2))
+    state = ts.make_train_step(m, loss_fn, optax.sgd(0.1), mesh=mesh, plan=PLAN).init()
+    losses = [
+        float(ts.make_eval_step(m, loss_fn, mesh=mesh, plan=PLAN, compute_dtype=dtype)(state, batch())["loss"])
+        for dtype in (None, torch.bfloat16)
+    ]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, "bfloat16"], ids=str)
+def test_other_compute_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"compute_dtype must be torch\.bfloat16 or None"):
+        one_step(model(), loss_fn, batch(), compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_of_a_lower_precision(dtype: torch.dtype) -> None:
+    eager, data = model().to(dtype), batch().to(dtype)
+    wanted = loss_fn(eager, data)
+    wanted.backward()
+    state, metrics = one_step(model().to(dtype), loss_fn, data)
+    np.testing.assert_allclose(np.float32(metrics["loss"]), wanted.item(), rtol=BFLOAT16)
+    assert_grads(state, eager, 2 * BFLOAT16)  # every operator rounds, not just the products
+
+
+def test_float64_needs_x64_and_is_then_exact() -> None:
+    eager, data = model().double(), batch().double()
+    with pytest.raises(TypeError, match=r"(?s)float64.*64 bits.*jax_enable_x64"):
+        one_step(model().double(), loss_fn, data)
+    wanted = loss_fn(eager, data)
+    wanted.backward()
+    with jax.enable_x64(True):
+        state, metrics = one_step(model().double(), loss_fn, data)
+        np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=1e-12)
+        for name, parameter in eager.named_parameters():
+            np.testing.assert_allclose(state.opt_state[0][name], parameter.grad, atol=1e-13, err_msg=name)

@@ -1,0 +1,54 @@
+"""Modules and functions that PyTorch has compiled or scripted run as what they were made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.semantics import WIDTH, built
+
+pytestmark = [  # PyTorch's own, in the eager run
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Within(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.a, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.a(x))
+
+
+def compile_in_place() -> nn.Module:
+    model = layers()
+    model.compile(backend="eager")
+    return model
+
+
+COMPILED: dict[str, Callable[[], nn.Module]] = {
+    "compiled": lambda: torch.compile(layers(), backend="eager"),
+    "compiled in place": compile_in_place,
+    "compiled submodule": lambda: Within(torch.compile(layers(), backend="eager")),
+    "compiled function": lambda: Within(torch.compile(lambda x: x.sin() + x, backend="eager")),
+    "scripted": lambda: torch.jit.script(layers()),
+    "scripted submodule": lambda: Within(torch.jit.script(layers())),
+    "traced": lambda: torch.jit.trace(layers(), torch.ones(2, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_runs_as_the_plain_module(name: str) -> None:
+    build = COMPILED[name]
+    build.__name__ = name
+    case = built(build)
+    assert_follows(case, case.model(), eager_trajectory(case, 2), (4, 2))

@@ -1,0 +1,93 @@
+"""Functions that captures write in another way than PyTorch: over their arguments, against eager torch."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_shard as ts
+from torch_shard._capture import replacements as _initialisers
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # float32 sums and logarithms of sums, in another order
+
+Case = tuple[str, Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]
+
+
+def ctc(**options: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.ctc_loss(x.log_softmax(-1), **options)
+
+
+def cases() -> Iterator[Case]:
+    rows, row = torch.tensor([[1, 2, 2], [3, 0, 0], [1, 4, 1]]), torch.tensor([1, 2, 2, 3, 1, 4, 1])
+    lengths = {"input_lengths": torch.tensor([7, 5, 6]), "target_lengths": torch.tensor([3, 1, 3])}
+    as_numbers = {"input_lengths": (7, 5, 6), "target_lengths": (3, 1, 3)}
+    for reduction in ("none", "sum", "mean"):
+        yield f"ctc {reduction}", ctc(targets=rows, reduction=reduction, **lengths), (7, 3, 5)
+        yield f"ctc in a row {reduction}", ctc(targets=row, reduction=reduction, **as_numbers), (7, 3, 5)
+    none = {"input_lengths": torch.tensor([7, 0]), "target_lengths": torch.tensor([0, 0])}
+    yield "ctc without labels", ctc(targets=torch.ones(2, 3).long(), reduction="none", **none), (7, 2, 5)
+    one = {"input_lengths": torch.tensor(6), "target_lengths": torch.tensor(2)}
+    yield "ctc of one sequence", ctc(targets=torch.tensor([4, 4]), blank=1, **one), (6, 5)
+    target = torch.tensor([[3, -1, 0, 1], [1, 2, -1, 0], [-1, 0, 1, 2], [0, 1, 2, 3]])
+    for reduction in ("none", "sum", "mean"):
+        margins = lambda x, r=reduction: F.multilabel_margin_loss(x, target, reduction=r)  # noqa: E731
+        yield f"multilabel_margin_loss {reduction}", margins, (4, 4)
+    yield "multilabel_margin_loss of one row", lambda x: F.multilabel_margin_loss(x, target[0]), (4,)
+    torch.manual_seed(0)
+    net = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [3, 7], div_value=2.0, head_bias=True).requires_grad_(False)
+    labels = torch.tensor([0, 2, 3, 6, 7, 11])
+    yield "adaptive log-softmax", lambda x: net(x, labels).output, (6, 8)
+    yield "adaptive log-softmax of one cluster", lambda x: net(x, torch.tensor([8, 9])).loss, (2, 8)
+    yield "adaptive log-softmax of one row", lambda x: net(x, torch.tensor(5)).output, (8,)
+
+
+ALL = list(cases())
+
+
+@pytest.mark.parametrize(("fn", "shape"), [case[1:] for case in ALL], ids=[case[0] for case in ALL])
+def test_value_and_gradient_equal_eager_torch(fn: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+
+    def scalar(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = fn(x)
+        return (out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum(), out
+
+    leaf = x.clone().requires_grad_()
+    value, out = scalar(leaf)
+    (_, found), grad = ts.jax_jit(ts.jax_value_and_grad(scalar, has_aux=True))(x)
+    torch.testing.assert_close(found.cpu(), out.detach(), **CLOSE)
+    torch.testing.assert_close(grad.cpu(), torch.autograd.grad(value, leaf)[0], **CLOSE)
+
+
+def test_a_sequence_without_a_path_is_infinitely_unlikely() -> None:
+    logp, target = torch.zeros(2, 1, 3).log_softmax(-1), torch.tensor([[1, 1]])
+    lengths = torch.tensor([2]), torch.tensor([2])  # a repeated label needs a blank between
+    assert ts.jax_jit(lambda x: F.ctc_loss(x, target, *lengths))(logp).cpu().isinf()
+
+
+def test_a_target_of_the_adaptive_log_softmax_that_is_no_class_is_loud() -> None:
+    net = nn.AdaptiveLogSoftmaxWithLoss(8, 12, [3, 7], div_value=2.0).requires_grad_(False)
+    output = ts.jax_jit(lambda x, y: net(x, y).output)(torch.randn(3, 8), torch.tensor([0, 12, -1])).cpu()
+    assert output.isnan().tolist() == [False, True, True]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("end", [0, 1])
+def test_no_outlier_at_the_ends_of_a_wide_interval(
+    end: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes of the first and the last of the numbers that are drawn: eight million to one, each."""
+
+    def extreme(x: torch.Tensor, *ends: float, generator: Any = None) -> torch.Tensor:
+        return x.fill_(ends[end])
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", extreme)
+    drawn = _initialisers.trunc_normal_(torch.empty(3, dtype=dtype), 0, 0.02, -2, 2)
+    assert 5 * 0.02 < drawn.abs().max() < 6 * 0.02

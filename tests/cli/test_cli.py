@@ -1,0 +1,184 @@
+"""The command line from outside."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import torch_shard as ts
+from torch_shard._demo import proof as proving
+from torch_shard._demo import run as running
+from torch_shard._demo.files import load_weights
+from torch_shard._demo.model import loss_fn
+from torch_shard._demo.run import Settings, draw_validation
+from torch_shard._demo.text import read_corpus
+from torch_shard.cli import app
+
+
+def call(*arguments):
+    return subprocess.run([sys.executable, "-m", "torch_shard.cli", *arguments], capture_output=True, text=True)
+
+
+def said(result):
+    """What an error box says, without its frame and line breaks."""
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return read_corpus()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    return call("demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(out)), out
+
+
+def read_records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_demo_trains_proves_and_shows(finished):
+    result, out = finished
+    assert result.returncode == 0, result.stderr
+    for part in ("ShardingPlan on mesh (batch=4, model=2)", "CPU 0, 2, 4, 6", "5/5", "The proof holds", str(out)):
+        assert part in result.stdout.replace("\n", "")
+    assert result.stderr == ""
+
+
+def test_demo_writes_metrics_of_every_step(finished):
+    _, out = finished
+    names = {file.name for file in out.iterdir() if not file.name.startswith("events")}
+    assert names == {"checkpoints", "demo.json", "loss.png", "metrics.jsonl", "model.safetensors", "summary.json"}
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    train = [record for record in read_records(out) if record["kind"] == "train"]
+    assert [record["batch"] for record in train] == [1, 2, 3, 4, 5]
+    assert train[-1]["loss"] < train[0]["loss"]
+    proof = read_summary(out)["proof"]
+    assert proof["holds"]
+    assert len(proof["losses"]) == 10
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """The demo in this process, without its proof."""
+    monkeypatch.setattr("torch_shard._demo.report._prove", lambda run: proving.Proof((1.0,), 0.0, 0.0, "x"))
+    return ["demo", "--quick", "--steps", "5", "--seed", "3"]
+
+
+def test_interrupted_demo_goes_on_to_the_bit(finished, quickly, tmp_path, monkeypatch):
+    batch = running.Run.batch
+
+    def interrupting(self, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+        return batch(self, step)
+
+    monkeypatch.setattr(running.Run, "batch", interrupting)
+    stopped = CliRunner().invoke(app, [*quickly, "--out", str(tmp_path)])
+    assert stopped.exit_code == 130
+    assert "Stopped, and saved. The same command with --resume goes on." in stopped.stdout
+    monkeypatch.setattr(running.Run, "batch", batch)
+    other = CliRunner().invoke(app, [*quickly, "--seed", "4", "--resume", "--out", str(tmp_path)])
+    assert "has seed 3, not 4. Resume it with the same options." in said(other)
+    resumed = CliRunner().invoke(app, [*quickly, "--resume", "--out", str(tmp_path)])
+    assert resumed.exit_code == 0, resumed.stdout
+    found, wanted = ([r["loss"] for r in read_records(out)] for out in (tmp_path, finished[1]))
+    assert found == wanted
+
+
+def test_demo_touches_no_checkpoints_but_its_own(quickly, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for options in ([], ["--resume"]):
+        refused = CliRunner().invoke(app, [*quickly, *options, "--out", str(tmp_path)])
+        assert refused.exit_code == 2
+        assert "is not of a demo. Choose another folder." in said(refused)
+    assert (tmp_path / "checkpoints").exists()
+
+
+def test_weights_load_into_torch_and_give_the_reported_loss(finished, corpus):
+    _, out = finished
+    model, records = load_weights(out / "model.safetensors"), read_records(out)
+    assert model.head.weight is model.tokens.weight
+    head = read_summary(out)["settings"]
+    settings = Settings(steps=5, out=out, num_eval_batches=head["num_eval_batches"])
+    with torch.no_grad():
+        losses = [loss_fn(model, batch).item() for batch in draw_validation(corpus, settings, head["batch_size"])]
+    reported = [record["loss"] for record in records if record["kind"] == "eval"][-1]
+    # float32, sums over a thousand tokens in another order
+    assert np.mean(losses) == pytest.approx(reported, rel=1e-5)
+
+
+def test_version_and_help():
+    assert call("--version").stdout == f"torch-shard {ts.__version__}\n"
+    listed = CliRunner().invoke(app, ["--help"])
+    assert listed.exit_code == 0
+    assert "demo" in listed.stdout
+
+
+@pytest.mark.parametrize(
+    "mesh", ["4x2", "batch=4", "batch=0,model=2", "batch=4,modle=2", "batch=4,model=2,model=2", ""]
+)
+def test_malformed_mesh_is_refused(mesh, tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--mesh", mesh, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "Invalid value for --mesh: expected a positive size for each of the axes batch and model" in said(result)
+    assert f"got {mesh!r}" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("batch=8,model=2", "batch=8, model=2 needs 16 devices, but 8 are available"),
+        ("batch=1,model=3", "blocks.0.q.weight (128, 128): dim 0 = 128 is not a multiple of model=3"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(mesh, message, tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--mesh", mesh, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in said(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file" / "run")])
+    assert result.exit_code == 2
+    assert "Invalid value for --out: cannot write to" in said(result)
+    assert "Not a directory" in said(result)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_exit_code_says_whether_the_proof_holds(holds, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_shard._demo.report.run_demo", lambda run, console: holds)
+    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
+    assert result.exit_code == (0 if holds else 1)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_stopped_demo_says_how_to_go_on(error, code, tmp_path, monkeypatch):
+    def stopped(*_):
+        raise error
+
+    monkeypatch.setattr("torch_shard._demo.report.run_demo", stopped)
+    found = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
+    assert found.exit_code == code
+    assert "The same command with --resume goes on" in found.output
+
+
+def test_settings_that_cannot_be_read_are_said_so(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "demo.json").write_text("x")
+    found = CliRunner().invoke(app, ["demo", "--quick", "--resume", "--out", str(tmp_path)], terminal_width=200)
+    assert found.exit_code == 2
+    assert "cannot be read" in " ".join(found.output.split())

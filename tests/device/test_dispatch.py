@@ -1,0 +1,167 @@
+"""PyTorch's operators on the jax device: results, writes and gradients like torch's own."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.device.test_tensor import assert_same
+from tests.tables.odd import odd
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.zeros(2, 3, device=d),
+        lambda d: torch.ones(2, dtype=torch.int32, device=d),
+        lambda d: torch.full((2, 2), 7.0, device=d),
+        lambda d: torch.arange(5, device=d),
+        lambda d: torch.arange(1.0, 2.0, 0.25, device=d),
+        lambda d: torch.eye(3, device=d),
+        lambda d: torch.linspace(0, 1, 5, device=d),
+        lambda d: torch.tensor([[1.0, 2.0]], device=d),
+        lambda d: torch.tensor(3, device=d),
+        lambda d: torch.as_tensor(np.float32([1, 2]), device=d),
+        lambda d: torch.zeros_like(torch.ones(2, device=d)),
+        lambda d: torch.tril(torch.ones(3, 3, device=d)),
+    ],
+)
+def test_factories_equal_those_of_the_cpu(make) -> None:
+    assert_same(make("jax"), make("cpu"))
+
+
+def test_random_factories_follow_manual_seed() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(64, device="jax"), torch.randn(64, device="jax")
+    torch.manual_seed(0)
+    again = torch.randn(64, device="jax")
+    assert torch.equal(first.cpu(), again.cpu())
+    assert not torch.equal(first.cpu(), second.cpu())
+    assert abs(float(torch.rand(10_000, device="jax").mean()) - 0.5) < 0.02  # 0.5 +- 7 standard errors
+
+
+def test_random_numbers_on_the_jax_device_leave_the_cpu_generator_alone() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    torch.rand(5, device="jax")
+    assert torch.equal(torch.rand(3), wanted)
+
+
+WRITES = {
+    "view of view": lambda x: x.view(-1).view(2, 8)[1].add_(1),
+    "transpose": lambda x: x.t()[0].mul_(2),
+    "diagonal": lambda x: x.diagonal().fill_(9),
+    "slice": lambda x: x[1:3, ::2].zero_(),
+    "setitem": lambda x: x.__setitem__((slice(None), 1), 5.0),
+    "setitem of mask": lambda x: x.__setitem__(x > 8, -1.0),
+    "squeeze": lambda x: x.unsqueeze(0).squeeze(0).select(0, 2).neg_(),
+    "flatten": lambda x: x.flatten()[3].copy_(torch.tensor(7.0)),
+    "permute": lambda x: x.view(2, 2, 4).permute(2, 0, 1)[0].add_(3),
+    "chunk": lambda x: x.chunk(2)[1].sub_(1),
+    "detach": lambda x: x.detach().add_(1),
+    "data": lambda x: x.data.mul_(3),
+    "augmented": lambda x: x.__iadd__(x.t().clone()),
+    "out": lambda x: torch.add(x, 1, out=x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_land_where_torch_lands_them(name: str) -> None:
+    wanted = torch.arange(16.0).view(4, 4)
+    found = wanted.to("jax")
+    alias = found[:]
+    WRITES[name](wanted)
+    WRITES[name](found)
+    assert_same(found, wanted)
+    assert_same(alias, wanted)
+
+
+def test_eager_gradients_are_torchs_own() -> None:
+    torch.manual_seed(0)
+    wanted = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    found = copy.deepcopy(wanted).to("jax")
+    x = torch.randn(3, 4)
+    wanted(x).square().sum().backward()
+    found(x.to("jax")).square().sum().backward()
+    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        assert a.grad.device.type == "jax", name
+        torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-5)  # float32, other order of sums
+
+
+def test_a_torch_optimizer_runs_on_the_jax_device() -> None:
+    torch.manual_seed(0)
+    wanted = nn.Linear(3, 2)
+    found = copy.deepcopy(wanted).to("jax")
+    x = torch.randn(5, 3)
+    for model, device in ((wanted, "cpu"), (found, "jax")):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x.to(device)).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(found.weight.cpu(), wanted.weight, rtol=1e-4, atol=1e-5)  # Adam divides small numbers
+
+
+def test_cpu_and_jax_tensors_do_not_mix_unless_scalar() -> None:
+    x = torch.ones(3, device="jax")
+    assert_same(x * torch.tensor(2.0), torch.full((3,), 2.0))
+    with pytest.raises(
+        RuntimeError, match=r"CPU tensor of shape \(3,\) meets a tensor on the jax device.*\.to\('jax'\)"
+    ):
+        x + torch.ones(3)
+
+
+def test_a_generator_of_torchs_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator.*Leave generator= out"):
+        torch.randn(2, device="jax", generator=generator)
+    with pytest.raises(NotImplementedError, match=r"given a torch\.Generator"):
+        ts.jax_jit(lambda x: torch.bernoulli(x, generator=generator))(torch.ones(2))
+
+
+def test_operators_without_a_lowering_run_on_the_cpu_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Also in a backward pass, where PyTorch cannot survive an error on a device written in Python."""
+    x = torch.randn(1, 2, 3, 3)
+    found, wanted = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    for leaf in (found, wanted):
+        (odd(leaf) ** 2).sum().backward()
+    assert_same(found.grad, wanted.grad)
+    assert "tests.odd_backward.default has no lowering to JAX: it runs on the CPU" in caplog.text
+
+
+def test_a_foreach_optimizer_runs() -> None:
+    found, wanted = (nn.Parameter(torch.ones(3).to(device)) for device in ("jax", "cpu"))
+    for parameter in (found, wanted):
+        optimizer = torch.optim.Adam([parameter], lr=0.1, foreach=True)
+        (parameter**2).sum().backward()
+        optimizer.step()
+    assert_same(found.detach(), wanted.detach())
+
+
+def test_sums_of_bools_are_bools() -> None:
+    x = torch.tensor([True, False], device="jax")
+    assert_same(x + x, x.cpu() + x.cpu())
+
+
+def test_unfolding_has_a_backward_pass() -> None:
+    x = torch.randn(1, 2, 5, 5)
+    found, wanted = x.to("jax").requires_grad_(), x.clone().requires_grad_()
+    for leaf in (found, wanted):
+        (nn.functional.unfold(leaf, 3, padding=1) ** 2).sum().backward()
+    assert_same(found.grad, wanted.grad)
+
+
+def test_rrelu() -> None:
+    x = torch.linspace(-2, 2, 8)
+    found = x.to("jax").requires_grad_()
+    out = nn.functional.rrelu(found, training=False)
+    assert_same(out.detach(), nn.functional.rrelu(x))
+    (slope,) = torch.autograd.grad(nn.functional.rrelu(found, training=True).sum(), found)
+    slope = slope.cpu()
+    assert (slope[x > 0] == 1).all()
+    assert ((slope[x < 0] > 1 / 8) & (slope[x < 0] < 1 / 3)).all()
+    assert len(slope.unique()) == 5

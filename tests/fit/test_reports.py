@@ -1,0 +1,106 @@
+"""What a run reports: metrics, events, progress."""
+
+import json
+import os
+import struct
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+import torch_shard as ts
+from tests.tables.runs import DATA, loader, losses, run
+from torch_shard._io.manifest import read_head
+
+
+def test_checkpoint_has_the_metrics_of_its_own_batch(step, tmp_path):
+    """Also where no record is due."""
+    run(step, loader(), tmp_path / "often", steps=4)
+    run(step, loader(), tmp_path / "seldom", steps=4, log_every=3)
+    checkpoints = tmp_path / "seldom" / "checkpoints"
+    assert read_head(ts.Checkpointer(checkpoints).path(4)).metrics["loss"] == losses(tmp_path / "often" / "log")[-1]
+    assert len(losses(tmp_path / "seldom" / "log")) == 2
+
+
+def test_runs_of_one_second_keep_their_events(step, tmp_path):
+    state = None
+    for steps in (2, 3, 4):
+        state = ts.fit(step, state, loader(), steps=steps, log=tmp_path, progress=False)
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 3
+
+
+def test_events_of_a_run_that_saved_nothing_are_taken_back(step, tmp_path):
+    for _ in range(2):
+        ts.fit(step, None, loader(), steps=2, log=tmp_path, progress=False)
+    content, events = max(tmp_path.glob("events.out.tfevents.*")).read_bytes(), []
+    while content:  # each event after its length and a checksum, with a checksum behind it
+        (length,) = struct.unpack_from("<Q", content)
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    assert [event.step for event in events if event.session_log.status == SessionLog.START] == [1]
+    assert [event.step for event in events if event.summary.value and event.summary.value[0].tag == "train/loss"] == [
+        1,
+        2,
+    ]
+
+
+def test_one_process_writes_the_log(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    ts.fit(step, None, loader(), steps=2, log=tmp_path / "log", progress=False)
+    assert not (tmp_path / "log").exists()
+
+
+def test_metrics_and_evaluation(step, tmp_path):
+    log = tmp_path / "log"
+    state = ts.fit(
+        step,
+        step.init(seed=0),
+        loader(),
+        steps=6,
+        log=log,
+        eval_loader=DATA[:16].split(8),
+        eval_every=4,
+        progress=False,
+    )
+    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["batch"]) for r in records if r["kind"] == "eval"] == [("eval", 4), ("eval", 6)]
+    train = [r for r in records if r["kind"] == "train"]
+    assert [r["batch"] for r in train] == [1, 2, 3, 4, 5, 6]
+    assert train[0].keys() == {"kind", "batch", "loss", "grad_norm", "largest"}
+    assert train[-1].keys() == {*train[0], "samples_per_s"}
+    evaluate = step.evaluation()
+    wanted = [float(evaluate(state, rows)["loss"]) for rows in DATA[:16].split(8)]
+    assert records[-1]["loss"] == pytest.approx(np.mean(wanted), rel=1e-6)  # a float32 printed
+    events = EventAccumulator(str(log))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (r["batch"], pytest.approx(r["loss"])) for r in train
+    ]
+    assert [e.step for e in events.Scalars("eval/loss")] == [4, 6]
+
+
+def test_progress_shows_loss_and_speed(step):
+    console = Console(record=True, width=140, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    ts.fit(step, step.init(seed=0), loader(), steps=4, progress=console)
+    shown = console.export_text()
+    console.file.close()
+    assert "4/4" in shown
+    assert "loss" in shown
+    assert "samples" in shown
+
+
+def test_progress_shows_the_last_evaluation(step):
+    console = Console(record=True, width=140, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    ts.fit(step, step.init(seed=0), loader(), steps=2, eval_loader=loader(), progress=console)
+    shown = console.export_text()
+    console.file.close()
+    assert "eval_loss" in shown
+
+
+def test_log_that_is_a_file(step, tmp_path):
+    (tmp_path / "log").touch()
+    with pytest.raises(NotADirectoryError, match=r"fit: log must be a directory, but .* is a file"):
+        ts.fit(step, None, loader(), steps=1, log=tmp_path / "log", progress=False)

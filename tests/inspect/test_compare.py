@@ -1,0 +1,132 @@
+"""The user's own proof: it holds for what is right, and finds what is planted."""
+
+import math
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import rich
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import CASES, Case, make_mesh, squared_error
+from torch_shard._inspect.compare import Comparison, _apart
+
+MESH = {"mesh": make_mesh((4, 2))}
+
+PLAN = ts.ShardingPlan({"0.weight": P("model")}, default=P())
+
+
+def case(name: str) -> Case:
+    return next(c for c in CASES if c.name == name)
+
+
+def compare(model: nn.Module, loss_fn: Any = squared_error, **options: Any) -> Comparison:
+    torch.manual_seed(1)
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    return ts.compare_with_torch(model, loss_fn, batch, plan=PLAN, **MESH, **options)
+
+
+def linear(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 2), *more)
+
+
+@pytest.mark.parametrize("name", ["tied", "buffers", "resnet_train"])
+def test_what_is_right_holds(name: str) -> None:
+    c = case(name)
+    model = c.model()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    found = ts.compare_with_torch(model, c.loss_fn, c.batches(1)[0], plan=c.plan, steps=2, **MESH)
+    found.raise_if_different(rtol=1e-3)  # two steps of float32
+    names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    assert {row.name for row in found.rows if row.kind in ("parameter", "buffer")} == names
+    assert [row.worst for row in found.rows] == sorted((row.worst for row in found.rows), reverse=True)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        optax, "apply_updates", lambda params, updates: {n: p + 1.1 * updates[n] for n, p in params.items()}
+    )
+    found = compare(linear())
+    with pytest.raises(AssertionError, match=r"2 of 5 values differ from eager torch.*\n.*parameter 0.(weight|bias)"):
+        found.raise_if_different(rtol=1e-5)
+
+
+class Device(nn.Module):
+    """Gives another value in a compiled program than in eager torch, through JAX."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if type(x) is torch.Tensor else ts.call_jax(lambda a: a * 1.5, x)
+
+
+def test_a_difference_is_found_printed_and_raised() -> None:
+    found = compare(linear(Device()))
+    worst = found.rows[0]
+    assert worst.mesh > 0.1
+    assert "loss" in str(found)
+    assert "0.weight" in str(found)
+    with pytest.raises(AssertionError, match=r"gradient 0.weight: \d.* on one device, \d.* on the mesh"):
+        found.raise_if_different()
+    rich.print(found)
+
+
+def test_random_losses_compare_one_device_with_the_mesh() -> None:
+    found = compare(linear(nn.Dropout(0.5)))
+    assert found.reference == "one device"
+    assert all(row.one_device is None for row in found.rows)
+    found.raise_if_different()
+    assert compare(linear(nn.Dropout(0.5)).eval()).reference == "eager torch"
+
+
+def test_optimisers_come_in_pairs_and_metrics_count() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = squared_error(model, batch)
+        return loss, {"root": loss.sqrt(), "parts": {"mean": model(batch[0]).mean()}}
+
+    adam = {"optimizer": optax.adam(0.1), "torch_optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}
+    found = compare(linear(), loss_fn, steps=3, **adam)
+    found.raise_if_different()
+    assert {row.name for row in found.rows if row.kind == "metric"} == {"root", "parts.mean"}
+    assert found.losses[0] > found.losses[-1]
+    wrong = compare(linear(), steps=3, **adam | {"optimizer": optax.adam(0.101)})
+    with pytest.raises(AssertionError, match=r"parameter 0\."):
+        wrong.raise_if_different()
+    with pytest.raises(ValueError, match="optimizer and torch_optimizer both"):
+        compare(linear(), optimizer=optax.sgd(0.1))
+
+
+def test_compute_dtype_is_compared_with_autocast() -> None:
+    found = compare(linear(nn.LayerNorm(2)), compute_dtype=torch.bfloat16)
+    found.raise_if_different()
+    assert found.tolerance > 1e-3
+
+
+def test_kinds_of_infinities_differ() -> None:
+    key = ("loss", "loss")
+    values = [math.nan, math.inf, -math.inf, 1.0]
+    for wanted in values:
+        for found in values:
+            same = wanted == found or (math.isnan(wanted) and math.isnan(found))
+            assert _apart(key, {key: np.array(wanted)}, {key: np.array(found)}) == (0 if same else math.inf)
+    assert _apart(key, {}, {key: np.array(1.0)}) == math.inf
+
+
+@pytest.mark.parametrize("fault", [1e-2, math.nan, math.inf])
+def test_distances(fault: float) -> None:
+    key, other = ("parameter", "a"), ("parameter", "b")
+    wanted = {key: np.array([0.0, 1.0, 2.0]), other: np.array([1.0])}
+    assert _apart(key, wanted, wanted) == 0
+    found = _apart(key, wanted, {key: np.array([0.0, 1.0, 2.0 + fault])})
+    assert found == (pytest.approx(fault / 2) if math.isfinite(fault) else math.inf)
+
+
+def test_rounding_of_what_is_zero_is_measured_by_the_others() -> None:
+    key, other = ("gradient", "bias"), ("gradient", "weight")
+    wanted = {key: np.array([1e-9]), other: np.array([1.0])}
+    assert _apart(key, wanted, {key: np.array([-1e-9])}) < 1e-6

@@ -1,0 +1,219 @@
+"""The adapters against eager torch: values, gradients of every order, randomness, errors."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.derivatives import X, assert_close, torch_grad, wavy
+
+
+@pytest.mark.parametrize("argument", [X, X.numpy(), X.to("jax")], ids=["cpu", "numpy", "jax"])
+def test_arguments_may_live_anywhere(argument: Any) -> None:
+    value, grad = ts.jax_value_and_grad(wavy)(argument)
+    assert_close(value, wavy(X))
+    assert_close(grad, torch_grad(wavy, X))
+
+
+def test_python_scalars_and_containers_are_arguments() -> None:
+    def fn(tree: dict, scale: float, name: str) -> dict:
+        assert name == "sum"
+        return {"out": tree["a"][0] * scale + tree["b"], "n": len(tree), "none": None}
+
+    for adapt in (ts.jax_jit, functools.partial(ts.jax_jit, static_argnums=2)):
+        args = ({"a": [torch.ones(2)], "b": torch.zeros(2)}, 3.0, "sum")
+        if adapt is ts.jax_jit:
+            with pytest.raises(TypeError, match="str"):
+                adapt(fn)(*args)
+            continue
+        out = adapt(fn)(*args)
+        assert_close(out["out"], torch.full((2,), 3.0))
+        assert out["none"] is None
+
+
+COMPOSITIONS = {
+    "jit": (ts.jax_jit, lambda fn: fn),
+    "grad": (ts.jax_grad, lambda fn: lambda x: torch_grad(fn, x)),
+    "jit of grad": (lambda fn: ts.jax_jit(ts.jax_grad(fn)), lambda fn: lambda x: torch_grad(fn, x)),
+    "grad of jit": (lambda fn: ts.jax_grad(ts.jax_jit(fn)), lambda fn: lambda x: torch_grad(fn, x)),
+    "grad of checkpoint": (lambda fn: ts.jax_grad(ts.jax_checkpoint(fn)), lambda fn: lambda x: torch_grad(fn, x)),
+    "grad of grad": (
+        lambda fn: ts.jax_grad(lambda x: ts.jax_grad(fn)(x).sum()),
+        lambda fn: lambda x: torch_grad(lambda y: _grad_sum(fn, y), x),
+    ),
+}
+
+
+def _grad_sum(fn: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(fn(x), x, create_graph=True)[0].sum()
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_equal_torch(name: str) -> None:
+    adapt, oracle = COMPOSITIONS[name]
+    assert_close(adapt(wavy)(X), oracle(wavy)(X))
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_torch_autograd_sees_through_adapters(device: str) -> None:
+    x = X.to(device).clone().requires_grad_()
+    (ts.jax_jit(wavy)(x) * 2).backward()
+    assert x.grad.device == x.device
+    assert_close(x.grad, 2 * torch_grad(wavy, X))
+
+
+def test_value_and_grad_takes_argnums_and_aux() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+        return (x * y * z).sum(), {"double": 2 * y, "kind": "aux"}
+
+    x, y, z = X, X + 1, X + 2
+    (value, aux), (gx, gz) = ts.jax_value_and_grad(fn, argnums=(0, 2), has_aux=True)(x, y, z)
+    assert_close(value, (x * y * z).sum())
+    assert_close(aux["double"], 2 * y)
+    assert aux["kind"] == "aux"
+    assert_close(gx, y * z)
+    assert_close(gz, x * y)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor(1), 3.0], ids=["vector", "integer", "number"])
+def test_only_scalars_are_differentiated(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"must return a scalar floating-point tensor.*it returned .*has_aux=True"):
+        ts.jax_value_and_grad(lambda x: value)(X)
+
+
+def test_a_jitted_gradient_computes_the_forward_pass_once() -> None:
+    grad = ts.jax_view(ts.jax_value_and_grad(lambda w, x: F.softmax(x @ w, -1).square().sum()))
+    program = jax.jit(grad).lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile().as_text()
+    assert program.count(" exponential(") == 1
+
+
+def test_integers_have_gradient_zero() -> None:
+    tree = {"w": X, "count": torch.tensor(3)}
+    grads = ts.jax_grad(lambda t: (t["w"] ** 2 * t["count"]).sum())(tree)
+    assert_close(grads["w"], 6 * X)
+    assert int(grads["count"]) == 0
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(64, 64), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.linear(x))
+
+
+def test_dropout_differs_by_call_and_repeats_by_seed() -> None:
+    model, x = Noisy(), torch.ones(4, 64)
+    fn = ts.jax_jit(model)
+    torch.manual_seed(0)
+    first, second = fn(x).cpu(), fn(x).cpu()
+    torch.manual_seed(0)
+    again = fn(x).cpu()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    kept = first != 0
+    assert_close(first[kept], (2 * model.linear(x))[kept])
+    assert 0.35 < kept.float().mean() < 0.65  # 256 fair coins: 0.5 +- 5 standard errors
+
+
+def test_forward_and_backward_drop_the_same_elements() -> None:
+    x = torch.ones(1000)
+    value, grad = ts.jax_value_and_grad(lambda x: F.dropout(x, 0.3).sum())(x)
+    assert_close(value, grad.cpu().sum())  # the loss is linear: its gradient is the mask
+    assert 0.2 < (grad == 0).float().mean() < 0.4
+
+
+def test_nested_calls_draw_their_own_numbers() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        draw = ts.jax_value_and_grad(lambda y: (y * torch.rand_like(y)).sum())
+        return draw(x), draw(x)
+
+    (value1, grad1), (value2, grad2) = ts.jax_jit(fn)(torch.ones(8))
+    assert_close(value1, grad1.cpu().sum())
+    assert_close(value2, grad2.cpu().sum())
+    assert not torch.equal(grad1.cpu(), grad2.cpu())
+
+
+@pytest.mark.parametrize("as_expression", [True, False])
+def test_a_sharding_constraint_inside_jit(as_expression: bool) -> None:
+    mesh = ts.make_mesh(x=4, y=2)
+    wanted = NamedSharding(mesh, P("y", "x"))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if as_expression:
+            return y.shard_(wanted) + 0
+        y.shard_(wanted)
+        return y
+
+    x = torch.arange(64.0).view(8, 8).to("jax").shard_(NamedSharding(mesh, P("x", "y")))
+    out = ts.jax_jit(fn)(x)
+    assert out.sharding.is_equivalent_to(wanted, 2)
+    assert_close(out, 2 * torch.arange(64.0).view(8, 8))
+    replicated = ts.jax_jit(lambda x: (x + 1).shard_(NamedSharding(mesh, P())))(x)
+    assert replicated.sharding.is_fully_replicated
+
+
+def test_jit_takes_the_arguments_of_jax_jit() -> None:
+    mesh = ts.make_mesh(x=8)
+    split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    fn = ts.jax_jit(
+        lambda a, b: (a + b, a.sum()), in_shardings=(split, whole), out_shardings=(split, whole), donate_argnums=0
+    )
+    a = torch.arange(8.0).to("jax").shard_(split)
+    total, _ = fn(a, torch.ones(8))
+    assert total.sharding.is_equivalent_to(split, 1)
+    assert a.jax().is_deleted()
+    power = ts.jax_jit(lambda x, n: x**n, static_argnums=1)
+    assert_close(power(X, 3), X**3)
+    assert_close(power(X, 2), X**2)
+
+
+def test_one_compile_per_signature() -> None:
+    traces = []
+    fn = ts.jax_jit(lambda x: traces.append(1) or x + 1)
+    for _ in range(3):
+        fn(X)
+    assert len(traces) == 1
+    fn(torch.ones(5))
+    assert len(traces) == 2
+
+
+def test_static_values_of_other_types_are_other_programs() -> None:
+    fn = ts.jax_jit(lambda x, n: x * n, static_argnums=1)
+    for n in (2, 2.0, 1, True, 1.0):
+        assert fn(torch.arange(3, dtype=torch.int32), n).dtype == (torch.arange(3, dtype=torch.int32) * n).dtype
+    divide = ts.jax_view(lambda x, n: x / n)
+    assert [divide(jnp.ones(()), zero).item() for zero in (0.0, -0.0)] == [float("inf"), -float("inf")]
+
+
+def test_meshes_with_explicit_axes_are_refused_with_a_reason() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"shard_: every mesh axis must be Auto.*make_mesh\(x=8\)"):
+        torch.ones(8, device="jax").shard_(NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"call_jax: every mesh axis must be Auto.*make_mesh\(x=8\)"):
+        torch.ones(8, device="jax").apply_jax(jax.device_put, NamedSharding(mesh, P("x")))
+    with pytest.raises(ValueError, match=r"jax_jit: every mesh axis must be Auto.*make_mesh\(x=8\)"):
+        ts.jax_jit(torch.sin, out_shardings=NamedSharding(mesh, P("x")))
+
+
+def test_writing_to_an_argument_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"writes in place to argument tensor 1.*x = x\.clone\(\)"):
+        ts.jax_jit(lambda a, b: b.add_(a))(X, X)
+
+
+def test_unhashable_static_values_are_named() -> None:
+    class Odd:
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="argument of type Odd, which is neither a tensor nor hashable"):
+        ts.jax_grad(lambda x, o: x.sum())(X, Odd())

@@ -1,0 +1,84 @@
+"""JAX functions in torch and torch functions in JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.derivatives import X, assert_close, torch_grad, wavy
+from torch_shard.collectives import axis_size
+
+
+def test_the_source_documents_loop_trains() -> None:
+    """jax_value_and_grad, and optax through call_jax, in one jitted torch function."""
+    torch.manual_seed(0)
+    model, optimizer = nn.Linear(3, 1), optax.adam(1e-2)
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+
+    def loss_fn(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
+
+    @ts.jax_jit
+    def train_step(weights: dict, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss, grads = ts.jax_value_and_grad(loss_fn)(weights, x, y)
+        updates, opt_state = ts.call_jax(optimizer.update, grads, opt_state, weights)
+        return loss, ts.call_jax(optax.apply_updates, weights, updates), opt_state
+
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt_state = ts.call_jax(optimizer.init, weights)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        loss, weights, opt_state = train_step(weights, opt_state, x, y)
+        wanted = F.mse_loss(model(x), y)
+        adam.zero_grad()
+        wanted.backward()
+        adam.step()
+        assert_close(loss, wanted)
+    assert_close(weights["weight"], model.weight)
+
+
+def test_jax_functions_inside_torch_have_jax_gradients() -> None:
+    fn = ts.jax_jit(ts.jax_grad(lambda x: ts.call_jax(jnp.sinc, x * 2).sum()))
+    assert_close(fn(X), 2 * torch.from_numpy(np.array(jax.vmap(jax.grad(jnp.sinc))(2 * X.numpy()))))
+    assert_close(ts.torch_view(jnp.cumsum)(X), X.cumsum(0))
+    assert_close(ts.jax_jit(lambda x: x.apply_jax(jnp.cumsum) + 1)(X), X.cumsum(0) + 1)
+
+
+def test_torch_functions_inside_jax_have_torch_gradients() -> None:
+    fn = ts.jax_view(wavy)
+    found = jax.jit(jax.grad(lambda x: fn(x) * 2))(jnp.asarray(X.numpy()))
+    assert_close(torch.from_numpy(np.array(found)), 2 * torch_grad(wavy, X))
+    assert_close(ts.torch_view(ts.call_torch(torch.sin, jnp.asarray(X.numpy()))), X.sin())
+
+
+def test_a_torch_function_in_jax_needs_a_key_to_draw() -> None:
+    fn = ts.jax_view(lambda x: F.dropout(x, 0.5))
+    with pytest.raises(ValueError, match=r"draws random numbers: pass it a key \(key=jax.random.key\(seed\)\)"):
+        fn(jnp.ones(4))
+    key = jax.random.key(0)
+    assert jnp.array_equal(fn(jnp.ones(64), key=key), fn(jnp.ones(64), key=key))
+
+
+def test_a_key_is_needed_only_where_an_adapted_function_within_draws() -> None:
+    fn = ts.jax_view(lambda x: ts.jax_jit(ts.jax_vmap(torch.sin))(x))
+    assert_close(ts.torch_view(fn(jnp.ones(3))), torch.ones(3).sin())
+    with pytest.raises(ValueError, match="draws random numbers: pass it a key"):
+        ts.jax_view(lambda x: ts.jax_jit(torch.rand_like)(x))(jnp.ones(3))
+    assert ts.jax_view(fn) is fn
+
+
+def test_a_view_within_one_call_is_captured_for_each_size_of_an_axis() -> None:
+    view = ts.jax_view(lambda x: x * axis_size("i"))
+
+    def both(x: jax.Array) -> Any:
+        return [jax.vmap(view, axis_name="i")(x[:n]) for n in (2, 3)]
+
+    for found, size in zip(ts.jax_jit(lambda x: ts.call_jax(both, x))(torch.ones(3)), (2, 3), strict=True):
+        assert_close(found, torch.full((size,), float(size)))

@@ -1,0 +1,287 @@
+"""Checkpoints: under the model's names, back to the bit, onto any mesh, by one writer."""
+
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.processes import run_processes
+from tests.tables.checkpointed import WIDTH, Model, assert_same, batch, by_name, make_step, train
+
+OTHER_PLAN = ts.ShardingPlan({"blocks.*.up.*": P("batch"), "blocks.1.down.weight": P("model")}, default=P())
+
+
+def test_resumes_to_the_bit(saved, step):
+    directory, values, losses = saved
+    state = ts.Checkpointer(directory).restore(step)
+    assert_same(by_name(state), values)
+    assert state.unsaved == ("scale",)
+    assert jax.tree.map(lambda array: array.sharding, state) == step.shardings
+    assert train(step, state, range(4, 7))[1] == losses
+
+
+def test_save_leaves_the_state_to_be_donated(step, tmp_path):
+    """What is written is the state at the call of `save`, though later steps reuse its memory while it is written."""
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path / "run", keep=None) as checkpointer:
+        wanted = {}
+        for number in range(6):
+            state, _ = train(step, state, [number])
+            wanted[number + 1] = by_name(state)
+            checkpointer.save(state)
+        checkpointer.wait()
+        for number, values in wanted.items():
+            assert_same(by_name(checkpointer.restore(step, step=number)), values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"mesh": (2, 4)}, marks=pytest.mark.slow),
+        {"mesh": (1, 2)},
+        pytest.param({"mesh": (8, 1)}, marks=pytest.mark.slow),
+        pytest.param({"plan": OTHER_PLAN}, marks=pytest.mark.slow),
+        {"scan_layers": False},
+        {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 2)},
+    ],
+    ids=str,
+)
+def test_restores_onto_another_mesh_and_plan(saved, options):
+    other = make_step(**options)
+    state = ts.Checkpointer(saved[0]).restore(other)
+    assert_same(by_name(state), saved[1])
+    assert jax.tree.map(lambda array: array.sharding, state) == other.shardings
+    # float32 sums in another order, after steps of Adam that divide by the size of small gradients
+    np.testing.assert_allclose(train(other, state, range(4, 7))[1], saved[2], rtol=1e-3)
+
+
+def test_unrolled_layers_restore_into_a_loop(tmp_path, step):
+    unrolled = make_step(scan_layers=False)
+    state, _ = train(unrolled, unrolled.init(seed=0), range(2))
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        restored = checkpointer.restore(step)
+    assert_same(by_name(restored), by_name(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(step.shardings)
+
+
+def test_restores_into_a_model_without_values(saved):
+    with torch.device("meta"):
+        model = Model()
+    state = ts.Checkpointer(saved[0]).restore(make_step(model=model))
+    assert_same(by_name(state), saved[1])
+
+
+def test_another_optimizer_takes_the_parameters_alone(saved):
+    other = make_step(optimizer=optax.sgd(0.1, momentum=0.9))
+    checkpointer = ts.Checkpointer(saved[0])
+    with pytest.raises(ValueError, match="does not fit the model and the optimizer") as refused:
+        checkpointer.restore(other)
+    message = str(refused.value)
+    assert "opt_state[0].trace of blocks.3.up.bias: missing in the checkpoint" in message
+    assert "opt_state[0].mu of blocks.0.up.weight: in the checkpoint, not in the state to fill" in message
+    assert "params_only=True" in message
+    state = checkpointer.restore(other, params_only=True, seed=1)
+    for name, value in state.tensors.items():
+        np.testing.assert_array_equal(value, saved[1][name], err_msg=name)
+    assert (int(state.step), int(state.num_batches)) == (0, 0)
+    fresh = other.init(seed=1)
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(fresh.key))
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (lambda: Model(num_layers=5), ["blocks.4.up.weight: missing in the checkpoint"]),
+        (lambda: Model(num_layers=3), ["blocks.3.down.bias: in the checkpoint, not in the state to fill"]),
+        (lambda: Model().double(), ["first.weight", "need 64 bits", "jax_enable_x64"]),
+        (lambda: Model().bfloat16(), ["norm.running_mean: float32 (8,) in the checkpoint, must be bfloat16 (8,)"]),
+        (lambda: nn.Linear(WIDTH, 3), ["weight: missing in the checkpoint", "first.weight: in the checkpoint"]),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(saved, model, wanted):
+    plan = ts.ShardingPlan({}, default=P())
+    with pytest.raises((ValueError, TypeError)) as refused:
+        ts.Checkpointer(saved[0]).restore(make_step(model=model(), plan=plan))
+    for part in wanted:
+        assert part in str(refused.value)
+
+
+def test_keeps_the_newest(saved, step, tmp_path):
+    assert ts.Checkpointer(saved[0]).steps() == [2, 3, 4]
+    state = ts.Checkpointer(saved[0]).restore(step, step=2)
+    with ts.Checkpointer(tmp_path, keep=1, asynchronous=False) as checkpointer:
+        assert checkpointer.save(state)
+        assert not checkpointer.save(state)
+        checkpointer.save(train(step, state, [2])[0])
+        assert checkpointer.steps() == [3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".unfinished", "step_00000003"]
+    assert not list((tmp_path / ".unfinished").iterdir())
+
+
+def test_one_directory_has_one_writer(tmp_path, step):
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path) as first:
+        first.save(state)
+        second = ts.Checkpointer(tmp_path)
+        with pytest.raises(BlockingIOError, match="another process or Checkpointer is saving to"):
+            second.save(train(step, state, [0])[0])
+        first.wait()
+        assert second.steps() == [0]
+    assert int(second.restore(step).step) == 0
+
+
+def test_another_process_that_writes_is_refused(tmp_path, step):
+    """As a kill leaves no lock behind, the directory is free again when that process has ended."""
+    program = """
+import sys, torch_shard as ts
+checkpointer = ts.Checkpointer(sys.argv[1])
+checkpointer.claim()
+sys.stdout.write("claimed\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, **pipes) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with ts.Checkpointer(tmp_path) as checkpointer:
+            with pytest.raises(BlockingIOError, match="Give each run a directory of its own"):
+                checkpointer.save(step.init(seed=0))
+            other.kill()
+            other.wait()
+            assert checkpointer.save(step.init(seed=0))
+
+
+def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
+    state = ts.Checkpointer(copied).restore(step)
+
+    def fail(directory):
+        raise OSError(28, "No space left on device")
+
+    with ts.Checkpointer(copied) as checkpointer:
+        state, _ = train(step, state, [4])
+        monkeypatch.setattr("torch_shard._io.checkpointer.seal", fail)
+        checkpointer.save(state)
+        with pytest.raises(RuntimeError, match=r"could not be written to .*No space left on device.*that of step 4\."):
+            checkpointer.wait()
+        assert checkpointer.steps() == [2, 3, 4]
+        monkeypatch.undo()
+        assert checkpointer.save(state)
+    assert ts.Checkpointer(copied).steps() == [3, 4, 5]
+
+
+def words(tree):
+    """The arrays of a pytree; of random keys, their words."""
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+
+
+def large(params):
+    return {name: "large" if value.ndim > 1 else "small" for name, value in params.items()}
+
+
+def large_only(params):
+    return {name: value.ndim > 1 for name, value in params.items()}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optax.multi_transform({"large": optax.adam(1e-2), "small": optax.sgd(0.1, momentum=0.9)}, large),
+        # lists by name, no value at all for some names, and a random key
+        lambda: optax.chain(optax.sm3(1e-2), optax.masked(optax.noisy_sgd(1e-2, key=0), large_only)),
+    ],
+    ids=["parts", "lists, keys"],
+)
+def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(optimizer, tmp_path):
+    """Not only arrays stand under the names: masked parts have none there, some optimisers several."""
+    first, second = make_step(optimizer=optimizer()), make_step(optimizer=optimizer(), scan_layers=False)
+    state, _ = train(first, first.init(seed=0), range(2))
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        unrolled = checkpointer.restore(second)
+        restored = checkpointer.restore(first)
+    jax.tree.map(np.testing.assert_array_equal, words(restored.opt_state), words(state.opt_state))
+    assert jax.tree.structure(unrolled) == jax.tree.structure(second.shardings)
+    assert train(first, restored, range(2, 4))[1] == train(first, state, range(2, 4))[1]
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="keep must be a positive integer, got 0"):
+        ts.Checkpointer("x", keep=0)
+    with pytest.raises(ValueError, match="every must be a positive integer"):
+        ts.Checkpointer("x", every=None)  # pyright: ignore
+    with pytest.raises(TypeError, match="directory must be a path, got int"):
+        ts.Checkpointer(3)  # pyright: ignore
+
+
+def test_arguments_of_the_wrong_kind(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"directory must be a directory, but .* is a file"):
+        ts.Checkpointer(tmp_path / "file")
+    with pytest.raises(TypeError, match=r"Checkpointer.save: state must be a TrainState, got tuple"):
+        ts.Checkpointer(tmp_path).save((1, 2))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"Checkpointer.restore: train_step must be a TrainStep, got Linear"):
+        ts.Checkpointer(tmp_path).restore(nn.Linear(2, 2))  # pyright: ignore
+
+
+def test_donated_state_is_not_saved(step, tmp_path):
+    state = step.init(seed=0)
+    step(state, batch(0))
+    with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="was donated to a step"):
+        checkpointer.save(state)
+
+
+def test_one_checkpointer_serves_several_threads(step, tmp_path):
+    state = step.init(seed=0)
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        thread = threading.Thread(target=checkpointer.claim)
+        thread.start()
+        thread.join()
+        assert checkpointer.save(state)
+    ts.Checkpointer(tmp_path).claim()
+
+
+def test_processes_save_together_and_one_restores_it(tmp_path, step):
+    """Two processes with two devices each write one checkpoint; each finds a damaged one, and both take the older."""
+    run_processes(
+        f"""
+        import numpy as np
+        from pathlib import Path
+        from tests.tables import checkpointed as t
+
+        directory = Path({str(tmp_path)!r})
+        step = t.make_step(mesh=(2, 2))
+        state, _ = t.train(step, step.init(seed=3), range(2))
+        with ts.Checkpointer(directory / "run") as checkpointer:
+            assert checkpointer.save(state)
+            state, _ = t.train(step, state, range(2, 3))
+            assert checkpointer.save(state)
+            checkpointer.wait()
+            assert checkpointer.steps() == [2, 3]
+            if rank == 0:
+                files = [file for file in checkpointer.path(3).rglob("*") if file.is_file()]
+                t.flip_a_bit(max(files, key=lambda file: file.stat().st_size))
+            jax.experimental.multihost_utils.sync_global_devices("damaged")
+            restored = checkpointer.restore(step)
+            assert int(restored.step) == 2
+            _, losses = t.train(step, restored, range(2, 5))
+        (directory / f"losses{{rank}}").write_text(repr(losses))
+        """,
+        2,
+    )
+    state = ts.Checkpointer(tmp_path / "run").restore(step)
+    assert int(state.step) == 2
+    first, second = ((tmp_path / f"losses{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    # float32 sums in another order
+    np.testing.assert_allclose(train(step, state, range(2, 5))[1], eval(first), rtol=1e-3)

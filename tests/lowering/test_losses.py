@@ -1,0 +1,104 @@
+"""Losses over a split vocabulary, where neither table nor logits are ever gathered, and targets that are no class."""
+
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.collectives import collectives_of
+from tests.tables.cases import WHOLE, make_mesh
+from torch_shard._capture.trace import Spec, capture
+from torch_shard._lowering.ops import keeps_whole
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.tokens(tokens)))
+
+
+def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_split_vocabulary_stays_split(tied: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(tied), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    rules = {"tokens.weight": P("model")} | ({} if tied else {"head.weight": P("model")})
+    step = ts.make_train_step(
+        model, loss_fn, optax.sgd(0.5), mesh=make_mesh((4, 2)), plan=ts.ShardingPlan(rules, default=P())
+    )
+    state = step.init()
+    found = collectives_of(step.lower(state, batch).compile())
+    assert {one.kind for one in found} == {"all-reduce"}
+    largest = max(size for one in found for size in one.sizes)
+    assert largest <= VOCABULARY * WIDTH // 2  # a shard's gradient, over `batch`
+    state, metrics = step(state, batch)
+    loss = loss_fn(model, batch)
+    loss.backward()
+    np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=2e-5)
+    for name, parameter in model.named_parameters():
+        wanted = (parameter - 0.5 * parameter.grad).detach().numpy()
+        # float32 sums over a batch, in another order
+        np.testing.assert_allclose(np.asarray(state.params[name]), wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ignore_index": 2, "weight": torch.linspace(0.5, 2, 8)}], ids=["", "weighted"]
+)
+@pytest.mark.parametrize("shape", [(6, 8), (2, 8, 3, 2), (8,)], ids=str)
+def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    target = torch.randint(0, 8, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+
+    def gradient(x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(x, target, **options)
+        return [loss, *torch.autograd.grad(loss, x)], None
+
+    graph = capture(gradient, [Spec(shape, torch.float32)], keep=keeps_whole).module.graph
+    targets = {node.target for node in graph.nodes}
+    assert torch.ops.torch_shard.cross_entropy.default in targets
+    assert torch.ops.torch_shard.cross_entropy_backward.default in targets
+    assert not targets & {torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default}
+
+
+def test_a_target_that_is_no_class_is_loud() -> None:
+    loss = ts.jax_jit(F.cross_entropy)(torch.zeros(2, 4), torch.tensor([1, 4]))
+    assert loss.isnan().cpu()
+
+
+def test_logits_far_from_zero_lose_nothing() -> None:
+    logits, target = torch.tensor([[1e4, 1e4 + 1, 1e4 - 1]]), torch.tensor([2])
+    leaf = logits.clone().requires_grad_()
+    loss = F.cross_entropy(leaf, target)
+    found, grad = ts.jax_jit(ts.jax_value_and_grad(lambda x: F.cross_entropy(x, target)))(logits)
+    torch.testing.assert_close(found.cpu(), loss.detach(), rtol=1e-6, atol=0)  # a rounding or two
+    torch.testing.assert_close(grad.cpu(), torch.autograd.grad(loss, leaf)[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_label_out_of_range_is_loud() -> None:
+    """torch raises; a compiled program cannot, so the loss is not a number."""
+    step = ts.make_train_step(
+        nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE
+    )
+    labels = torch.zeros(8, dtype=torch.int64)
+    state, metrics = step(step.init(), (torch.ones(8, 8), labels))
+    assert np.isfinite(metrics["loss"])
+    labels[3] = 4
+    _, metrics = step(state, (torch.ones(8, 8), labels))
+    assert np.isnan(metrics["loss"])

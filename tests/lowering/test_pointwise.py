@@ -1,0 +1,127 @@
+"""Casts, totals, division and extremes against eager torch, and dtypes by its rules."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+import torch_shard as ts
+
+NAN = float("nan")
+
+INPUTS = {
+    "floats": torch.tensor([[1.0, 3.0, 3.0], [-2.0, -5.0, -2.0]]),
+    "nan": torch.tensor([[1.0, NAN, 3.0], [NAN, 0.0, NAN]]),
+    "integers": torch.tensor([[1, 3, 3], [-2, -5, -2]]),
+    "booleans": torch.tensor([[False, True, True], [True, True, False]]),
+    "scalar": torch.tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("pick", [torch.max, torch.min])
+def test_values_and_places(pick, name: str, keepdim: bool) -> None:
+    x = INPUTS[name]
+    for dim in range(x.ndim) or [0]:
+        wanted = pick(x, dim, keepdim=keepdim)
+        found = ts.jax_jit(lambda x, dim=dim: tuple(pick(x, dim, keepdim=keepdim)))(x)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.cpu(), b, equal_nan=True, check_dtype=ts.jax_view(a).dtype != "int32")
+
+
+@pytest.mark.parametrize("pick", [torch.max, torch.min])
+def test_the_gradient_goes_to_the_place(pick) -> None:
+    x = INPUTS["floats"].clone().requires_grad_()
+    pick(x, 1).values.square().sum().backward()
+    found = ts.jax_grad(lambda x: pick(x, 1).values.square().sum())(INPUTS["floats"])
+    torch.testing.assert_close(found.cpu(), x.grad)
+
+
+CASTS: dict[str, Callable[[], torch.Tensor]] = {
+    "uint8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.uint8),
+    "int8": lambda: torch.tensor([300.0, -3.0, 1.5]).to(torch.int8),
+    "int16": lambda: torch.tensor([40000.0, -3.0, 1.5]).to(torch.int16),
+    "bool": lambda: torch.tensor([0.0, -0.0, 0.5, torch.nan]).bool(),
+    "complex to real": lambda: torch.tensor([1 + 2j, 2j]).real,
+    "cumsum of uint8": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0).int(),
+    "cumsum of bool": lambda: torch.tensor([[True, False, True]]).cumsum(-1).int(),
+    "cumprod of int8": lambda: torch.full((3,), 20, dtype=torch.int8).cumprod(0).int(),
+    "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
+    "sum of bools": lambda: torch.tensor([True, False]) + torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_conversions_and_totals_have_torchs_dtypes(name: str) -> None:
+    found = ts.jax_jit(lambda x: (CASTS[name](), x)[0])(torch.ones(()))
+    torch.testing.assert_close(found.cpu(), CASTS[name](), rtol=0, atol=0)
+
+
+INTEGERS = torch.tensor([7, -7, 6, -6, 1, 0])
+
+FLOATS = torch.tensor([7.5, -7.5, 0.3, -0.3, 1e6, 0.0])
+
+DIVISORS = [2, -3, 2.0, -0.1, torch.tensor([2, -2, 3, -3, 1, 5]), torch.tensor([2.0, -2.0, 0.1, 0.0, -0.7, 0.0])]
+
+
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+@pytest.mark.parametrize(("x", "y"), [*itertools.product([INTEGERS, FLOATS], DIVISORS)])
+def test_division_equals_torch(x: torch.Tensor, y: torch.Tensor | float, mode: str | None) -> None:
+    wanted = torch.div(x, y, rounding_mode=mode)
+    found = ts.jax_jit(lambda x: torch.div(x, y, rounding_mode=mode))(x).cpu()
+    assert found.dtype.is_floating_point == wanted.dtype.is_floating_point  # JAX's integers have 32 bits
+    torch.testing.assert_close(found.to(wanted.dtype), wanted, equal_nan=True)
+
+
+VALUES = {
+    "float": torch.tensor([0.5, -2.0, 3.0]),
+    "bfloat16": torch.tensor([0.5, -2.0, 3.0]).bfloat16(),
+    "half": torch.tensor([0.5, -2.0, 3.0]).half(),
+    "long": torch.tensor([1, 2, -3]),
+    "byte": torch.tensor([250, 2, 3], dtype=torch.uint8),
+    "bool": torch.tensor([True, True, True]),  # no zero, to divide by
+    "scalar_float": torch.tensor(1.5),
+    "scalar_long": torch.tensor(3),
+    "complex": torch.tensor([1 + 1j, 2j, 3.0]),
+}
+
+PYTHON: dict[str, Any] = {"int": 2, "float": 1.5, "bool": True}
+
+OPERATIONS: dict[str, Any] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "sub": lambda a, b: a - b * 1,
+    "eq": lambda a, b: a == b,
+    "where": lambda a, b: torch.where(torch.tensor([True, False, True]), a, b),
+    "cat": lambda a, b: torch.cat([torch.atleast_1d(a), torch.atleast_1d(torch.as_tensor(b))]),
+}
+
+
+@pytest.mark.parametrize(("operation", "x64"), [*((name, True) for name in OPERATIONS), ("add", False)])
+def test_promotion_is_torchs(operation: str, x64: bool) -> None:
+    """Every pair of kinds: value and dtype."""
+
+    def apply(operation: Any, a: Any, b: Any) -> Any:
+        try:
+            return operation(a, b)
+        except RuntimeError:
+            return None
+
+    pairs = [(a, b) for a in VALUES.values() for b in [*VALUES.values(), *PYTHON.values()]]
+    run = lambda: [apply(OPERATIONS[operation], a, b) for a, b in pairs]  # noqa: E731
+    with jax.enable_x64(x64):
+        found = [None if out is None else out.cpu() for out in ts.jax_jit(run)()]
+    for pair, out, wanted in zip(pairs, found, run(), strict=True):
+        if wanted is not None:  # (a few pairs that torch refuses have a plain meaning: bool - float)
+            assert out is not None, pair
+            shorter = out.dtype is torch.int32 and not x64  # JAX holds torch's int64 in 32 bits then
+            wanted = wanted.int() if shorter else wanted
+            torch.testing.assert_close(out, wanted, rtol=ROUNDING.get(wanted.dtype, 1e-6), atol=0)
+
+
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -1,0 +1,65 @@
+"""Random operators against eager torch, by their distributions."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import torch_shard as ts
+from torch_shard._lowering.ops import LOWERINGS, RANDOM
+from torch_shard._lowering.ops import random as _random
+
+DRAWS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {
+    "rand": (lambda: torch.rand(20_000), 0.5, 1 / 12**0.5),
+    "randn": (lambda: torch.randn(20_000), 0.0, 1.0),
+    "rand_like": (lambda: torch.rand_like(torch.ones(20_000)), 0.5, 1 / 12**0.5),
+    "randn_like": (lambda: torch.randn_like(torch.ones(20_000)), 0.0, 1.0),
+    "randint": (lambda: torch.randint(2, 6, (20_000,)).float(), 3.5, 1.25**0.5),
+    "randint_like": (lambda: torch.randint_like(torch.ones(20_000), 4), 1.5, 1.25**0.5),
+    "randperm": (lambda: torch.randperm(20_000).float(), 9_999.5, 20_000 / 12**0.5),
+    "bernoulli": (lambda: torch.bernoulli(torch.full((20_000,), 0.3)), 0.3, 0.21**0.5),
+    "bernoulli_": (lambda: torch.empty(20_000).bernoulli_(0.3), 0.3, 0.21**0.5),
+    "normal_": (lambda: torch.empty(20_000).normal_(2, 3), 2.0, 3.0),
+    "normal": (lambda: torch.normal(torch.full((20_000,), 2.0), 3.0), 2.0, 3.0),
+    "uniform_": (lambda: torch.empty(20_000).uniform_(-1, 3), 1.0, 4 / 12**0.5),
+    "exponential_": (lambda: torch.empty(20_000).exponential_(2.0), 0.5, 0.5),
+    "geometric_": (lambda: torch.empty(20_000).geometric_(0.4), 2.5, 0.6**0.5 / 0.4),
+    "log_normal_": (lambda: torch.empty(20_000).log_normal_(0, 0.25).log(), 0.0, 0.25),
+    "poisson": (lambda: torch.poisson(torch.full((20_000,), 3.0)), 3.0, 3.0**0.5),
+    "multinomial": (lambda: torch.multinomial(torch.tensor([1.0, 2.0, 1.0]), 20_000, True).float(), 1.0, 0.5**0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_operators_have_torchs_distribution(name: str) -> None:
+    draw, mean, deviation = DRAWS[name]
+    torch.manual_seed(0)
+    jitted = ts.jax_jit(lambda x: draw() + x)
+    drawn, again = (jitted(torch.zeros(())).cpu() for _ in range(2))
+    assert not torch.equal(drawn, again)
+    assert drawn.shape == draw().shape
+    assert drawn.dtype == draw().dtype
+    assert abs(drawn.mean() - mean) < 6 * deviation / len(drawn) ** 0.5  # six standard errors
+    assert abs(drawn.std() / deviation - 1) < 0.1
+
+
+def test_draws_without_replacement_do_not_repeat() -> None:
+    weights = torch.tensor([[1.0, 0.0, 2.0, 3.0]]).repeat(50, 1)
+    drawn = ts.jax_jit(lambda w: torch.multinomial(w, 3))(weights).cpu()
+    assert (drawn.sort(-1).values == torch.tensor([0, 2, 3])).all()
+    permutation = ts.jax_jit(lambda x: torch.randperm(100) + x)(torch.tensor(0)).cpu()
+    assert sorted(permutation.tolist()) == list(range(100))
+
+
+def test_every_random_operator_takes_a_key() -> None:
+    seeded = {op for op in LOWERINGS if torch.Tag.nondeterministic_seeded in op.tags}
+    assert seeded <= RANDOM
+
+
+def test_noise_of_gumbel_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.random, "exponential", lambda key, shape, dtype: np.zeros(shape, dtype))
+    drawn = np.asarray(_random.exponential(None, np.zeros(3, np.float32)))
+    assert (drawn > 0).all()
+    assert np.isfinite(np.log(drawn)).all()

@@ -1,0 +1,103 @@
+"""The oracle: what eager torch does over some steps, and the comparison of a compiled run with it."""
+
+import copy
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import WHOLE, Case, make_mesh
+
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+
+
+def record_grads() -> optax.GradientTransformation:
+    """Keeps the last gradients in its state, so that a test can look at them."""
+    return optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, grads))
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(record_grads(), optax.sgd(LEARNING_RATE, momentum=MOMENTUM))
+
+
+def eager_trajectory(case: Case, num_steps: int) -> list[dict[str, Any]]:
+    """Loss, gradients, and every parameter and buffer after each step of eager torch."""
+    model = case.model()
+    params = [p for p in model.parameters() if p.requires_grad]
+    sgd = torch.optim.SGD(params, lr=LEARNING_RATE, momentum=MOMENTUM)
+    steps = []
+    for batch in case.batches(num_steps):
+        sgd.zero_grad()
+        loss = case.loss_fn(model, batch)
+        loss.backward()
+        grads = {n: _copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        sgd.step()
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        steps.append({"loss": loss.item(), "grads": grads, "held": {n: _copy(t) for n, t in held.items()}})
+    return steps
+
+
+def _copy(tensor: torch.Tensor | None) -> np.ndarray:
+    assert tensor is not None
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor.clone()).numpy()
+
+
+def assert_close(found: Any, wanted: np.ndarray, rtol: float, floor: float, name: str) -> None:
+    """Equal up to `rtol` of the tensor's largest value, or up to `floor`: what is zero but for rounding."""
+    found = np.asarray(found)
+    assert found.shape == wanted.shape, name
+    largest = np.abs(wanted).max(initial=0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=rtol * largest + floor, err_msg=name)
+
+
+def assert_follows(case: Case, model: torch.nn.Module, trajectory: list[dict[str, Any]], sizes: Any) -> Any:
+    """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it."""
+    step = ts.make_train_step(model, case.loss_fn, optimizer(), mesh=make_mesh(sizes), plan=case.plan)
+    state = step.init(seed=0)
+    for batch, wanted in zip(case.batches(len(trajectory)), trajectory, strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=case.rtol)
+        grads = state.opt_state[0]
+        assert {n for n, g in grads.items() if np.any(g)} <= set(wanted["grads"])
+        # A bias before a batch norm has no gradient but rounding, which scales with the other gradients.
+        floor = 2e-6 * max(np.abs(g).max() for g in wanted["grads"].values())
+        for name, grad in wanted["grads"].items():
+            assert_close(grads[name], grad, 10 * case.rtol, floor, f"gradient of {name}")  # it builds up by step
+        for name, value in wanted["held"].items():
+            assert_close(state.tensors[name], value, 10 * case.rtol, floor, name)
+    assert step.num_compiles == 1
+    assert set(state.tensors) == set(trajectory[0]["held"])
+    _assert_layout(state, step)
+    return step
+
+
+def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
+    """Every leaf of the state lies as the plan says, moments like their parameters."""
+    resolved = step.plan
+    for name, array in state.tensors.items():
+        assert array.sharding.is_equivalent_to(resolved[name], array.ndim), name
+    for name, moment in state.opt_state[1][0].trace.items():
+        assert moment.sharding.is_equivalent_to(resolved[name], moment.ndim), name
+    jax.block_until_ready(state)
+
+
+def agrees_with_torch(model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)) -> None:
+    """SGD with momentum, several steps: every parameter against eager torch."""
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=make_mesh(sizes), plan=WHOLE)
+    state, wanted = step.init(), copy.deepcopy(model)
+    sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        state, metrics = step(state, batch)
+        sgd.zero_grad()
+        loss = loss_fn(wanted, batch)
+        loss.backward()
+        sgd.step()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+    for name, parameter in wanted.named_parameters():
+        found = state.tensors[name]
+        np.testing.assert_allclose(found, parameter.detach(), rtol=1e-4, atol=1e-5, err_msg=name)

@@ -1,0 +1,183 @@
+"""Repeated layers as loops: the numbers of eager torch, whatever the layers do."""
+
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.cases import Case, chosen, make_mesh, regression, squared_error
+from tests.tables.layered import FORTH_AND_BACK, LAYERED, Layered
+from tests.tables.layers import DEPTH, WIDTH, Block, Stack
+from tests.tables.layers_with_effects import Keeping
+
+EVERYWHERE = ts.ShardingPlan({}, default=P())
+
+
+def _loops(step: Any) -> tuple[tuple[int, int], ...]:
+    (program,) = step.programs
+    return tuple((loop.num_iterations, len(loop.layers) // loop.num_iterations) for loop in program.loops)
+
+
+@pytest.mark.parametrize("layered", LAYERED, ids=lambda layered: layered.case.name)
+def test_layers_follow_eager_torch(layered: Layered) -> None:
+    case = layered.case
+    trajectory = eager_trajectory(case, 2)
+    step = assert_follows(case, case.model(), trajectory, (4, 2))
+    assert layered.says in step.report()
+    if layered.loops:
+        assert _loops(step) == layered.loops
+
+
+def _trained(case: Case, optimizer: optax.GradientTransformation, sizes: tuple[int, int], **options: Any) -> Any:
+    """Losses, and the state after three steps."""
+    step = ts.make_train_step(case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan, **options)
+    state, losses = step.init(seed=3), []
+    for batch in case.batches(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+class Dropping(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("remat", chosen(["none", "dots", "block"], ["block"]))
+def test_loops_draw_the_random_numbers_of_the_unrolled_program(remat: str) -> None:
+    case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
+    losses, state, step = _trained(case, optax.adam(1e-2), (4, 2), remat=remat)
+    wanted, unrolled, _ = _trained(case, optax.adam(1e-2), (4, 2), scan_layers=False)
+    assert _loops(step) == FORTH_AND_BACK
+    # The masks are the same bit by bit; XLA sums the rest in another order, and Adam divides by its size.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for name, value in unrolled.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+class Zeroed(nn.Module):
+    """Ones, of which each layer drops half: what is left counts the layers that kept an element."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + F.dropout(torch.ones_like(x), 0.5) + self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(1, 1), nn.Sequential(*(self.Layer() for _ in range(DEPTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.start(x) * 0)
+
+
+def test_each_layer_has_a_mask_of_its_own() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> Any:
+        kept = model(batch)
+        return kept.mean(), {"kept": kept}
+
+    step = ts.make_train_step(Zeroed(), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    _, metrics = step(step.init(seed=0), torch.zeros(512, 1))
+    assert len(_loops(step)) == 2
+    kept = np.unique(np.asarray(metrics["kept"]))
+    np.testing.assert_array_equal(kept, 2.0 * np.arange(DEPTH + 1))  # with one mask for all: 0 and 8 only
+
+
+def test_loops_can_be_asked_for_and_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    options: Any = {"mesh": make_mesh((1, 1)), "plan": EVERYWHERE}
+    batch = (torch.ones(2, 4), torch.ones(2, 3))
+
+    def run(model: nn.Module, **choice: Any) -> ts.TrainStep:
+        step = ts.make_train_step(model, squared_error, optax.sgd(0.1), **options, **choice)
+        step(step.init(seed=0), batch)
+        return step
+
+    assert run(model).report() == "No layers repeat: there are no 3 numbered siblings that look alike."
+    alike = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 3))
+    assert run(alike, scan_layers=False).report() == "No layers are loops: scan_layers=False."
+    assert "remat='none' takes" in run(alike, remat=2**30).report()
+    assert "0, 1, 2: not in a loop: scan_layers=False" in run(alike, scan_layers=False, remat="block").report()
+    with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* no numbered siblings"):
+        run(model, scan_layers=True)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+    )  # 4, 3 twice, not in a row
+    with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* layers next to it are other programs"):
+        run(model, scan_layers=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"(?s)remat='block' needs .* torch.utils.checkpoint"):
+        run(model, remat="block")
+    with pytest.raises(ValueError, match='scan_layers must be True, False or "auto", got 3'):
+        run(model, scan_layers=3)
+    with pytest.raises(ValueError, match="remat must be 'none', 'dots', 'block' or a number of bytes, got 'all'"):
+        run(model, remat="all")
+
+
+class CountingOn(Block):
+    """Multiplies by the number of earlier calls, of all models' steps."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_layers_may_not_depend_on_counts_of_their_calls() -> None:
+    step = ts.make_train_step(Stack(CountingOn), squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    with pytest.raises(NotImplementedError, match=r"changes the plain attribute blocks.0.calls"):
+        step(step.init(seed=0), (torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
+
+
+class Widened(Block):
+    """Norms are in float32, and so is what a region within the layer asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.norm(x).dtype == torch.float32
+        with torch.autocast("cuda", torch.bfloat16):
+            assert x.softmax(-1).dtype == torch.float32
+            assert self.up(x).dtype == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert self.norm(x.float()).dtype == self.up(x.float()).dtype == torch.float32
+        return super().forward(x)
+
+
+def test_loops_compute_in_the_dtypes_of_the_unrolled_program() -> None:
+    case = Case("widened", lambda: Stack(Widened), regression(WIDTH, out=WIDTH), {})
+    losses, state, step = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16)
+    wanted, unrolled, _ = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16, scan_layers=False)
+    assert _loops(step) == FORTH_AND_BACK
+    np.testing.assert_allclose(losses, wanted, rtol=2e-3)  # XLA rounds to bfloat16 less often in one of them
+    for name, value in unrolled.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=0, atol=4e-3, err_msg=name)
+
+
+def test_what_layers_keep_serves_later_captures() -> None:
+    case = Case("keeping", lambda: Stack(Keeping), regression(WIDTH, out=WIDTH), {})
+    model, (batch,) = case.model(), case.batches(1)
+    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=case.plan)
+    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((1, 1)), plan=case.plan)
+    state, _ = step(step.init(seed=0), batch)
+    wanted = case.loss_fn(step.export(state), batch).item()
+    np.testing.assert_allclose(evaluate(state, batch)["loss"], wanted, rtol=1e-6)
+
+
+def test_an_evaluation_has_loops_too() -> None:
+    case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
+    model, (batch,) = case.model().eval(), case.batches(1)
+    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=case.plan)
+    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((4, 2)), plan=case.plan)
+    metrics = evaluate(step.init(seed=0), batch)
+    assert _loops(evaluate) == ((DEPTH, 1),)
+    np.testing.assert_allclose(metrics["loss"], case.loss_fn(model, batch).item(), rtol=1e-6)

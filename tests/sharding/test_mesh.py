@@ -1,0 +1,192 @@
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+
+PARTS = [None, "batch", "model", "modle", ("batch", "model"), ("model", "batch")]
+
+specs = st.lists(st.sampled_from(PARTS), max_size=4).map(lambda parts: P(*parts))
+
+shapes = st.lists(st.integers(0, 17), max_size=3).map(tuple)
+
+
+def jax_accepts(spec, shape, mesh) -> bool:
+    try:
+        jax.device_put(np.zeros(shape), NamedSharding(mesh, spec))
+    except Exception:  # JAX's DuplicateSpecError is private and no ValueError
+        return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+def test_make_mesh_has_the_sizes_and_all_devices_in_order(sizes):
+    mesh = make_mesh(batch=sizes[0], model=sizes[1])
+    assert dict(mesh.shape) == {"batch": sizes[0], "model": sizes[1]}
+    assert mesh.devices.tolist() == np.array(jax.devices()).reshape(sizes).tolist()
+
+
+def test_make_mesh_keeps_any_names_in_the_order_given():
+    assert make_mesh(stage=2, data=2, tensor=2).axis_names == ("stage", "data", "tensor")
+    assert make_mesh(tensor=2, stage=2, data=2).axis_names == ("tensor", "stage", "data")
+
+
+def test_make_mesh_has_auto_axes_where_jax_make_mesh_has_explicit_ones():
+    assert set(make_mesh(batch=4, model=2).axis_types) == {AxisType.Auto}
+    assert set(jax.make_mesh((4, 2), ("batch", "model")).axis_types) == {AxisType.Explicit}
+
+
+def test_make_mesh_uses_the_first_devices_when_it_needs_fewer():
+    assert make_mesh(batch=1, model=1).devices.tolist() == [[jax.devices()[0]]]
+    last = jax.devices()[4:]
+    assert make_mesh(last, batch=2).devices.tolist() == last[:2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [({"batch": -1}, (8,)), ({"batch": -1, "model": 2}, (4, 2)), ({"batch": 8, "model": -1}, (8, 1))],
+    ids=str,
+)
+def test_make_mesh_gives_minus_one_the_rest(sizes, shape):
+    assert make_mesh(**sizes).axis_sizes == shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({}, ValueError, "make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2)."),
+        ({"batch": 4.0}, TypeError, "make_mesh: every axis size must be an int, got batch=4.0."),
+        ({"a": True, "b": "2"}, TypeError, "make_mesh: every axis size must be an int, got a=True, b='2'."),
+        ({"a": 0, "b": -2, "c": 2}, ValueError, "must be positive, or -1 for the rest, got a=0, b=-2."),
+        ({"a": -1, "b": -1}, ValueError, "make_mesh: one axis size at most may be -1, got a and b."),
+        ({"a": -1, "b": 3}, ValueError, "product 3 does not divide the 8 devices available."),
+        (
+            {"a": -1, "b": 16},
+            ValueError,
+            "a=-1 takes what the other axes leave, but their product 16 does not",
+        ),
+        ({"a": 4, "b": 4}, ValueError, "make_mesh: a=4, b=4 needs 16 devices, but 8 are available."),
+        ({"a": 9}, ValueError, 'jax.config.update("jax_num_cpu_devices", 9) before JAX starts'),
+    ],
+    ids=str,
+)
+def test_make_mesh_refuses_sizes_with_a_reason(sizes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make_mesh(**sizes)
+
+
+def test_make_mesh_counts_the_devices_that_it_is_given():
+    with pytest.raises(ValueError, match="batch=4 needs 4 devices, but 2 are available"):
+        make_mesh(jax.devices()[:2], batch=4)
+
+
+def test_check_mesh_returns_an_auto_mesh_itself():
+    for mesh in (make_mesh(batch=4, model=2), Mesh(np.array(jax.devices()), ("batch",))):
+        assert check_mesh(mesh) is mesh
+
+
+@pytest.mark.parametrize("thing", [{"batch": 4}, None, AbstractMesh((8,), ("batch",))], ids=str)
+def test_check_mesh_refuses_what_is_no_mesh(thing):
+    name = type(thing).__name__
+    with pytest.raises(TypeError, match=rf"torch_shard: mesh must be a jax.sharding.Mesh, got {name}. Build one with"):
+        check_mesh(thing)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        (None, "'batch' is Explicit, 'model' is Explicit"),
+        ((AxisType.Auto, AxisType.Explicit), "'model' is Explicit"),
+        ((AxisType.Manual, AxisType.Auto), "'batch' is Manual"),
+    ],
+    ids=str,
+)
+def test_check_mesh_refuses_other_axes_with_reason_and_fix(kinds, found):
+    mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=kinds)
+    with pytest.raises(ValueError, match=f"torch_shard: every mesh axis must be Auto, .*, but {found}. ") as caught:
+        check_mesh(mesh)
+    assert "jax.make_mesh gives Explicit axes by default" in str(caught.value)
+    assert "torch_shard.make_mesh(batch=4, model=2) or pass axis_types=(AxisType.Auto,) * 2" in str(caught.value)
+
+
+@given(specs, shapes)
+def test_a_spec_has_faults_exactly_where_jax_refuses_it(spec, shape):
+    mesh = make_mesh(batch=4, model=2)
+    assert (find_spec_faults(spec, shape, mesh) == []) == jax_accepts(spec, shape, mesh)
+
+
+@given(specs, shapes)
+def test_every_remedy_helps(spec, shape):
+    mesh = make_mesh(batch=4, model=2)
+    for fault, remedy in find_spec_faults(spec, shape, mesh):
+        for use in re.findall(r"Use (P\(.*?\))(?:, pad|\.$)", remedy):
+            assert jax_accepts(eval(use), shape, mesh), (fault, remedy)
+        for dim, size in re.findall(r"[pP]ad dim (\d) to (\d+)", remedy):
+            assert int(size) % math.prod(mesh.shape[axis] for axis in np.atleast_1d(spec[int(dim)])) == 0
+            assert shape[int(dim)] < int(size) < shape[int(dim)] + 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "pairs"),
+    [
+        (P("modle"), (8,), [("P('modle') names an axis that the mesh lacks", "Did you mean 'model'?")]),
+        (
+            P(P.UNCONSTRAINED),
+            (8,),
+            [("P(UNCONSTRAINED) names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")],
+        ),
+        (P("x"), (8,), [("P('x') names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")]),
+        (
+            P("model", "model"),
+            (8, 8),
+            [("P('model', 'model') names 'model' more than once", "Keep one: an axis splits one dim.")],
+        ),
+        (P(None, "model"), (8,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P('model').")]),
+        (P(None, "model"), (7,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P().")]),
+        (
+            P("model"),
+            (7, 9, 6),
+            [
+                (
+                    "dim 0 = 7 is not a multiple of model=2",
+                    "Use P(None, None, 'model'), pad dim 0 to 8, or replicate it with P().",
+                )
+            ],
+        ),
+        (
+            P(("batch", "model")),
+            (12, 3),
+            [
+                (
+                    "dim 0 = 12 is not a multiple of batch=4 * model=2 = 8",
+                    "Pad dim 0 to 16, or replicate it with P().",
+                )
+            ],
+        ),
+        (
+            P("batch", "model"),
+            (6, 3),
+            [
+                ("dim 0 = 6 is not a multiple of batch=4", "Pad dim 0 to 8, or replicate it with P()."),
+                ("dim 1 = 3 is not a multiple of model=2", "Pad dim 1 to 4, or replicate it with P()."),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_faults_say_what_was_found_and_what_to_do(spec, shape, pairs):
+    assert find_spec_faults(spec, shape, make_mesh(batch=4, model=2)) == pairs
+
+
+def test_descriptions_read_as_one_types_them():
+    assert describe_mesh(make_mesh(batch=4, model=2)) == "(batch=4, model=2)"
+    assert describe_spec(P("model")) == "P('model')"
+    assert describe_spec(P(None, ("batch", "model"))) == "P(None, ('batch', 'model'))"
+    assert describe_spec(P()) == "P()"

@@ -1,0 +1,381 @@
+"""Collectives against the unsharded computation by eager torch: values, gradients within and without, bad input."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from tests.spmd.mapping import assert_close, shard_map
+from torch_shard.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    fold_in_axis,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
+
+MESHES = [(8, 1), (4, 2), (2, 4)]
+X = P("i", "j")
+
+
+@dataclasses.dataclass
+class Case:
+    """A function of one device's shards, and the same of whole tensors.
+
+    `x` is (8, 8), split by both axes; `w`, (2, 4), and `s`, a scalar, are the same on every device.
+    """
+
+    local: Callable[..., torch.Tensor]
+    whole: Callable[..., torch.Tensor]
+    out: P = X
+
+
+def blocks(x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+    return torch.stack(x.chunk(n, dim))
+
+
+def rank(x: torch.Tensor) -> torch.Tensor:
+    """A number that tells the order of the elements."""
+    return (x * torch.arange(x.numel())).sum()
+
+
+CASES = {
+    "psum": Case(lambda x, w, s: psum(x, "i").sin(), lambda x, w, s, i, j: blocks(x, i, 0).sum(0).sin(), P(None, "j")),
+    "psum of both": Case(
+        lambda x, w, s: psum((x * s).sum(), ("i", "j")).cos(), lambda x, w, s, i, j: (x * s).sum().cos(), P()
+    ),
+    "pmean": Case(
+        lambda x, w, s: x - pmean(x.mean(1, keepdim=True), "j") * s,
+        lambda x, w, s, i, j: x - x.mean(1, keepdim=True) * s,
+    ),
+    "what is the same meets what is not": Case(
+        lambda x, w, s: (t := psum(x.square().sum(), ("i", "j")).sqrt()) * t + psum((x * t).sum(), ("i", "j")) * s,
+        lambda x, w, s, i, j: (t := x.square().sum().sqrt()) * t + (x * t).sum() * s,
+        P(),
+    ),
+    "the same, summed": Case(
+        lambda x, w, s: psum(w * s, "i") + psum(w.sum() * x.sum(), ("i", "j")),
+        lambda x, w, s, i, j: w * s * i + w.sum() * x.sum(),
+        P(),
+    ),
+    "pmax": Case(
+        lambda x, w, s: x - pmax(x.amax(1, keepdim=True), "j") * s,
+        lambda x, w, s, i, j: x - x.amax(1, keepdim=True) * s,
+    ),
+    "pmax of ties": Case(
+        lambda x, w, s: pmax((x * 0 + s).amax(), ("i", "j")) * s,
+        lambda x, w, s, i, j: (x * 0 + s).amax() * s,
+        P(),
+    ),
+    "pmin": Case(lambda x, w, s: pmin(x.amin(), ("i", "j")) * x, lambda x, w, s, i, j: x.amin() * x),
+    "all_gather": Case(
+        lambda x, w, s: pmean(
+            all_gather(x, "j", dim=-1).sin().sum(1, keepdim=True) * s * rank(all_gather(x.flatten(), ("i", "j"))), "j"
+        ),
+        lambda x, w, s, i, j: (
+            x.sin().sum(1, keepdim=True) * s * rank(x.view(i, 8 // i, j, 8 // j).transpose(1, 2).flatten())
+        ),
+        P("i"),
+    ),
+    "all_gather to the same": Case(
+        lambda x, w, s: (
+            all_gather(all_gather(x, "i", to="invarying"), "j", dim=1, to="invarying").sin() * s + x.new_ones(8, 8)
+        ),
+        lambda x, w, s, i, j: x.sin() * s + 1,
+        P(),
+    ),
+    "all_gather along a new dim": Case(
+        lambda x, w, s: (
+            all_gather(x, "i", dim=1, tiled=False, to="invarying").sin() * torch.arange(axis_size("i"))[:, None] * s
+        ),
+        lambda x, w, s, i, j: blocks(x, i, 0).transpose(0, 1).sin() * torch.arange(i)[:, None] * s,
+        P(None, None, "j"),
+    ),
+    "psum_scatter": Case(
+        lambda x, w, s: psum_scatter(all_gather(x, "j", dim=1) * s, "j", dim=1).exp(),
+        lambda x, w, s, i, j: (x * s * j).exp(),
+    ),
+    "ppermute": Case(
+        lambda x, w, s: x * ppermute(x, "i", [(k, (k + 1) % axis_size("i")) for k in range(axis_size("i"))]),
+        lambda x, w, s, i, j: x * torch.cat(blocks(x, i, 0).roll(1, 0).unbind()),
+    ),
+    "ppermute to some": Case(
+        lambda x, w, s: x * (s + ppermute(x, "i", [(0, 1)])),
+        lambda x, w, s, i, j: x * (s + torch.cat([torch.zeros(8 // i, 8), x[: 8 // i], torch.zeros(8 - 16 // i, 8)])),
+    ),
+    "all_to_all": Case(
+        lambda x, w, s: all_to_all(
+            all_to_all(x, "i", split_dim=1, concat_dim=0).cumsum(0), "i", split_dim=0, concat_dim=-1
+        ),
+        lambda x, w, s, i, j: x.cumsum(0),
+    ),
+    "axis_index": Case(
+        lambda x, w, s: x * (axis_index("i") + 10 * axis_index("j")) * w.sum(),
+        lambda x, w, s, i, j: (
+            x
+            * (torch.arange(i).repeat_interleave(8 // i)[:, None] + 10 * torch.arange(j).repeat_interleave(8 // j))
+            * w.sum()
+        ),
+    ),
+}
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 8, generator=generator), torch.randn(2, 4, generator=generator), torch.tensor(0.7)
+
+
+def by_torch(case: Case, sizes: tuple[int, int]) -> Any:
+    """Value, and gradients of a loss that weighs every element differently."""
+    leaves = [t.clone().requires_grad_() for t in inputs()]
+    out = case.whole(*leaves, *sizes)
+    grads = torch.autograd.grad(weigh(out), leaves, allow_unused=True, materialize_grads=True)
+    return out.detach(), grads
+
+
+def weigh(out: torch.Tensor) -> torch.Tensor:
+    return (out * torch.linspace(1, 2, out.numel()).view(out.shape)).sum()
+
+
+@functools.cache
+def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
+    """Value and gradients of each case, from one compiled program."""
+    options = {"mesh": ts.make_mesh(i=sizes[0], j=sizes[1]), "in_specs": (X, P(), P()), "check_vma": check_vma}
+    fns = {name: ts.jax_shard_map(case.local, out_specs=case.out, **options) for name, case in CASES.items()}
+
+    def evaluate(*args: torch.Tensor) -> dict[str, Any]:
+        def of(fn: Any) -> Any:
+            return fn(*args), ts.jax_grad(lambda *args: weigh(fn(*args)), argnums=(0, 1, 2))(*args)
+
+        return {name: of(fn) for name, fn in fns.items()}
+
+    return ts.jax_jit(evaluate)(*inputs())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("sizes", "check_vma"),
+    [
+        *(pytest.param(sizes, True, marks=pytest.mark.slow if sizes != (4, 2) else []) for sizes in MESHES),
+        ((4, 2), False),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_the_unsharded(sizes: tuple[int, int], check_vma: bool, name: str) -> None:
+    found, found_grads = by_mesh(sizes, check_vma)[name]
+    value, grads = by_torch(CASES[name], sizes)
+    assert_close(found, value)
+    for grad, wanted in zip(found_grads, grads, strict=True):
+        assert_close(grad, wanted)
+
+
+JAX_INSIDE = {
+    "a loss that is the same everywhere": (
+        lambda w, x: pmean((w * x).square().sum(), "i"),
+        lambda w, x: lax.pmean(jnp.square(w * x).sum(), "i"),
+    ),
+    "each device's own loss": (lambda w, x: (w * x).square().sum(), lambda w, x: jnp.square(w * x).sum()),
+    "a loss of what is the same": (lambda w, x: (w**3).sum() + 0 * x.sum(), lambda w, x: (w**3).sum() + 0 * x.sum()),
+    "without any x": (lambda w, x: (w**3).sum(), lambda w, x: (w**3).sum()),
+    "both": (
+        lambda w, x: psum((w * x).sin().sum(), "i") * (w**2).sum() + (w * x).sum(),
+        lambda w, x: lax.psum(jnp.sin(w * x).sum(), "i") * (w**2).sum() + (w * x).sum(),
+    ),
+}
+
+
+WITHIN = [(name, order, check) for name in JAX_INSIDE for order, check in [(1, True), (1, False), (2, True)]]
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "check_vma"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == 2 and case[0] != "both")) for case in WITHIN],
+)
+def test_gradients_within_shard_map_are_those_of_jax(name: str, order: int, check_vma: bool) -> None:
+    in_torch, in_jax = JAX_INSIDE[name]
+    mesh, x, w = ts.make_mesh(i=4), torch.arange(1.0, 9.0) / 8, torch.tensor([0.5, 2.0])
+
+    def grad(transform: Any, fn: Any) -> Any:
+        if order == 1:
+            return transform(fn, (0, 1))
+        return transform(lambda w, x: sum((g * g).sum() for g in transform(fn, (0, 1))(w, x)), (0, 1))
+
+    def mapped(shard_map: Any, fn: Any) -> Any:
+        def each(w: Any, x: Any) -> Any:
+            by_w, by_x = fn(w, x)
+            return by_w[None] + 0 * x[:, None], by_x
+
+        return shard_map(each, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"), check_vma=check_vma)
+
+    found = mapped(ts.jax_shard_map, grad(ts.jax_grad, in_torch))(w, x)
+    wanted = mapped(jax.shard_map, grad(jax.grad, in_jax))(w.numpy(), x.numpy())
+    for f, j in zip(found, wanted, strict=True):
+        assert_close(f, ts.torch_view(j).cpu())
+    if order == 1 and check_vma:
+        adapted_before = mapped(ts.jax_shard_map, grad(ts.jax_grad, ts.jax_jit(in_torch)))(w, x)
+        for f, j in zip(adapted_before, wanted, strict=True):
+            assert_close(f, ts.torch_view(j).cpu())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_torchs_own_gradient_within_is_that_of_one_process_per_device(check_vma: bool) -> None:
+    x, w = torch.arange(8.0), torch.tensor(2.0)
+
+    def local(w: torch.Tensor, x: torch.Tensor) -> Any:
+        w = w.detach().requires_grad_()
+        own, summed = (w * x).square().sum(), psum((w * x).square().sum(), "i")
+        found = [torch.autograd.grad(y, w, retain_graph=True)[0] for y in (w**3, own, summed)]
+        return [g.expand(1) for g in found]
+
+    fn = ts.jax_shard_map(local, mesh=ts.make_mesh(i=8), in_specs=(P(), P("i")), out_specs=P("i"), check_vma=check_vma)
+    alone, own, summed = fn(w, x)
+    assert_close(alone, torch.full((8,), 12.0))  # no other device has a part in it
+    assert_close(own, 2 * w * x * x)
+    assert_close(summed, 8 * 2 * w * x * x)  # eight processes have this sum
+
+
+def test_pytrees_integers_bools_and_numbers() -> None:
+    tree = {"long": torch.arange(4), "bool": torch.tensor([True, True, False, True]), "half": torch.ones(4).half()}
+
+    def local(tree: Any) -> Any:
+        summed = psum({"tree": tree, "one": 1}, "i")
+        assert (summed.pop("one"), psum(1, ("i", "j")), axis_size("j"), pmean(3.0, "i")) == (4, 8, 2, 3.0)
+        assert {name: t.dtype for name, t in summed["tree"].items()} == {
+            "long": torch.int64,
+            "bool": torch.int64,
+            "half": torch.float16,
+        }
+        return summed, pmax(tree, "i"), pmin(tree, "i")
+
+    summed, highest, lowest = shard_map(local, P("i"), P())(tree)
+    assert {name: t.item() for name, t in summed["tree"].items()} == {"long": 6, "bool": 3, "half": 4.0}
+    assert {name: t.item() for name, t in highest.items()} == {"long": 3, "bool": True, "half": 1.0}
+    assert {name: t.item() for name, t in lowest.items()} == {"long": 0, "bool": False, "half": 1.0}
+
+
+def test_one_function_on_meshes_of_other_sizes_is_captured_for_each() -> None:
+    """Its local shapes are the same; what it makes of the axis is not."""
+    gather = ts.jax_jit(lambda x: all_gather(x, "i", to="invarying") * axis_size("i"))
+    for size in (2, 4, 2):
+        x = torch.arange(2.0 * size)
+        mapped = ts.jax_shard_map(gather, mesh=ts.make_mesh(i=size), in_specs=P("i"), out_specs=P())
+        assert_close(mapped(x), x * size)
+    assert_close(ts.jax_vmap(gather, axis_name="i")(torch.arange(6.0).view(3, 2))[0], torch.arange(6.0) * 3)
+
+
+BAD = {
+    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'psum: an axis is a name, such as "i", or a tuple'),
+    "axis twice": (lambda x: psum(x, ("i", "i")), ValueError, "names an axis twice"),
+    "unbound": (lambda x: psum(x, "k"), NameError, "psum: axis 'k' is not bound here ('i', 'j' of the mesh are)"),
+    "not a tensor": (lambda x: psum("x", "i"), TypeError, "psum: expected torch tensors, or a pytree of them, got str"),
+    "a number to gather": (lambda x: all_gather(1.0, "i"), TypeError, "all_gather: expected torch tensors"),
+    "mean of integers": (
+        lambda x: pmean(x.long(), "i"),
+        TypeError,
+        "a mean needs floating-point numbers, got (1,) int64",
+    ),
+    "maximum of complex": (lambda x: pmax(x + 1j, "i"), TypeError, "complex numbers have no order"),
+    "gather along": (
+        lambda x: all_gather(x, "i", dim=1),
+        ValueError,
+        "all_gather: dim=1 is not a dim of a tensor of local",
+    ),
+    "gather to": (lambda x: all_gather(x, "i", to="same"), ValueError, 'to must be "varying" or "invarying"'),
+    "scatter": (
+        lambda x: psum_scatter(x, ("i", "j")),
+        ValueError,
+        "psum_scatter: dim=0 has local size 1, which is not a multiple of i=4 * j=2 = 8",
+    ),
+    "to all": (
+        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=0),
+        ValueError,
+        "all_to_all: split_dim=0 has local size 1, which is not a multiple of i=4",
+    ),
+    "to all, dim": (
+        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=2),
+        ValueError,
+        "split_dim=0 has local size 1",
+    ),
+    "pair out of range": (
+        lambda x: ppermute(x, "i", [(0, 4)]),
+        ValueError,
+        "ppermute: pair (0, 4) leaves the axis, whose indices are 0 to 3",
+    ),
+    "pair below": (lambda x: ppermute(x, "i", [(-1, 0)]), ValueError, "pair (-1, 0) leaves the axis"),
+    "source twice": (lambda x: ppermute(x, "i", [(0, 1), (0, 2)]), ValueError, "device 0 sends twice"),
+    "destination twice": (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError, "device 1 receives twice"),
+    "stack along": (
+        lambda x: all_gather(x, "i", dim=2, tiled=False),
+        ValueError,
+        "all_gather: dim=2 is not a dim of a tensor of local",
+    ),
+    "no pairs": (lambda x: ppermute(x, "i", None), TypeError, "pairs are (source, destination) indices, got None"),
+    "no pair": (lambda x: ppermute(x, "i", [0, 1]), TypeError, "pairs are (source, destination) indices, got [0, 1]"),
+    "key": (
+        lambda x: fold_in_axis(x, "i"),
+        TypeError,
+        "a key is the two words of a JAX key, (2,) uint32, got (1,) float32",
+    ),
+    "folded axis": (lambda x: fold_in_axis("k"), NameError, "fold_in_axis: axis 'k' is not bound here"),
+    "Python depends on the index": (
+        lambda x: x if axis_index("i") == 0 else -x,
+        NotImplementedError,
+        "Python needs the value of a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_refused_with_a_reason(name: str) -> None:
+    fn, kind, words = BAD[name]
+    with pytest.raises(kind, match=re.escape(words)):
+        shard_map(fn, P("i"), P("i"))(torch.arange(4.0))
+
+
+def test_outside_of_any_map_the_error_names_what_binds_an_axis() -> None:
+    words = (
+        r"pmean: axis 'i' is not bound here\. .*jax_shard_map\(f, mesh=...\).*jax_pmap\(f, axis_name='i'\), jax_vmap\("
+    )
+    for call in (lambda: pmean(torch.ones(2), "i"), lambda: ts.jax_jit(lambda x: pmean(x, "i"))(torch.ones(2))):
+        with pytest.raises(NameError, match=words):
+            call()
+
+
+def test_jax_cannot_communicate_along_rows_of_what_it_tracks() -> None:
+    rows = torch.arange(8.0).view(2, 4)
+    summed = ts.jax_vmap(lambda x: psum(x, ("i", "rows")), axis_name="rows")
+    with pytest.raises(NotImplementedError, match=r"'rows' is the axis_name of a jax_vmap.*check_vma=False"):
+        shard_map(summed, P(None, "i"), P())(rows)
+    assert_close(shard_map(summed, P(None, "i"), P(), check_vma=False)(rows), rows.sum().expand(2, 1))
+
+
+def test_second_derivatives_of_the_largest_are_torchs() -> None:
+    """JAX differentiates the rule of its first derivative, value and all."""
+    x = torch.arange(1.0, 9.0) / 4
+    mapped = shard_map(lambda x: pmax(x.sin() * x, "i"), P("i"), P())
+
+    def second(value: Any, grad: Any, x: torch.Tensor) -> Any:
+        return grad(lambda x: (grad(lambda x: (value(x) ** 3).sum())(x) ** 2).sum())(x)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).view(4, 2).amax(0)
+
+    wanted = second(whole, torch.func.grad, x)
+    in_jax = ts.torch_view(second(ts.jax_view(mapped), jax.grad, x.numpy()))
+    for found in (second(mapped, ts.jax_grad, x), in_jax):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-5)  # products of numbers up to 50

@@ -1,0 +1,355 @@
+"""jax_shard_map, jax_pmap and jax_vmap against the unmapped computation by eager torch; what composes; errors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.collectives import count_collectives
+from tests.spmd.mapping import MESH, assert_close, shard_map
+from torch_shard.collectives import all_gather, pmean, ppermute, psum
+
+X = torch.arange(8.0)
+
+
+def grad_of(fn: Any, *args: torch.Tensor) -> Any:
+    leaves = [a.clone().requires_grad_() for a in args]
+    return torch.autograd.grad(fn(*leaves), leaves)
+
+
+def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(x[i : i + 3] * w).sum() for i in range(3)])
+
+
+ROWS, WINDOW = torch.arange(40.0).view(8, 5), torch.tensor([2.0, 3.0, 4.0])
+
+
+def test_a_shard_map_sees_local_shapes_and_lays_out_results() -> None:
+    shapes: list[Any] = []
+
+    def affine(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shapes.append((tuple(x.shape), tuple(w.shape), tuple(b.shape)))
+        return x @ w + b
+
+    x, w, b = torch.randn(192, 64), torch.randn(64, 128), torch.randn(128)
+    fn = shard_map(affine, (P("i", None), P(None, "j"), P("j")), P("i", "j"))
+    for _ in range(3):
+        out = fn(x, w, b)
+    assert shapes == [((48, 64), (64, 64), (64,))]  # one capture, one compilation
+    assert out.sharding.is_equivalent_to(NamedSharding(ts.make_mesh(**MESH), P("i", "j")), 2)
+    assert_close(out, x @ w + b)
+
+
+def test_pytrees_and_specs_for_whole_parts() -> None:
+    def fn(tree: dict, scale: Any) -> Any:
+        return {"twice": [tree["a"] * scale], "sum": psum(tree["b"].sum(), "i")}
+
+    tree = {"a": torch.arange(8.0), "b": torch.arange(4.0)}
+    out = shard_map(fn, ({"a": P(("i", "j")), "b": P("i")}, P()), {"twice": P(("i", "j")), "sum": P()})(tree, 2.0)
+    assert_close(out["twice"][0], tree["a"] * 2)
+    assert_close(out["sum"], tree["b"].sum())
+    whole = shard_map(lambda a, b: (a + 1, b), P("i"), P("i"))
+    assert_close(whole(torch.arange(4.0), {"x": torch.ones(4)})[0], torch.arange(4.0) + 1)
+
+
+def test_closed_over_modules_are_read_at_each_call_and_switch_modes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+    fn = shard_map(lambda x: model(x), P("i"), P("i"))
+    x = torch.randn(8, 3)
+    assert (fn(x) == 0).any()
+    model.eval()
+    assert_close(fn(x), model(x))
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert_close(fn(x), model(x))
+    ts.place(model, ts.make_mesh(**MESH), ts.ShardingPlan({"0.weight": P("i")}, default=P()))
+    found = fn(x)
+    assert_close(found, ts.gather(model)(x))
+
+
+COMPOSITIONS = {
+    "jit of shard_map": lambda f: ts.jax_jit(shard_map(f, P("i"), P("i"))),
+    "shard_map of jit": lambda f: shard_map(ts.jax_jit(f), P("i"), P("i")),
+    "shard_map of checkpoint": lambda f: shard_map(ts.jax_checkpoint(f), P("i"), P("i")),
+    "shard_map of vmap": lambda f: shard_map(ts.jax_vmap(f), P("i"), P("i")),
+    "vmap of shard_map": lambda f: (
+        lambda x: ts.jax_vmap(shard_map(f, P("i"), P("i")), in_axes=1, out_axes=1)(x[:, None])[:, 0]
+    ),
+    "shard_map of shard_map": lambda f: shard_map(shard_map(f, P("j"), P("j")), P("i"), P("i"), axis_names={"i"}),
+    "pmap": lambda f: lambda x: ts.jax_pmap(f)(x.view(8, 1, 3)).view(8, 3),
+    "pmap of vmap": lambda f: lambda x: ts.jax_pmap(ts.jax_vmap(f))(x.view(4, 2, 3)).view(8, 3),
+    "vmap of pmap": lambda f: lambda x: ts.jax_vmap(ts.jax_pmap(f))(x.view(4, 2, 3)).view(8, 3),
+}
+
+
+def wavy(x: torch.Tensor) -> torch.Tensor:
+    """Its derivatives differ where torch cuts them."""
+    with torch.no_grad():
+        weight = x.cos()
+    return x.sin() * weight * x.detach()
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_have_torchs_values_and_gradients(name: str) -> None:
+    mapped, x = COMPOSITIONS[name](wavy), torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    assert_close(mapped(x), wavy(x))
+    assert_close(ts.jax_grad(lambda x: (mapped(x) ** 2).sum())(x), grad_of(lambda x: (wavy(x) ** 2).sum(), x)[0])
+
+
+@pytest.mark.parametrize("adapt", [ts.jax_vmap, ts.jax_pmap], ids=["vmap", "pmap"])
+def test_convolution_by_rows(adapt: Any) -> None:
+    wanted = torch.stack([convolve(row, WINDOW) for row in ROWS])
+    assert_close(adapt(convolve)(ROWS, WINDOW.repeat(8, 1)), wanted)
+    assert_close(adapt(convolve, in_axes=(0, None))(ROWS, WINDOW), wanted)
+    assert_close(adapt(convolve, in_axes=(1, None), out_axes=1)(ROWS.T, WINDOW), wanted.T)
+
+
+def test_what_pmap_gives_stays_on_its_devices() -> None:
+    fn = ts.jax_pmap(convolve)
+    once = fn(ROWS, WINDOW.repeat(8, 1))
+    rows = ROWS.to("jax").shard_(once.sharding)
+    fn(rows, once)
+    with jax.transfer_guard("disallow"):
+        twice = fn(rows, once)
+    assert twice.sharding == once.sharding
+    assert len(once.sharding.device_set) == 8
+    assert_close(twice, torch.stack([convolve(row, convolve(row, WINDOW)) for row in ROWS]))
+
+
+def normalised(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    out = convolve(x, w)
+    return out / psum(out, "p")
+
+
+@pytest.mark.parametrize("adapt", [ts.jax_vmap, ts.jax_pmap], ids=["vmap", "pmap"])
+def test_collectives_of_a_mapped_axis_and_their_gradients(adapt: Any) -> None:
+    fn = adapt(normalised, in_axes=(0, None), axis_name="p")
+
+    def whole(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = torch.stack([convolve(row, w) for row in rows])
+        return out / out.sum(0)
+
+    assert_close(fn(ROWS, WINDOW), whole(ROWS, WINDOW))
+    found = ts.jax_grad(lambda *args: fn(*args).square().sum(), argnums=(0, 1))(ROWS, WINDOW)
+    for f, wanted in zip(found, grad_of(lambda *args: whole(*args).square().sum(), ROWS, WINDOW), strict=True):
+        torch.testing.assert_close(f.cpu(), wanted, rtol=1e-4, atol=1e-7)  # small differences of quotients near 1
+
+
+def test_nested_maps_have_axes_of_their_own() -> None:
+    x = torch.arange(8.0).view(2, 4)
+
+    def sums(x: torch.Tensor) -> Any:
+        return psum(x, "rows"), psum(x, "columns"), psum(x, ("rows", "columns"))
+
+    for outer, inner in [(ts.jax_vmap, ts.jax_pmap), (ts.jax_pmap, ts.jax_vmap), (ts.jax_vmap, ts.jax_vmap)]:
+        found = outer(inner(sums, axis_name="columns"), axis_name="rows")(x)
+        for f, wanted in zip(found, (x.sum(0).expand(2, 4), x.sum(1)[:, None].expand(2, 4), x.sum()), strict=True):
+            assert_close(f, wanted.expand(2, 4))
+
+
+SHARING = {
+    "jax_vmap": (lambda f: ts.jax_vmap(f, in_axes=(None, 0)), 3),
+    "jax_vmap, not mapped": (lambda f: ts.jax_vmap(f, in_axes=(None, 0), out_axes=(None, 0)), 1),
+    "jax.vmap": (lambda f: ts.torch_view(jax.vmap(ts.jax_view(f), in_axes=(None, 0))), 3),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_what_all_rows_share_is_counted_once_for_each_result(name: str) -> None:
+    """An output that is not mapped beside one that is: JAX alone multiplies the gradient of the first."""
+    adapt, num_results = SHARING[name]
+    x, y = torch.tensor(2.0), torch.arange(3.0)
+    mapped = adapt(lambda x, y: (x**2, x * y))
+    found = ts.jax_grad(lambda x: sum(o.sum() for o in mapped(x, y)))(x)
+    assert_close(found, 2 * x * num_results + y.sum())
+
+
+STALE = {
+    "jit": ts.jax_jit,
+    "vmap": lambda f: lambda x: ts.jax_vmap(f)(x).sum(),
+    "pmap": lambda f: lambda x: ts.jax_pmap(f)(x).sum(),
+    "shard_map": lambda f: shard_map(lambda x: psum(f(x), "i"), P("i"), P()),
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, ts.jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", STALE)
+def test_gradients_of_compiled_functions_read_closed_over_parameters_at_each_call(name: str, outer: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum()
+
+    grad = outer(ts.jax_grad(STALE[name](loss)))
+    for _ in range(2):
+        assert_close(grad(x), grad_of(loss, x)[0])
+        with torch.no_grad():
+            model.weight.add_(1)
+
+
+def test_gradients_of_gradients_are_torchs_own() -> None:
+    x = torch.tensor([0.3, -1.2, 2.0])
+    inner = ts.jax_value_and_grad(ts.jax_jit(lambda x: (wavy(x) * x).sum()))
+    assert_close(ts.jax_grad(lambda x: inner(x)[0])(x), grad_of(lambda x: (wavy(x) * x).sum(), x)[0])
+
+
+MODULES = {
+    "LSTM": (lambda: nn.LSTM(3, 4, batch_first=True), (8, 5, 3)),
+    "bidirectional GRU": (lambda: nn.GRU(3, 4, batch_first=True, bidirectional=True), (8, 5, 3)),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (8, 5, 8)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.GroupNorm(1, 3)), (4, 2, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_within_shard_map_have_torchs_gradients(name: str) -> None:
+    """Their lowerings have loops, whose types JAX checks there."""
+    torch.manual_seed(0)
+    module, x = MODULES[name][0](), torch.randn(MODULES[name][1])
+    params = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(module, params, (x,))
+        return (out[0] if isinstance(out, tuple) else out).sin().sum()
+
+    mapped = shard_map(lambda params, x: psum(loss(params, x), "i"), (P(), P("i")), P())
+    value, grads = ts.jax_value_and_grad(mapped)(params, x)
+    wanted = {name: p.clone().requires_grad_() for name, p in params.items()}
+    loss(wanted, x).backward()
+    assert_close(value, loss(params, x))
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.cpu(), wanted[name].grad, rtol=1e-4, atol=1e-5)  # float32, over 8 x 5 products
+
+
+def test_a_conditional_within_shard_map_is_each_devices_own() -> None:
+    fn = shard_map(lambda x: torch.cond(x.sum() > 8, lambda x: x.sin(), lambda x: torch.zeros(2), (x,)), P("i"), P("i"))
+    x = torch.arange(8.0)
+    wanted = torch.where(x.view(4, 2).sum(1, keepdim=True) > 8, x.view(4, 2).sin(), 0).flatten()
+    assert_close(fn(x), wanted)
+
+
+class Parallel(nn.Module):
+    """A block whose forward splits its hidden width over `j`, written for one device."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.mapped = ts.jax_shard_map(
+            lambda x, up, down: psum(F.gelu(x @ up.T) @ down.T, "j"),
+            mesh=mesh,
+            in_specs=(P("i"), P("j"), P(None, "j")),
+            out_specs=P("i"),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mapped(x, self.up.weight, self.down.weight)
+
+
+def test_a_training_step_takes_mapped_functions_within_forward() -> None:
+    torch.manual_seed(0)
+    mesh = ts.make_mesh(**MESH)
+    model, x = nn.Sequential(Parallel(mesh), Parallel(mesh)), torch.randn(8, 4)
+    plan = ts.ShardingPlan({"*.up.weight": P("j"), "*.down.weight": P(None, "j")}, default=P())
+    step = ts.make_train_step(
+        model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan, batch_spec=P("i")
+    )
+    state, weights = step.init(seed=0), {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    for _ in range(2):
+        state, metrics = step(state, x)
+        h = x
+        for n in ("0", "1"):
+            h = h + F.gelu(h @ weights[f"{n}.up.weight"].T) @ weights[f"{n}.down.weight"].T
+        loss = h.square().mean()
+        grads = torch.autograd.grad(loss, list(weights.values()))
+        assert_close(ts.torch_view(metrics["loss"]), loss)
+        weights = {n: (w - 0.1 * g).detach().requires_grad_() for (n, w), g in zip(weights.items(), grads, strict=True)}
+
+
+def test_communication_is_that_of_jax() -> None:
+    """Column then row parallel: one sum forward, one backward."""
+    mesh, specs = ts.make_mesh(j=8), (P(), P(None, "j"), P("j"))
+
+    def in_torch(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return psum(torch.relu(x @ up) @ down, "j")
+
+    def in_jax(x: Any, up: Any, down: Any) -> Any:
+        return jax.lax.psum(jax.nn.relu(x @ up) @ down, "j")
+
+    ours = ts.jax_view(ts.jax_shard_map(in_torch, mesh=mesh, in_specs=specs, out_specs=P()))
+    theirs = jax.shard_map(in_jax, mesh=mesh, in_specs=specs, out_specs=P())
+    args = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
+    counts = []
+    for fn in (ours, theirs):
+        for program in (fn, jax.grad(lambda *a, fn=fn: fn(*a).sum(), argnums=(0, 1, 2))):
+            counts.append(count_collectives(jax.jit(program).lower(*args).compile())["all-reduce"])
+    assert counts[:2] == counts[2:] == [1, 1]  # the forward sum of the second is not needed for its gradient
+
+
+def test_results_may_hold_none() -> None:
+    mapped = ts.jax_vmap(lambda x, y: (x**2, None, x * y), in_axes=(None, 0), out_axes=(None, 0, 0))
+    found = ts.jax_grad(lambda x: sum(o.sum() for o in mapped(x, X) if o is not None))(torch.tensor(2.0))
+    assert_close(found, 4 + X.sum())
+
+
+def test_a_result_that_is_gathered_to_the_same_needs_no_axis_in_its_spec() -> None:
+    assert_close(shard_map(lambda x: all_gather(x, "i", to="invarying"), P("i"), P())(X), X)
+    assert_close(shard_map(lambda x: pmean(all_gather(x, "i"), "i"), P("i"), P())(X), X)
+
+
+def test_loops_of_jax_within_shard_map_carry_what_varies() -> None:
+    def turn(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return ppermute(x, "i", [(k, (k + 1) % 4) for k in range(4)])
+
+    fn = shard_map(lambda x: ts.torch_view(jax.lax.fori_loop)(0, 3, ts.jax_view(turn), x), P("i"), P("i"))
+    assert_close(fn(torch.arange(4.0)), torch.arange(4.0).roll(3))
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [torch.ones(8, 3), [torch.ones(8, 3)], {"b": torch.ones(8), "w": torch.ones(8, 3)}, (torch.ones(8),) * 3],
+    ids=["a tensor", "a list of one", "a dict of two", "a tuple of three"],
+)
+@pytest.mark.parametrize("closed_over", [0, 1, 2])
+def test_pmap_splits_every_leaf(arg: Any, closed_over: int) -> None:
+    """By how many arrays there are, JAX 0.10 may take the axes of arguments for those of leaves."""
+    weights = [torch.ones(5) for _ in range(closed_over)]
+    shapes = []
+
+    def local(first: Any, x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        shapes.append(jax.tree.map(lambda t: tuple(t.shape), (first, x, whole)))
+        return x + sum(w.sum() for w in weights)
+
+    mapped = ts.jax_pmap(local, in_axes=(0, 1, None))
+    found = mapped(arg, torch.zeros(2, 8), torch.zeros(8))
+    assert found.tolist() == [[5.0 * closed_over] * 2] * 8
+    assert set(map(str, shapes)) == {str((jax.tree.map(lambda t: tuple(t.shape[1:]), arg), (2,), (8,)))}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_around_a_mapped_function_holds_for_its_derivative(device: str) -> None:
+    """JAX traces the derivative when the region is over."""
+    dtypes = []
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dtypes.append((x @ w).dtype)
+        return (x @ w).float() ** 2
+
+    def loss(fn: Any, where: str, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(where, torch.bfloat16):
+            return fn(x, w).sum()
+
+    x, w = torch.randn(8, 4), torch.randn(4, 3)
+    mapped = shard_map(product, (P("i"), P()), P("i"))
+    found = ts.jax_grad(lambda *args: loss(mapped, device, *args), argnums=(0, 1))(x, w)
+    assert set(dtypes) == {torch.bfloat16}
+    for f, wanted in zip(found, grad_of(lambda *args: loss(product, "cpu", *args), x, w), strict=True):
+        torch.testing.assert_close(f.cpu(), wanted, rtol=0.03, atol=0.1)  # bfloat16 has 8 bits, over 8 rows

@@ -1,0 +1,33 @@
+"""What a compiled step communicates: as little as by hand."""
+
+import optax
+
+import torch_shard as ts
+from tests.oracles.collectives import collectives_of, count_collectives
+from tests.tables.cases import CASE, make_mesh, make_step
+
+
+def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
+    """Megatron's count: two all-reduces over `model` per block forward and two backward, and nothing is gathered."""
+    case = CASE["gpt"]
+    step = make_step(case)
+    found = collectives_of(step.lower(step.init(), case.batches(1)[0]).compile())
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert sum(one.groups == "{{0,1},{2,3},{4,5},{6,7}}" for one in found) == 4 * 2  # two blocks
+    assert len(found) <= 4 * 2 + 3  # the loss, all gradients in one, the gradient norm
+
+
+def test_no_communication_is_added() -> None:
+    case, found = CASE["gpt"], []
+    for scan_layers in (False, "auto"):
+        step = ts.make_train_step(
+            case.model(),
+            case.loss_fn,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+            mesh=make_mesh((4, 2)),
+            plan=case.plan,
+            scan_layers=scan_layers,
+        )
+        found.append(count_collectives(step.lower(step.init(), case.batches(1)[0]).compile()))
+    assert set(found[1]) == {"all-reduce"}
+    assert found[1]["all-reduce"] <= found[0]["all-reduce"]

@@ -1,0 +1,41 @@
+"""`step.export`: an ordinary module again."""
+
+import copy
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import torch_shard as ts
+from tests.tables.cases import CASE, WHOLE, make_mesh, make_step, squared_error
+
+
+def test_export_is_an_ordinary_module_with_ties_and_flags() -> None:
+    case = CASE["tied"]
+    model = case.model()
+    model.out.bias.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    step = make_step(case, model=model)
+    state, _ = step(step.init(), case.batches(1)[0])
+    exported = step.export(state)
+    assert exported.again.weight is exported.encode.weight is exported.extra
+    assert [n for n, p in exported.named_parameters() if not p.requires_grad] == ["out.bias"]
+    assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in exported.parameters())
+    np.testing.assert_array_equal(exported.encode.weight.detach().numpy(), state.params["extra"])  # the first name
+    assert not torch.equal(exported.encode.weight, model.encode.weight)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())  # the model was only read
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_modules_that_keep_computed_tensors_are_exported() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    prune.l1_unstructured(model[1], "weight", 0.5)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    batch = torch.ones(8, 8), torch.ones(8, 4)
+    state, _ = step(step.init(), batch)
+    trained = step.export(state)
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], squared_error(trained, batch).item(), rtol=1e-5)

@@ -1,0 +1,86 @@
+"""Loss, gradients and buffers as one function: hooks, parts that run again, parameters without a gradient."""
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.eager import agrees_with_torch
+from tests.oracles.errors import refuses
+from tests.tables.cases import BATCH, CASE, WHOLE, make_mesh, make_step, squared_error
+
+
+def test_parameters_without_a_gradient_stay_as_torch_leaves_them() -> None:
+    """AdamW would decay them; torch skips a parameter whose .grad is None."""
+    case = CASE["frozen"]
+    model = case.model()
+    step = make_step(case, optimizer=optax.adamw(0.1, weight_decay=0.5), model=model)
+    state, _ = step(step.init(), case.batches(1)[0])
+    for name in ("unused.weight", "unused.bias", "layers.2.weight", "layers.4.bias"):
+        np.testing.assert_array_equal(state.tensors[name], model.get_parameter(name).detach().numpy())
+    assert set(state.frozen) == {"layers.2.weight", "layers.2.bias", "layers.4.bias"}
+    assert set(state.opt_state[0].mu) == set(state.params)
+
+
+def test_hooks_on_parameters_act() -> None:
+    model = nn.Linear(8, 4)
+    model.weight.register_hook(lambda grad: grad * 3)
+    plan = WHOLE
+    step = ts.make_train_step(model, squared_error, optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=plan)
+    batch = (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    state, _ = step(step.init(), batch)
+    squared_error(model, batch).backward()
+    wanted = (model.weight - model.weight.grad).detach()
+    np.testing.assert_allclose(state.params["weight"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_post_accumulate_hook() -> None:
+    model = nn.Linear(8, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    with refuses(r"weight has a post-accumulate-grad hook.*register_hook", NotImplementedError):
+        step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+
+
+class Recomputed(nn.Module):
+    """Its backward pass runs parts of it again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_() if self.use_reentrant else x
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.use_reentrant
+        )
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * self.second.bias.detach().sum().cos())
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_pass_that_runs_parts_again_sees_the_state(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(BATCH, 8), torch.randn(BATCH, 4)) for _ in range(4)]
+    agrees_with_torch(Recomputed(use_reentrant), squared_error, batches)
+
+
+def test_parameters_that_only_some_batches_reach() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
+        return sum(getattr(model, name)(x).square().mean() for name, x in batch.items())
+
+    step = ts.make_train_step(Heads(), loss_fn, optax.adam(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    state, _ = step(step.init(), {"a": torch.ones(8, 8)})
+    with refuses(
+        r"reaches a\.bias, a\.weight, b\.bias, b\.weight for some batches and not for others", NotImplementedError
+    ):
+        step(state, {"b": torch.ones(8, 8)})

@@ -1,0 +1,293 @@
+"""A call of the step: nothing waits, nothing compiles twice, and the quick checks before it overlook nothing."""
+
+import logging
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.errors import refuses
+from tests.tables.cases import CASE, WHOLE, make_mesh, make_step, squared_error
+
+
+def make(model: nn.Module, loss_fn: Any, sizes: tuple[int, int] = (4, 2)) -> Any:
+    return ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh(sizes), plan=WHOLE)
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def busy(rounds: jax.Array) -> jax.Array:
+    """Zero, after that many rounds of work."""
+    a = jax.lax.fori_loop(0, rounds, lambda i, a: jnp.sin(a @ a), jnp.full((300, 300), 0.01))
+    return 0 * a.sum()
+
+
+def busy_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, rounds = batch
+    with torch.no_grad():
+        work = ts.call_jax(busy, rounds)
+    return mean_square(model, x) + work
+
+
+LONG = 1000  # rounds: about a second, where a call takes about a millisecond
+
+
+def test_a_call_returns_while_the_step_before_it_still_runs() -> None:
+    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
+    state, x = step.init(), torch.ones(8, 4)
+    state, _ = step(state, (x, 0))
+    jax.block_until_ready(state)
+    state, first = step(state, (x, LONG))
+    state, second = step(state, (x, 0))
+    assert not first["loss"].is_ready()
+    assert float(second["loss"]) == float(first["loss"])
+
+
+def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
+    step = make(nn.Linear(4, 4), busy_loss)
+    state, x = step.init(), torch.ones(8, 4)
+    state, _ = step(state, (x, 0))
+    jax.block_until_ready(state)
+    state, running = step(state, (x, LONG))
+    arrays = step.put((2 * x, 0)).arrays
+    jax.block_until_ready(arrays)
+    assert not running["loss"].is_ready()
+    np.testing.assert_array_equal(arrays[0], 2 * x)
+
+
+def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns() -> None:
+    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
+    state, x = step.init(), torch.ones(8, 4)
+    state, wanted = step(state, (x, 0))
+    rounds = torch.tensor(LONG)
+    state, metrics = step(state, (x, rounds))
+    x.zero_()
+    assert not metrics["loss"].is_ready()
+    assert float(metrics["loss"]) == float(wanted["loss"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(32.0).view(4, 8).T,  # strided
+        torch.arange(64.0)[::2].view(8, 4).to(torch.bfloat16),  # a dtype that numpy lacks
+        torch.arange(32.0).view(4, 8).T.to(torch.bfloat16),
+        torch.view_as_complex(torch.arange(64.0).view(8, 4, 2)).conj(),  # conjugated lazily
+        torch.view_as_complex(torch.arange(64.0).view(8, 4, 2)).conj().imag,  # negated lazily
+        torch.arange(32.0).view(8, 4).requires_grad_(),
+    ],
+    ids=["strided", "bfloat16", "strided bfloat16", "conj", "neg", "grad"],
+)
+def test_tensors_of_every_layout_arrive(batch: torch.Tensor) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
+        return model.weight.square().mean(), {"x": x}
+
+    step = make(nn.Linear(1, 1), loss_fn)
+    _, metrics = step(step.init(), batch)
+    found = ts.gather(metrics["x"])
+    assert found.dtype == batch.dtype
+    assert torch.equal(found, batch.detach().resolve_conj().resolve_neg())
+
+
+class Settings(nn.Module):
+    """Plain attributes of every kind that the check before a call looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.powers, self.shift = nn.Linear(4, 4), 1.5, [1, 2], torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layer(x).pow(sum(self.powers)) + self.shift
+
+
+def change_scale(model: Any) -> None:
+    model.scale = 2.5
+
+
+def change_list(model: Any) -> None:
+    model.powers[0] = 4
+
+
+def change_type(model: Any) -> None:
+    model.scale = True
+
+
+def change_tensor(model: Any) -> None:
+    model.shift = torch.ones(4)
+
+
+def change_by_vars(model: Any) -> None:
+    vars(model)["scale"] = 0.5
+
+
+def delete(model: Any) -> None:
+    Settings.scale = 3.5  # what `self.scale` finds then
+    del model.scale
+
+
+@pytest.mark.parametrize("change", [change_scale, change_list, change_type, change_tensor, change_by_vars, delete])
+def test_the_step_sees_a_changed_attribute(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "scale", None, raising=False)
+    torch.manual_seed(0)
+    model, x = Settings(), torch.randn(8, 4)
+    step = make(model, mean_square)
+    state, before = step(step.init(), x)
+    change(model)
+    state, after = step(state, x)
+    state, again = step(state, x)
+    assert step.num_compiles == 2
+    assert float(before["loss"]) != float(after["loss"])
+    with torch.no_grad():
+        # The sums of float32 have another order.
+        np.testing.assert_allclose([after["loss"], again["loss"]], mean_square(model, x).item(), rtol=1e-5)
+
+
+def test_an_attribute_that_gets_an_equal_value_compiles_nothing() -> None:
+    model, x = Settings(), torch.ones(8, 4)
+    step = make(model, mean_square)
+    state, _ = step(step.init(), x)
+    for _ in range(2):
+        model.scale, model.powers = float("1.5"), [1, 2]
+        state, _ = step(state, x)
+    assert step.num_compiles == 1
+
+
+def test_flags_are_read_at_each_call() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(8, 4)
+    step = make(model, mean_square)
+    state, _ = step(step.init(), x)
+    model[1].training = False
+    state, _ = step(state, x)
+    model[1].training = True
+    state, _ = step(state, x)
+    assert step.num_compiles == 2
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of 0\.bias has changed"):
+        step(state, x)
+    model[0].bias.requires_grad_(True)
+    step(state, x)
+
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiles() -> Any:
+    """The durations of the backend compilations since the test began."""
+    found: list[float] = []
+
+    def note(event: str, duration: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_five_steps_compile_once(compiles: list[float]) -> None:
+    case = CASE["gpt"]
+    step = make_step(case)
+    state = step.init(seed=0)
+    jax.block_until_ready(state)
+    compiles.clear()
+    for batch in case.batches(5):
+        state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    assert len(compiles) == 1
+    assert step.num_compiles == 1
+
+
+def test_a_second_step_for_the_same_model_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    make_step(case, model=model).lower(make_step(case, model=model).init(), batch)
+    monkeypatch.setattr("torch_shard._lowering.program.capture", None)  # a capture would fail now
+    step = make_step(case, sizes=(8, 1), model=model)
+    step(step.init(), batch)
+
+
+def test_another_batch_shape_compiles_again_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    case = CASE["mlp"]
+    step = make_step(case)
+    state = step.init()
+    x, y = case.batches(1)[0]
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        state, _ = step(state, (x, y))
+        assert not caplog.records
+        for _ in range(2):
+            state, _ = step(state, (x[:4], y[:4]))
+    (record,) = caplog.records
+    assert re.search(r"make_train_step compiles again: .*shape=\(8, 12\).* is now .*shape=\(4, 12\)", record.message)
+
+
+def test_a_model_on_the_jax_device_keeps_its_values() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
+    ts.place(model, make_mesh((4, 2)), case.plan)
+    step = make_step(case, model=model)
+    _, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    assert torch.isfinite(model[0].weight.detach().cpu()).all()  # the step did not donate the model's own arrays
+
+
+def test_parameters_added_after_the_step_was_made() -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    model.append(nn.Linear(4, 4))
+    with refuses("parameters or buffers were added to the model or removed.*Make a new step"):
+        step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
+
+
+def test_requires_grad_changed_behind_the_step() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    step = make_step(case, model=model)
+    state, _ = step(step.init(), batch)
+    model[0].weight.requires_grad_(False)
+    with refuses(r"requires_grad of 0\.weight has changed since the step was made.*Make a new step"):
+        step(state, batch)
+
+
+def test_a_batch_may_be_written_to_while_the_step_runs() -> None:
+    case = CASE["mlp"]
+    model, (batch,) = case.model(), case.batches(1)
+    wanted = case.loss_fn(model, batch).item()
+    step = make_step(case, optimizer=optax.sgd(0.0), model=model)
+    state = step.init()
+    for _ in range(5):
+        buffer = [x.clone() for x in batch]
+        state, metrics = step(state, tuple(buffer))
+        for x in buffer:
+            x.mul_(1e6)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_tensors_that_share_memory_are_refused_by_name() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.arange(16.0)
+            self.register_buffer("whole", base)
+            self.register_buffer("part", base[4:12])
+            self.layer = nn.Linear(8, 4)
+
+    with refuses("whole and part share memory", NotImplementedError):
+        ts.make_train_step(Views(), squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+
+
+def test_parts_of_one_storage_are_not_shared_memory() -> None:
+    model = nn.Linear(8, 4)
+    storage = torch.randn(36)
+    model.weight, model.bias = nn.Parameter(storage[:32].view(4, 8)), nn.Parameter(storage[32:])
+    ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)

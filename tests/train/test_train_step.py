@@ -1,0 +1,123 @@
+"""The training step: its state, its metrics, its evaluation, and losses that it refuses."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import BATCH, CASE, WHOLE, Dropping, make_mesh, make_step
+
+
+def test_the_state_is_donated() -> None:
+    case = CASE["mlp"]
+    step = make_step(case)
+    state, (batch,) = step.init(), case.batches(1)
+    step(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    with pytest.raises(ValueError, match=r"donated to an earlier call.*state, metrics = step\(state, batch\)"):
+        step(state, batch)
+
+
+def test_moments_lie_like_their_parameters() -> None:
+    step = make_step(CASE["gpt"], optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    state = step.init()
+    for moments in (state.opt_state[1][0].mu, state.opt_state[1][0].nu):
+        for name, moment in moments.items():
+            assert moment.sharding.is_equivalent_to(step.plan[name], moment.ndim), name
+    assert state.params["blocks.0.up.weight"].sharding.shard_shape((64, 16)) == (32, 16)
+
+
+def test_switching_to_eval_runs_the_other_program() -> None:
+    torch.manual_seed(0)
+    model = Dropping()
+    step = ts.make_train_step(
+        model, lambda m, x: m(x).square().mean(), optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE
+    )
+    state, x = step.init(), torch.randn(BATCH, 16)
+    wanted = model.layer(x).square().mean().item()
+    state, training = step(state, x)
+    model.eval()
+    state, evaluating = step(state, x)
+    model.train()
+    state, again = step(state, x)
+    assert step.num_compiles == 2
+    np.testing.assert_allclose(evaluating["loss"], wanted, rtol=1e-5)
+    assert abs(float(training["loss"]) - wanted) > 1e-3
+    assert abs(float(again["loss"]) - wanted) > 1e-3
+
+
+def test_the_eval_step_is_in_eval_mode_and_leaves_model_and_state_alone() -> None:
+    case = CASE["resnet_train"]
+    model = case.model()
+    step, (batch,) = make_step(case, model=model), case.batches(1)
+    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((4, 2)), plan=case.plan)
+    state, _ = step(step.init(), batch)
+    before = ts.gather(state.buffers)
+    metrics = evaluate(state, batch)
+    assert model.training
+    assert all(m.training for m in model.modules())
+    exported = step.export(state).eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(metrics["loss"], case.loss_fn(exported, batch).item(), rtol=1e-4)
+    assert all(torch.equal(before[n], t) for n, t in ts.gather(state.buffers).items())
+
+
+def test_metrics_of_the_loss_come_back() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        out = model(batch["x"])
+        loss = F.mse_loss(out, batch["y"])
+        return loss, {"error": {"mean": (out - batch["y"]).abs().mean()}, "rows": batch["x"].shape[0]}
+
+    x, y = CASE["mlp"].batches(1)[0]
+    model = CASE["mlp"].model()
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=CASE["mlp"].plan)
+    _, metrics = step(step.init(), {"x": x, "y": y.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(metrics["error"]["mean"], (model(x) - y).abs().mean(), rtol=1e-5)
+    assert int(metrics["rows"]) == BATCH
+    assert set(metrics) == {"loss", "grad_norm", "error", "rows"}
+
+
+def test_the_gradient_norm_is_torchs() -> None:
+    case = CASE["gpt"]
+    model, (batch,) = case.model(), case.batches(1)
+    _, metrics = (step := make_step(case, model=model))(step.init(), batch)
+    case.loss_fn(model, batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-5)
+
+
+def test_lower_gives_the_program() -> None:
+    case = CASE["mlp"]
+    step = make_step(case)
+    state, (batch,) = step.init(), case.batches(1)
+    compiled = step.lower(state, batch).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    assert "all-reduce" in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "match"),
+    [
+        (lambda m, x: m(x), TypeError, r"must return a scalar.*it returned \(8, 4\) torch.float32.*\.mean\(\)"),
+        (lambda m, x: m(x).mean().item(), NotImplementedError, r"item\(\)"),
+        (lambda m, x: (m(x).mean(), [1]), TypeError, "metrics of type list"),
+        (lambda m, x: (m(x).mean(), {"loss": x}), ValueError, "the step itself reports loss"),
+        (lambda m, x: m(x).detach().mean(), ValueError, "does not depend on any trainable parameter"),
+        (
+            lambda m, x: m(x).mean() + torch.special.airy_ai(x).mean(),
+            NotImplementedError,
+            r"aten.special_airy_ai.*test_train",
+        ),
+    ],
+)
+def test_losses_that_cannot_be_trained(loss_fn: Any, error: type[Exception], match: str) -> None:
+    step = ts.make_train_step(nn.Linear(8, 4), loss_fn, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    with pytest.raises(error, match=f"(?s){match}"):
+        step(step.init(), torch.ones(8, 8))

@@ -1,0 +1,78 @@
+"""The options of a step, as one value: `make_train_step` and `make_eval_step` say what each means."""
+
+import dataclasses
+import os
+
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._common.caller import caller
+from torch_shard._common.validate import check_kind
+from torch_shard._device import BatchLayout
+from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
+from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Every option of a step, checked when it is made.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has no such value.
+    """
+
+    mesh: Mesh
+    plan: ShardingPlan
+    batch_spec: PartitionSpec | None = None
+    compute_dtype: torch.dtype | None = None
+    scan_layers: ScanLayers = "auto"
+    remat: Remat | int = "none"
+    accumulate_steps: int = 1
+    compile_cache: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh)
+        check_kind("plan", self.plan, ShardingPlan)
+        check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
+        self._check_compute_dtype()
+        self._check_layers()
+        if not _is_count(self.accumulate_steps):
+            raise ValueError(
+                f"{caller()}: accumulate_steps must be an integer of at least 1, got {self.accumulate_steps!r}."
+            )
+
+    def _check_compute_dtype(self) -> None:
+        if self.compute_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"{caller()}: compute_dtype must be torch.bfloat16 or None, got {self.compute_dtype}. (float16 would "
+                "need a scaled loss; for another precision throughout, convert the model itself: model.double().)"
+            )
+
+    def _check_layers(self) -> None:
+        if not isinstance(self.scan_layers, bool) and self.scan_layers != "auto":
+            raise ValueError(f'{caller()}: scan_layers must be True, False or "auto", got {self.scan_layers!r}.')
+        if self.remat not in REMAT and not _is_count(self.remat):
+            choices = ", ".join(map(repr, REMAT))
+            raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
+
+    def batch_layout(self) -> BatchLayout:
+        """Where the leaves of a batch go."""
+        return BatchLayout(self.mesh, self.batch_spec)
+
+    def layers(self, plan: ResolvedPlan, names: list[str]) -> LayerOptions:
+        """Give what concerns repeated layers, for a model with entries of these names.
+
+        Args:
+            plan: The plan, resolved for the model.
+            names: Of its parameters and buffers.
+        """
+        return LayerOptions(self.scan_layers, self.remat, tuple((name, plan[name].spec) for name in names))
+
+    def for_evaluation(self) -> "StepOptions":
+        """The same for a step without a backward pass, which takes a batch as it comes."""
+        return dataclasses.replace(self, remat="none", accumulate_steps=1)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

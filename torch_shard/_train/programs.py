@@ -1,0 +1,190 @@
+"""The compiled programs of a step, and what can be asked of them."""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding
+
+from torch_shard._common.types import PyTree
+from torch_shard._device import put
+from torch_shard._train.batch import BatchSignature
+from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.state import TrainState
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramKey:
+    """What a program of a step was compiled for.
+
+    Attributes:
+        signature: Of the batch.
+        flags: Training flags of the model's modules, in order; none of an evaluation.
+        settings: Settings of torch and JAX that change what a callable means.
+        max_grad_norm: The limit of the guard, if the step has one.
+    """
+
+    signature: BatchSignature
+    flags: tuple[bool, ...]
+    settings: tuple[object, ...]
+    max_grad_norm: float | None
+
+    def difference(self, earlier: "ProgramKey") -> str:
+        """Say what differs from an earlier program."""
+        if self.flags != earlier.flags:
+            return "modules were switched between train() and eval()"
+        if self.settings != earlier.settings:
+            return "torch's default dtype, autocast or JAX's x64 setting changed"
+        if self.max_grad_norm != earlier.max_grad_norm:
+            return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
+        old, new = earlier.signature, self.signature
+        if new.tree != old.tree:
+            return f"the structure of the batch changed from {old.tree} to {new.tree}"
+        pairs = zip(old.leaves, new.leaves, strict=True)
+        changed = [f"{was} is now {now}" for was, now in pairs if was != now]
+        return "in the batch, " + "; ".join(changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramLoop:
+    """Repeated layers that a program runs as one loop.
+
+    Attributes:
+        num_iterations: Of the loop.
+        layers: Paths of the modules, in the order in which they run.
+        is_backward: Whether it is their backward pass.
+    """
+
+    num_iterations: int
+    layers: tuple[str, ...]
+    is_backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes of one device while a program runs, by what XLA says of it."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+
+    @property
+    def peak(self) -> int:
+        """Arguments, results and what is in between, what is donated counted once."""
+        return self.arguments + self.outputs + self.temporaries - self.aliased
+
+
+class StepProgram:
+    """One compiled program of a step, of `step.programs`.
+
+    Attributes:
+        without_grad: Trainable parameters that the loss does not reach.
+        random: Whether it draws random numbers.
+        report: Lines that say which layers are loops, and of the others why not.
+        fused: What to say of projections that are split across their pieces.
+        chosen: What a budget of bytes chose.
+    """
+
+    def __init__(
+        self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
+    ) -> None:
+        self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
+        self.outdated, self.without_grad = program.outdated, program.without_grad
+        self._cold: CompileCache | None = cache  # until the first call, which compiles
+        self._structs: tuple[TrainState, PyTree] | None = None
+        self.random, self.report = program.random, program.report
+        self.fused: list[str] = []
+        self.chosen: list[str] = []
+        self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
+
+    @property
+    def loops(self) -> tuple[ProgramLoop, ...]:
+        """The loops over repeated layers, in the order in which they run, forward and backward."""
+        loops = () if self._program.rolled is None else self._program.rolled.loops
+        return tuple(ProgramLoop(len(loop.iterations), tuple(loop.layers), loop.is_backward) for loop in loops)
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many collectives of each kind stand in the compiled program; one in a loop counts once.
+
+        Raises:
+            ValueError: The program has not run yet.
+        """
+        return dict(collections.Counter(_COLLECTIVE.findall(self.compiled.as_text() or "")))
+
+    @property
+    def memory(self) -> ProgramMemory:
+        """What one device holds while it runs.
+
+        Raises:
+            ValueError: The program has not run yet.
+        """
+        return _memory(self.compiled)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """JAX's own compiled program, compiled once more to be looked at.
+
+        Raises:
+            ValueError: The program has not run yet.
+        """
+        if self._structs is None:
+            raise ValueError("step.programs: the program has not run yet. Call the step, or use step.lower.")
+        return self._lower(*self._structs).compile()
+
+    def lower(self, state: TrainState, arrays: Sequence[jax.Array]) -> jax.stages.Lowered:
+        """JAX's lowered program for a state, as the program takes it, and a batch on the mesh."""
+        return self._lower(state, arrays)
+
+    def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int:
+        """Memory of one device while the program runs."""
+        return _memory(self._lower(state, arrays).compile()).peak
+
+    def _lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
+        return self._jitted.lower(state, arrays, self._closure())  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _closure(self) -> list[jax.Array]:
+        """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
+        return [self._value(position, tensor) for position, tensor in enumerate(self._tensors)]
+
+    def _value(self, position: int, tensor: torch.Tensor) -> jax.Array:
+        placed = self._placed[position]
+        if placed is None or placed[0] != tensor._version:
+            self._placed[position] = placed = (tensor._version, put(tensor.detach(), self._sharding))
+        return placed[1]
+
+    def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
+        closure = self._closure() if self._tensors else []
+        if self._cold is None:
+            return self._jitted(state, arrays, closure)
+        structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
+        with self._cold.active():
+            out = self._jitted(state, arrays, closure)
+        self._cold, self._structs = None, structs
+        return out
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _memory(compiled: jax.stages.Compiled) -> ProgramMemory:
+    found: Any = compiled.memory_analysis()
+    return ProgramMemory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+    )
