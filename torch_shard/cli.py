@@ -78,7 +78,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Read a mesh such as `batch=4,model=2`.
 
     Raises:
-        typer.BadParameter: It is no such thing.
+        typer.BadParameter: It is not a mesh.
 
     Example:
         >>> parse_mesh("batch=4,model=2")

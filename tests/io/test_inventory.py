@@ -14,7 +14,7 @@ from torch_shard.cli import app
 def test_metadata_names_every_entry(saved):
     head = json.loads((saved[0] / "step_00000004" / "state.json").read_text())
     assert head["metrics"] == ts.Checkpointer(saved[0]).metrics(4) == {"loss": 2.0}
-    with pytest.raises(ValueError, match="step_00000009 is no checkpoint"):
+    with pytest.raises(ValueError, match="step_00000009 is not a checkpoint"):
         ts.Checkpointer(saved[0]).metrics(9)
     names = {name for stored in head["stored"] for name in stored["names"] if stored["where"] == "tensors"}
     assert {"blocks.0.up.weight", "blocks.3.up.weight", "norm.running_mean", "scale", "first.weight"} <= names
@@ -54,7 +54,7 @@ def test_inspect_shows_what_is_inside(copied):
 def test_inspect_of_no_checkpoint(tmp_path):
     refused = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert refused.exit_code == 2
-    assert "is no checkpoint and holds none" in " ".join(refused.stderr.replace("│", " ").split())
+    assert "is not a checkpoint and holds none" in " ".join(refused.stderr.replace("│", " ").split())
 
 
 def test_a_checkpoint_is_not_a_directory_of_them_nor_the_run_above(copied):

@@ -281,11 +281,11 @@ assert fn(torch.zeros(6), 0).shape == (6,)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown kind": (
         lambda: ts.tpmap(torch.sin, "i", ["brodcast"]),
-        r"argtypes\[0\] is 'brodcast', which is no kind of argument\. Did you mean 'broadcast'? The kinds are",
+        r"argtypes\[0\] is 'brodcast', which is not a kind of argument\. Did you mean 'broadcast'? The kinds are",
     ),
     "unknown kind of a keyword": (
         lambda: ts.tpmap(torch.sin, "i", [], {"x": 3}),
-        r"kwargtypes\['x'\] is 3, which is no kind",
+        r"kwargtypes\['x'\] is 3, which is not a kind",
     ),
     "one kind as argtypes": (
         lambda: ts.tpmap(torch.sin, "i", "shard"),
@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no argtypes": (lambda: ts.tpmap(torch.sin, "i", None), r"as \['shard', 'broadcast'\]; got None"),
     "a kind in a list": (
         lambda: ts.tpmap(torch.sin, "i", [["shard"]]),
-        r"argtypes\[0\] is \['shard'\], which is no kind",
+        r"argtypes\[0\] is \['shard'\], which is not a kind",
     ),
     "kwargtypes without names": (
         lambda: ts.tpmap(torch.sin, "i", [], ["shard"]),

@@ -122,7 +122,7 @@ def test_initial_values_go_straight_to_their_shards(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jax, "make_array_from_callback", spy)
     monkeypatch.setattr(jnp, "stack", None)  # nothing is stacked on a device
     with jax.transfer_guard_device_to_device("disallow"):
-        params = step._layout.place("params", step._held.trainable)
+        params = step.init().params
     assert (3, 16, 16) in seen
     assert (3, 32, 16) not in seen
     for name, p in model.named_parameters():

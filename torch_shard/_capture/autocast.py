@@ -22,7 +22,7 @@ from torch_shard._common.types import PyTree
 
 class _Active(threading.local):
     depth = 0
-    """How many autocast regions of an accelerator are entered in the capture of this thread."""
+    """Number of autocast regions of an accelerator that are entered in the capture of this thread."""
     capturing = False
 
 

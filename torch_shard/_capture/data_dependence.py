@@ -1,4 +1,4 @@
-"""Where a captured callable asks for the value of a tensor: known from the program alone, not needed, or refused."""
+"""Values that a captured callable asks of a tensor: known from the program alone, not needed, or refused."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ class DataDependence(TorchDispatchMode):
         self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
-        """How many random operators have run; a checkpoint sets it back to draw the same numbers again."""
+        """Number of random operators that have run; a checkpoint sets it back to draw the same numbers again."""
 
     def __enter__(self) -> "DataDependence":
         _CURRENT.stack.append(self)
@@ -120,7 +120,7 @@ def skip_draws(count: int) -> int:
 
 
 def num_draws() -> int:
-    """How many random operators the capture under way has run."""
+    """Number of random operators that the capture under way has run."""
     return _CURRENT.stack[-1].position
 
 
@@ -137,7 +137,7 @@ def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RandomState:
-    """What `torch.get_rng_state` gives in a capture: a position in the stream of random numbers."""
+    """Result of `torch.get_rng_state` in a capture: a position in the stream of random numbers."""
 
     position: int
 
@@ -199,7 +199,7 @@ class Constants:
         return None if _storages(value) & self._unknown else value
 
     def _literal(self, node: Node) -> torch.Tensor | None:
-        """What `torch.tensor(...)` of Python numbers has written down in the graph."""
+        """Value that `torch.tensor(...)` of Python numbers has written down in the graph."""
         found = getattr(self._root, str(node.target)) if node.op == "get_attr" else node.meta.get("value")
         return found if type(found) is torch.Tensor else None
 
@@ -216,7 +216,7 @@ class Constants:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether only JAX can run it."""
+    """Tell whether only JAX can run it."""
     return getattr(node.target, "namespace", "") == "torch_shard"
 
 
@@ -260,7 +260,7 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
 
 
 def _only_raises(function: CodeType, code: list[dis.Instruction], start: int, other: int) -> bool:
-    """Whether every way on from the offset `start` raises an exception, before it could meet the way from `other`."""
+    """Tell whether every way on from the offset `start` raises an exception before it could meet that from `other`."""
     following = {a.offset: b.offset for a, b in itertools.pairwise(code)}
     at = {instruction.offset: instruction for instruction in code}
     ways, seen = [start], set()
@@ -282,7 +282,7 @@ def _only_raises(function: CodeType, code: list[dis.Instruction], start: int, ot
 
 
 def _is_caught(function: CodeType, code: list[dis.Instruction], offset: int) -> bool:
-    """Whether an `except` of the same function covers this place; leaving a `with` block does not count."""
+    """Tell whether an `except` of the same function covers this place; leaving a `with` block does not count."""
     for entry in getattr(dis.Bytecode(function), "exception_entries", ()):
         if entry.start <= offset < entry.end:
             handler = [i.opname for i in code if i.offset >= entry.target][:4]

@@ -1,4 +1,4 @@
-"""What PyTorch is set to while a callable is captured."""
+"""Settings of PyTorch while a callable is captured."""
 
 import contextlib
 import sys
@@ -48,7 +48,7 @@ def _substituted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiled_functions_run_plainly() -> Iterator[None]:
-    """What `torch.compile` made runs as the function that it was made of."""
+    """Let what `torch.compile` made run as the function that it was made of."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield

@@ -36,7 +36,7 @@ _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under 
 
 
 def is_fake(value: object) -> bool:
-    """Whether `value` stands for a tensor of a capture under way."""
+    """Tell whether `value` stands for a tensor of a capture under way."""
     return isinstance(value, FakeTensor)
 
 
@@ -74,7 +74,7 @@ def rehearse(fn: Callable[[], Any]) -> tuple[Any, ModuleFlags]:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is under way."""
+    """Tell whether a transform of torch.func is under way."""
     return maybe_current_level() is not None
 
 
@@ -129,7 +129,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _is_input(node: torch.fx.Node | None) -> bool:
-    """Whether a node is an input of the capture, or a plain alias of one."""
+    """Tell whether a node is an input of the capture, or a plain alias of one."""
     while node is not None and node.target in (aten.detach.default, aten.alias.default):
         node = node.all_input_nodes[0]
     return node is not None and node.op != "call_function"
@@ -162,7 +162,7 @@ def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
 
 
 def _constant(fake: FakeTensor) -> torch.Tensor | None:
-    """What a fake of an earlier capture was, if it is known."""
+    """Tensor that a fake of an earlier capture stood for, if it is known."""
     fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
     earlier: Any = getattr(fake.fake_mode, "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:

@@ -1,4 +1,4 @@
-"""What a callable does while it is captured: the tensors that it closes over, the modules that run, and where."""
+"""A mode that sees what a captured callable does: tensors that it closes over, modules that run, and where."""
 
 import contextlib
 import threading
@@ -110,7 +110,7 @@ class CaptureMode(TorchFunctionMode):
             self._standins[id(tensor)] = (self._make_standin(tensor), tensor, tensor)
 
     def was_read(self, tensor: torch.Tensor) -> bool:
-        """Whether the callable closed over this tensor."""
+        """Tell whether the callable closed over this tensor."""
         return id(tensor) in self._standins
 
     def standins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -215,7 +215,7 @@ def bound_tensors() -> tuple[torch.Tensor, ...]:
 
 
 def current_mode() -> CaptureMode | None:
-    """Of the innermost capture under way."""
+    """The mode of the innermost capture under way."""
     return _INNERMOST.capture_mode
 
 
@@ -242,7 +242,7 @@ def hold(value: object) -> None:
 
 
 def as_captured(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor in the capture under way."""
+    """Fake that stands for a tensor in the capture under way."""
     return tensor if _INNERMOST.capture_mode is None else _INNERMOST.capture_mode._on_cpu(tensor)
 
 
@@ -257,5 +257,5 @@ def repeating() -> Iterator[None]:
 
 
 def is_repeating() -> bool:
-    """Whether another program runs what is being captured."""
+    """Tell whether another program runs what is being captured."""
     return _INNERMOST.repeats

@@ -23,7 +23,7 @@ _DEPTH, _MOST = 3, 1000
 
 
 def _is_record(value: object) -> bool:
-    """Whether a value is a bundle of settings, to be looked into."""
+    """Tell whether a value is a bundle of settings, to be looked into."""
     if isinstance(value, type):
         return False
     is_known = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
@@ -31,7 +31,7 @@ def _is_record(value: object) -> bool:
 
 
 def _snapshot(value: object, depth: int = _DEPTH) -> object:
-    """What can be compared later: numbers, strings and tensors, in containers and records; None for anything else."""
+    """Copy that can be compared later: numbers, strings, tensors, in containers and records; else None."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):
@@ -92,7 +92,7 @@ def read_by(fn: Callable[..., object]) -> tuple[object, ...]:
 
 
 def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[object]:
-    """What a loss function and the forward methods of a model read from outside."""
+    """Values that a loss function and the forward methods of a model read from outside."""
     forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
     for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
         yield from (read() for _, read in _of_function(fn))
@@ -149,5 +149,5 @@ ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]
 
 
 def flags_hold(flags: ModuleFlags) -> bool:
-    """Whether every module still has its training flag; one that is gone cannot have changed it."""
+    """Tell whether every module still has its training flag; one that is gone cannot have changed it."""
     return all((module := ref()) is None or module.training == flag for ref, flag in flags)

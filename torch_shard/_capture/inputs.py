@@ -13,7 +13,7 @@ _LITERAL = "_torch_shard_literal"
 
 
 def is_literal(tensor: torch.Tensor) -> bool:
-    """Whether it is what a captured `torch.tensor(...)` wrote down: no one else has it, and no one changes it."""
+    """Tell whether it is what a captured `torch.tensor(...)` wrote down: no one else has it, and no one changes it."""
     return _LITERAL in vars(tensor)
 
 

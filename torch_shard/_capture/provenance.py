@@ -1,4 +1,4 @@
-"""Which line of the user's code an error is about."""
+"""The line of the user's code that an error is about."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file belongs neither to this package nor to the libraries that it stands on."""
+    """Tell whether a file belongs neither to this package nor to the libraries that it stands on."""
     return not filename.startswith(_LIBRARIES)
 
 
@@ -43,7 +43,7 @@ def current_user_line() -> str:
 
 
 def explained(explain: bool) -> contextlib.AbstractContextManager:
-    """Whether nodes keep what is noted about them."""
+    """Tell whether nodes keep what is noted about them."""
     return fx_traceback.preserve_node_meta() if explain else contextlib.nullcontext()
 
 

@@ -65,7 +65,7 @@ class SideEffects:
 
 
 class Contents:
-    """What containers hold, to be put back."""
+    """Contents of containers, to be put back."""
 
     def __init__(self, values: Iterable[object]) -> None:
         self._before = {id(v): (v, _contents(v)) for v in values if type(v) in _CONTAINERS}
@@ -78,7 +78,7 @@ class Contents:
 
 
 def _contents(container: Any) -> object:
-    """What tells whether a container has changed, and restores it."""
+    """Contents of a container, by which a change is noticed and undone."""
     return [(k, Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(Same, container))
 
 
@@ -125,7 +125,7 @@ def new_values(changes: Iterable[Change]) -> Iterator[None]:
 
 
 def settle(changes: list[Change], was_read: Callable[[torch.Tensor], bool]) -> list[Change]:
-    """What a compiled program makes of the attributes that its capture changed and the side_effects has put back.
+    """Sort the attributes that a capture changed and that were put back: by what a compiled program makes of them.
 
     Args:
         changes: What forward did.
@@ -166,5 +166,5 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a number, a string or a container of such."""
+    """Tell whether a value is a number, a string or a container of such."""
     return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))

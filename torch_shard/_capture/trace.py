@@ -84,7 +84,7 @@ class Captured(Generic[Aux]):
         return len(self.module.graph.nodes)
 
     def is_current(self) -> bool:
-        """Whether every module that ran still has the training flag that it had."""
+        """Tell whether every module that ran still has the training flag that it had."""
         return flags_hold(self.modules)
 
 

@@ -25,11 +25,11 @@ from torch_shard._common.types import PyTree
 T = TypeVar("T")
 
 Pulled = tuple[T, Callable[[T], tuple[jax.Array, ...]]]
-"""What `jax.vjp` returns: the value of a function, and the map from its gradient to those of the arguments."""
+"""Result of `jax.vjp`: the value of a function, and the map from its gradient to those of the arguments."""
 
 
 def size_of(axis: str) -> int | None:
-    """How many indices a named axis has here; None where it is not bound."""
+    """Number of indices that a named axis has here; None where it is not bound."""
     try:
         return lax.axis_size(axis)
     except (NameError, KeyError):
@@ -50,7 +50,7 @@ def tracked_axes() -> dict[str, int]:
 
 
 def still_hold(sizes: Mapping[str, int]) -> bool:
-    """Whether all these axes are bound here, with these sizes."""
+    """Tell whether all these axes are bound here, with these sizes."""
     return all(size_of(axis) == size for axis, size in sizes.items())
 
 

@@ -4,6 +4,9 @@
 the rooms, and nothing is wrapped: signatures, doctests, tracebacks and the time of a call stay those of the function.
 """
 
+# sys._getframe has no public name.
+# pyright: reportPrivateUsage=false
+
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType

@@ -80,7 +80,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
 def adopt_torch_nodes(tree: PyTree) -> None:
     """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
     for leaf in jax.tree.leaves(tree):
-        kind = cast(type, type(leaf))
+        kind = type(cast(object, leaf))
         node = torch_pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
             jax.tree_util.register_pytree_node(kind, node.flatten_fn, functools.partial(_unflatten, node))

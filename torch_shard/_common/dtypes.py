@@ -59,5 +59,5 @@ def captured_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def has_x64() -> bool:
-    """Whether JAX keeps 64-bit values."""
+    """Tell whether JAX keeps 64-bit values."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64

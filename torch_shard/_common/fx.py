@@ -22,12 +22,12 @@ def target_of(node: Node) -> Operator:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Tell whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node does something besides its results, such as printing."""
+    """Tell whether a node does something besides its results, such as printing."""
     return getattr(node.target, "_opname", "") == "call_for_effect"
 
 

@@ -1,4 +1,4 @@
-"""What a capture calls instead of PyTorch's own: by function, by attribute of a class or module, by ATen operator.
+"""Overrides of PyTorch's own in a capture: by function, by attribute of a class or module, by ATen operator.
 
 The tables are empty here. Whoever has something better to offer fills them with the decorators, so that an operator of
 ours is one file, and the capture, which reads them, knows none of them.
@@ -22,16 +22,16 @@ F = TypeVar("F", bound=Callable[..., object])
 Rewrite = Callable[[Node], Node | None]
 
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
-"""Instead of a function of torch, where a torch function mode sees the call."""
+"""Overrides of functions of torch, where a torch function mode sees the call."""
 
 ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
-"""Instead of what is no such function: owner, name, and what is called instead."""
+"""Overrides of what is not such a function: owner, name, and what is called instead."""
 
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
-"""Instead of an ATen operator, while the callable is traced."""
+"""Overrides of ATen operators, while the callable is traced."""
 
 REWRITES: dict[Operator, Rewrite] = {}
-"""What a node of the functional graph becomes: another node, or None to leave it."""
+"""Rewrites of a node of the functional graph: to another node, or None to leave it."""
 
 
 def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
@@ -55,7 +55,7 @@ def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
 
 
 def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors have one floating-point dtype and are used as they are: no autocast, no transform of torch's."""
+    """Tell whether tensors have one floating-point dtype and are used as they are, without autocast or a transform."""
     return (
         all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
         and not torch.is_autocast_enabled("cpu")

@@ -1,4 +1,4 @@
-"""What several processes of one program must agree on."""
+"""Agreement among the processes of one program."""
 
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
@@ -9,5 +9,5 @@ from jax.experimental import multihost_utils
 
 
 def agree(flag: bool) -> bool:
-    """Whether any process says so."""
+    """Tell whether any process says so."""
     return bool(multihost_utils.process_allgather(np.array(flag)).any()) if jax.process_count() > 1 else flag

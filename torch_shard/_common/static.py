@@ -22,7 +22,7 @@ class Static(Generic[T]):
 
 
 def _exact(value: object) -> object:
-    """What is equal only for values that mean the same to a program."""
+    """A key that is equal only for values that mean the same to a program."""
     kind = type(value)
     if isinstance(value, tuple):
         return kind, *(_exact(item) for item in cast(tuple[object, ...], value))

@@ -31,7 +31,7 @@ def _with_article(name: str) -> str:
 
 
 def check_path(argument: str, value: object, *, hint: str = "") -> Path:
-    """What was given, as a path.
+    """Check that an argument is a path, and return it as one.
 
     Raises:
         TypeError: It is none.
@@ -42,10 +42,10 @@ def check_path(argument: str, value: object, *, hint: str = "") -> Path:
 
 
 def check_directory(argument: str, value: object) -> Path:
-    """What was given, as the path of a directory, which may be yet to be made.
+    """Check that an argument is the path of a directory, which may be yet to be made, and return it.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         NotADirectoryError: A file is there.
     """
     path = check_path(argument, value)

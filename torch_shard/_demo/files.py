@@ -1,4 +1,4 @@
-"""What the demo writes: each file whole or not at all."""
+"""Files that the demo writes, each whole or not at all."""
 
 import json
 import tempfile

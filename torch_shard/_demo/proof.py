@@ -28,7 +28,7 @@ PARAM_TOLERANCE = 5e-4
 
 @dataclass(frozen=True)
 class Proof:
-    """How far two trainings are apart, relatively: max |a - b| / max |b|, b being torch's, over one tensor.
+    """Relative distance of two trainings: max |a - b| / max |b|, b being torch's, over one tensor.
 
     Attributes:
         losses: Torch's loss at each step.
@@ -44,7 +44,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether both differences are within tolerance; NaN is not."""
+        """Tell whether both differences are within tolerance; NaN is not."""
         return self.loss_difference <= LOSS_TOLERANCE and self.param_difference <= PARAM_TOLERANCE
 
 
@@ -57,8 +57,8 @@ def prove(model: GPT, batches: Sequence[PyTree], *, mesh: Mesh, plan: ts.Shardin
     Args:
         model: Is left as it is.
         batches: One per step.
-        mesh: For torch_shard.
-        plan: Likewise.
+        mesh: Devices of the compiled step.
+        plan: How the compiled step splits the model.
     """
     optimizer = optax.adamw(LR, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
     in_torch = functools.partial(torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
@@ -66,7 +66,7 @@ def prove(model: GPT, batches: Sequence[PyTree], *, mesh: Mesh, plan: ts.Shardin
 
 
 def judge(comparison: Comparison) -> Proof:
-    """What a comparison says of losses and parameters."""
+    """Judge losses and parameters by a comparison."""
     loss = max(row.worst for row in comparison.rows if row.kind == "loss")
     worst = next(row for row in comparison.rows if row.kind == "parameter")  # the largest difference comes first
     return Proof(comparison.losses, loss, worst.worst, worst.name)

@@ -39,7 +39,7 @@ PLAN = ts.ShardingPlan(
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on.
+    """All that a run depends on.
 
     Attributes:
         steps: Number of training steps.
@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def model_arguments(self) -> dict[str, int]:
-        """What `GPT` is made with, but for dropout."""
+        """Arguments of `GPT`, but for dropout."""
         sizes = {"width": 128, "num_layers": self.num_layers, "num_heads": 4}
         return {"vocab_size": len(VOCABULARY), "context": self.context, **sizes}
 
@@ -131,7 +131,7 @@ def choose_mesh(axis_sizes: Mapping[str, int] | None) -> Mesh:
 
 @dataclass(frozen=True)
 class History:
-    """What was measured.
+    """Measurements of a run.
 
     Attributes:
         train: One record per step, as `fit` writes them: batch, loss, grad_norm, tokens_per_s.

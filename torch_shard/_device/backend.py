@@ -1,4 +1,4 @@
-"""What `torch.jax` is: the functions that PyTorch asks of a device type."""
+"""The module `torch.jax`: the functions that PyTorch asks of a device type."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from torch_shard._common.types import Operator, PyTree
 
 
 class DeviceModule:
-    """What torch asks of a device type. It says that no device is there: that keeps CPU torch as it is."""
+    """Functions that torch asks of a device type. They say that no device is there: that keeps CPU torch as it is."""
 
     def is_available(self) -> bool:
         return False
@@ -71,7 +71,7 @@ def _overloads(name: str) -> list[Operator]:
 
 
 def _run(op: Operator, policy: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """What autocast does: products in the lower precision, the float32 operators in float32."""
+    """Run an operator as autocast does: products in the lower precision, the float32 operators in float32."""
     wanted = torch.get_autocast_dtype("jax") if policy is _PRODUCT else torch.float32
     changes = (torch.float32,) if policy is _PRODUCT else LOWER
 
@@ -84,13 +84,37 @@ def _run(op: Operator, policy: object, *args: PyTree, **kwargs: PyTree) -> PyTre
 
 
 def enable_globally() -> None:
-    """Accepted for programs written for torchax: tensors on the jax device always work."""
+    """Do nothing: accepted for programs written for torchax. Tensors on the jax device always work.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.enable_globally()
+        >>> torch.ones(2).to("jax").sum().item()
+        2.0
+    """
 
 
 def disable_globally() -> None:
-    """Accepted for programs written for torchax; see `enable_globally`."""
+    """Do nothing: accepted for programs written for torchax. Tensors on the jax device still work.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.disable_globally()
+        >>> torch.ones(2).to("jax").sum().item()
+        2.0
+    """
 
 
 def jax_device() -> contextlib.AbstractContextManager[None]:
-    """A scope for eager work on jax-device tensors, which needs none; see `enable_globally`."""
+    """Open a scope that does nothing: accepted for programs written for torchax.
+
+    Returns:
+        A context manager. Eager work on jax-device tensors needs none, inside it or outside.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> with ts.jax_device():
+        ...     torch.ones(2).to("jax").sum().item()
+        2.0
+    """
     return contextlib.nullcontext()

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def _runner(func: Operator) -> Callable[..., PyTree]:
-    """How to run an operator: by its special case, as one that writes, as a view, or by its lowering alone."""
+    """Find how to run an operator: as a special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
         return _SPECIAL[func]
     aliases = [a.alias_info for a in func._schema.arguments]
@@ -143,7 +143,7 @@ def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
 
 
 def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:
-    """What an operator that writes returns: what it wrote to, or nothing."""
+    """Result of an operator that writes: what it wrote to, or nothing."""
     if not func._schema.returns:
         return None
     return values[written[0]] if len(written) == 1 else tuple(values[w] for w in written)

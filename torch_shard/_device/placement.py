@@ -142,6 +142,17 @@ def gather(model_or_tree: PyTree) -> PyTree:
 
     Returns:
         The module; or the pytree, with CPU tensors that share no memory with the arrays, by name in plain dicts.
+
+    Raises:
+        NotImplementedError: A parameter has hooks.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = ts.make_mesh(batch=1, model=1)
+        >>> placed = ts.place(torch.nn.Linear(4, 2), mesh, ts.ShardingPlan({"weight": P("model")}, default=P()))
+        >>> placed.weight.device.type, ts.gather(placed).weight.device.type
+        ('jax', 'cpu')
     """
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
@@ -165,7 +176,7 @@ def _to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
 
 
 class BatchLayout:
-    """Where the leaves of a batch go: the leading dim over one axis, or as a given spec says."""
+    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says."""
 
     def __init__(self, mesh: Mesh, spec: PartitionSpec | None) -> None:
         self.mesh = check_mesh(mesh)

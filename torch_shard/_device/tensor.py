@@ -17,7 +17,7 @@ from torch_shard._common.types import Operator, PyTree
 
 
 class Storage:
-    """What tensors that alias each other share: an array, or a way to read and write a part of another storage."""
+    """Storage that aliases share: an array, or a way to read and write a part of another storage."""
 
     def __init__(self, value: jax.Array | jax.ShapeDtypeStruct) -> None:
         self.value = value  # a jax.Array, or a ShapeDtypeStruct before the first write
@@ -25,7 +25,7 @@ class Storage:
 
     @property
     def is_written(self) -> bool:
-        """Whether there are values yet."""
+        """Tell whether there are values yet."""
         return isinstance(self.value, jax.Array)
 
     def read(self) -> jax.Array:
@@ -68,7 +68,7 @@ class JaxTensor(torch.Tensor):
 
     _storage: Storage
     run_operator: ClassVar[Callable[[Operator], Callable[..., PyTree]]]
-    """How an ATen operator runs on these tensors; `dispatch` sets it."""
+    """The way in which an ATen operator runs on these tensors; `dispatch` sets it."""
 
     @staticmethod
     def __new__(cls, storage: Storage, requires_grad: bool = False) -> "JaxTensor":
@@ -123,7 +123,7 @@ class JaxTensor(torch.Tensor):
 
     @property
     def sharding(self) -> "jax.sharding.Sharding":
-        """Where the array lives."""
+        """The sharding of the array."""
         return self.jax().sharding
 
     @property
@@ -179,13 +179,13 @@ class JaxTensor(torch.Tensor):
 
 
 def _can_swap(tensor: torch.Tensor) -> bool:
-    """Whether torch.utils.swap_tensors accepts a tensor: no autograd graph and no weak reference holds it."""
+    """Tell whether torch.utils.swap_tensors accepts a tensor: no autograd graph and no weak reference holds it."""
     count = tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
     return count <= 1 and not weakref.getweakrefs(tensor)
 
 
 def _may_take_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `tensor.data = value` can be written, for Module.to."""
+    """Tell whether `tensor.data = value` can be written, for Module.to."""
     if not isinstance(tensor, JaxTensor):
         return False
     if not isinstance(value, JaxTensor) and not _can_swap(tensor):
@@ -197,7 +197,7 @@ def _may_take_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _is_called_by_parameter() -> bool:
-    """Whether the caller's caller is the constructor of `nn.Parameter`."""
+    """Tell whether the caller's caller is the constructor of `nn.Parameter`."""
     return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 

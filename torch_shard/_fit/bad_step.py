@@ -1,4 +1,4 @@
-"""What a run does about a step whose loss or gradient is no good."""
+"""Reactions of a run to a step whose loss or gradient is not usable."""
 
 import dataclasses
 import logging
@@ -12,11 +12,31 @@ ON_BAD_STEP = ("raise", "stop", "skip")
 
 
 class BadStepError(ArithmeticError):
-    """A step whose loss or gradient is no good.
+    """A step was not taken: its loss or gradient is not finite, or its gradient is larger than allowed.
+
+    `fit` raises it where `on_bad_step="raise"`.
+
+    Args:
+        message: Which batch, which loss, and which parameters.
+        state: The state as it was before the step.
+        non_finite: Names of the parameters with a gradient that is not finite, in the module's order.
 
     Attributes:
-        state: As it was before the step.
+        state: The state as it was before the step; the run can go on from it.
         non_finite: Names of the parameters with a gradient that is not finite, in the module's order.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> try:
+        ...     ts.fit(step, None, [torch.full((8, 4), torch.inf)], steps=1, progress=False)
+        ... except ts.BadStepError as error:
+        ...     int(error.state.step), error.non_finite
+        (0, ['weight', 'bias'])
     """
 
     def __init__(self, message: str, state: TrainState, non_finite: list[str]) -> None:

@@ -126,7 +126,7 @@ class Batches:
 
 
 def _reliable_len(loader: Any) -> int | None:
-    """How many batches an epoch has; None where that is unknown, or an estimate."""
+    """Number of batches of an epoch; None where that is unknown, or an estimate."""
     if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
         return None
     try:
@@ -141,7 +141,7 @@ def _draw_seed_of_workers(loader: Any) -> None:
 
 
 def _parts(loader: Any) -> list[object]:
-    """What may hold an epoch's number."""
+    """Parts that may hold an epoch's number."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     parts = [loader, *samplers, getattr(loader, "dataset", None)]

@@ -72,7 +72,7 @@ def fit(
             over the state.
         seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
-        progress: Whether to show a bar, or the rich console to show it on.
+        progress: True shows a bar; a rich console shows it there.
 
     Returns:
         The state that has seen `steps` batches.
@@ -80,7 +80,7 @@ def fit(
     Raises:
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
-        SystemExit: `SIGTERM` came, likewise; with status 143.
+        SystemExit: `SIGTERM` came, and the state is saved; with status 143.
         TypeError: An argument is of the wrong kind.
         NotADirectoryError: `log` is a file.
         ValueError: An option has no such value, or needs another; `steps` is behind the state, or the loader ends too
@@ -237,7 +237,7 @@ class _Loop:
         return state
 
     def _between(self, state: TrainState, position: int) -> None:
-        """What is due after this batch."""
+        """Do what is due after this batch."""
         if self.evaluation and (position == self.steps or (self.eval_every and position % self.eval_every == 0)):
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))

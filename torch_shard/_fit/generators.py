@@ -105,7 +105,7 @@ def find_generators(loader: Any) -> list[Any]:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """What an object holds."""
+    """Parts that an object holds."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         if len(value) <= _MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value
@@ -123,7 +123,7 @@ def _parts(value: object) -> Iterator[object]:
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
-    """What it closes over, and of its globals the generators and the functions of the same module."""
+    """Values that it closes over, and of its globals the generators and the functions of the same module."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a bar, metrics.jsonl and TensorBoard."""
+"""Reports of a run while it trains: a bar, metrics.jsonl and TensorBoard."""
 
 import json
 import math
@@ -77,7 +77,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def scalars(metrics: Mapping[str, PyTree]) -> dict[str, float]:
+def scalars(metrics: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Loss and those metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
@@ -88,7 +88,7 @@ def num_rows(placed: Placed) -> int:
 
 
 def _amount(placed: Placed) -> tuple[str, int]:
-    """What a batch is counted in: tokens, if its first leaf is integers of at least two dims, else samples."""
+    """Size and unit of a batch: tokens, if its first leaf is integers of at least two dims, else samples."""
     first = next((array for array in placed.arrays if array.ndim), None)
     if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
         return "tokens", first.size
@@ -136,7 +136,7 @@ def _brief(name: str, value: float) -> str:
 
 
 class Reports:
-    """Takes the metrics of each batch when they are there, and tells of them.
+    """Reports the metrics of each batch once they are computed.
 
     Attributes:
         numbers: The latest, by name: of training, and of evaluation with `eval_` before it.

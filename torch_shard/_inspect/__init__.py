@@ -1,4 +1,4 @@
-"""What will happen and what happened: proof against torch, explanation of a capture, drawings of shardings."""
+"""Previews and proofs: comparison with torch, explanation of a capture, drawings of shardings."""
 
 from torch_shard._inspect.compare import Comparison, compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding

@@ -6,7 +6,7 @@ import functools
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ MAX_ROWS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one value is from its reference, as `max |a - b|` over the largest entry of the reference.
+    """Distance of one value from its reference, as `max |a - b|` over the largest entry of the reference.
 
     Attributes:
         kind: "loss", "metric", "gradient", "parameter" or "buffer".
@@ -53,7 +53,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare_with_torch` found; print it with `rich.print` or `print`.
+    """Differences that `compare_with_torch` found; print it with `rich.print` or `print`.
 
     Attributes:
         rows: One for each loss, metric, gradient, parameter and buffer, the largest difference first.
@@ -61,6 +61,16 @@ class Comparison:
         mesh: The mesh.
         tolerance: What rounding explains, by the lowest precision at work.
         losses: Of the reference, at each step.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> found = ts.compare_with_torch(
+        ...     torch.nn.Linear(4, 2), lambda model, batch: model(batch).square().mean(), torch.ones(8, 4),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> found.reference, sorted({row.kind for row in found.rows}), found.rows[0].worst <= found.tolerance
+        ('eager torch', ['gradient', 'loss', 'parameter'], True)
     """
 
     rows: tuple[Difference, ...]
@@ -70,7 +80,11 @@ class Comparison:
     losses: tuple[float, ...]
 
     def raise_if_different(self, rtol: float | None = None) -> None:
-        """Raise if anything differs by more than `rtol`, by default the tolerance.
+        """Raise if anything differs by more than `rtol`.
+
+        Args:
+            rtol: The largest difference that is allowed, relative to the largest entry of the reference; by default
+                `tolerance`.
 
         Raises:
             AssertionError: With the names and how far they are apart.
@@ -131,17 +145,19 @@ def compare_with_torch(
     """Train copies of a model on one batch by eager torch on the CPU, on one device and on the mesh, and compare.
 
     Args:
-        model: As for `make_train_step`; it is left as it is.
-        loss_fn: Likewise. If it draws random numbers (dropout), torch's are others than JAX's, so one device is
-            compared with the mesh alone.
-        batch: CPU tensors.
-        mesh: Likewise.
-        plan: Likewise.
+        model: Any module with values, on the CPU or the jax device; it is left as it is.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+            If it draws random numbers (dropout), torch's are others than JAX's, so one device is compared with the
+            mesh alone.
+        batch: A pytree of CPU tensors, of global sizes.
+        mesh: Devices with Auto axes, from `make_mesh`.
+        plan: Which parameter and buffer is split how, by name.
         steps: How many steps to take on this batch.
         optimizer: Of optax, by default plain gradient descent with a rate of 0.01.
         torch_optimizer: Makes torch's optimiser for the same rule from a list of parameters.
-        batch_spec: Likewise.
-        compute_dtype: Likewise; torch then runs under `torch.autocast("cpu", dtype=compute_dtype)`.
+        batch_spec: How each leaf of a batch is split; by default the leading dim over the mesh axis `batch`.
+        compute_dtype: `torch.bfloat16` for mixed precision; torch then runs under
+            `torch.autocast("cpu", dtype=compute_dtype)`.
 
     Returns:
         A `Comparison`: loss and metrics, each gradient, and each parameter and buffer after the steps, worst first;
@@ -184,7 +200,7 @@ def compare_batches(
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """As `compare_with_torch`, with a batch for each step."""
+    """Do as `compare_with_torch` does, with a batch for each step."""
     alone = make_mesh(devices=[mesh.devices.flat[0]], **dict.fromkeys(mesh.axis_names, 1))
     optimizer = optax.chain(_keep_gradients(), optimizers[0])
 
@@ -221,7 +237,8 @@ def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
         for batch in batches:
             state, metrics = step(state, batch)
-            found.append(_values(_numbers(metrics), state.opt_state[0], state))
+            (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)  # of `_keep_gradients`, and of the optimizer
+            found.append(_values(_numbers(metrics), kept, state))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What lies where: the shardings of arrays, modules and states, drawn as grids of devices."""
+"""Shardings of arrays, modules and states, drawn as grids of devices."""
 
 import dataclasses
 import io
@@ -27,11 +27,21 @@ SUFFIXES = (".svg", ".png")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Drawing:
-    """Which devices hold what: printed by rich or as a string, saved as a picture, shown by a notebook.
+    """A picture of which devices hold what: printed by rich or as a string, saved as a file, shown by a notebook.
 
     Attributes:
         heading: What is drawn, where that is more than one array; else empty.
         grids: One for all arrays that lie alike.
+
+    Example:
+        >>> import jax, torch_shard as ts
+        >>> drawing = ts.visualize_sharding(jax.numpy.zeros(2), name="w")
+        >>> print(drawing)
+        w (2,) float32
+        ┌───────┐
+        │ CPU 0 │
+        │ [:]   │
+        └───────┘
     """
 
     heading: str
@@ -127,7 +137,7 @@ def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
 
 
 def _find_held(subject: object) -> Mapping[str, PyTree] | None:
-    """What `subject` holds, by name; None if it is no collection."""
+    """Entries of `subject` by name; None if it is not a collection."""
     if isinstance(subject, torch.nn.Module):
         params = subject.named_parameters(remove_duplicate=False)
         return {**dict(params), **dict(subject.named_buffers(remove_duplicate=False))}
@@ -140,7 +150,7 @@ def _find_held(subject: object) -> Mapping[str, PyTree] | None:
 
 
 def _read_entries(held: Mapping[str, PyTree], owner: str, *, alone: bool = False) -> Iterator[DrawnArray]:
-    """What is to be drawn, a tie once."""
+    """Arrays that are to be drawn, a tie once."""
     arrays = {name: value.jax() if isinstance(value, JaxTensor) else value for name, value in held.items()}
     _check_placed(arrays, owner, alone=alone)
     ties: dict[object, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a capture of a loss consists of: operators, their lowerings, what was skipped and what has none."""
+"""The parts of a capture of a loss: operators, their lowerings, what was skipped and what has none."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain_capture` found; print it with `rich.print`.
+    """Findings of `explain_capture`; print it with `rich.print`.
 
     Attributes:
         operators: By number of nodes, the refused ones first.
@@ -45,7 +45,15 @@ class Explanation:
         written: How many inputs are written in place, without the buffers that are assigned.
         unreached: Trainable parameters that the loss does not reach.
         skipped_checks: Places of checks of values, which a compiled program does not make.
-        random: Whether it draws random numbers.
+        random: True if it draws random numbers.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.dropout(model(batch)).sum()
+        >>> found = ts.explain_capture(torch.nn.Linear(4, 2), loss_fn, torch.ones(8, 4))
+        >>> found.random, found.unreached, "aten.mm.default" in [op.name for op in found.operators]
+        (True, (), True)
     """
 
     operators: tuple[Operator, ...]
@@ -79,16 +87,16 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     """Capture a loss as `make_train_step` would, and tell what it consists of. Nothing is compiled or run.
 
     Args:
-        model: As for `make_train_step`.
-        loss_fn: Likewise.
-        batch: Likewise; only shapes and dtypes matter.
-        train: With gradients; otherwise as `make_eval_step` would capture it.
+        model: Any module, on any device, the meta device too; it is only read.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes matter.
+        train: True for the loss with its gradients; False for the loss in eval mode, as `make_eval_step` has it.
 
     Returns:
         An `Explanation`; operators without a lowering are part of it.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         NotImplementedError: Python depends on the value of a tensor; with file and line.
 
     Example:

@@ -1,4 +1,4 @@
-"""Which devices hold which part: a sharding as a grid of cells, and arrays that lie alike as one grid."""
+"""A sharding as a grid of cells, which devices hold which part; arrays that lie alike are one grid."""
 
 import dataclasses
 import itertools
@@ -96,7 +96,7 @@ def make_grids(entries: Iterable[DrawnArray]) -> tuple[Grid, ...]:
 
 
 def _mesh_and_spec(sharding: Sharding) -> Hashable:
-    """What tells layouts apart: P("model") and P("model", None) are one to a matrix."""
+    """A key that tells layouts apart: P("model") and P("model", None) are one to a matrix."""
     if not isinstance(sharding, NamedSharding):
         return None
     spec = list(sharding.spec)
@@ -187,7 +187,7 @@ def describe_names(ties: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def _fold(names: Iterable[str]) -> list[str]:
-    """Merge names that differ in one component, and again what came of it: each time the same names, said shorter."""
+    """Merge names that differ in one component, and again what came of it, until nothing is left to merge."""
     folded: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in name.split(".")) for name in names]
     for position in reversed(range(max(map(len, folded), default=0))):
         merged: dict[object, list[tuple[tuple[str, ...], ...]]] = {}

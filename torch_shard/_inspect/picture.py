@@ -28,7 +28,7 @@ DPI = 150
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How text is set: its size in points, weight and colour."""
+    """A style of text: its size in points, weight and colour."""
 
     size: float
     weight: str
@@ -96,12 +96,12 @@ class Panel:
 
     @functools.cached_property
     def kind_x(self) -> float:
-        """Where shapes and dtypes begin."""
+        """Horizontal place where shapes and dtypes begin."""
         return max(NAME.measure(name) for name, _ in self.names) + PADDING * any(name for name, _ in self.names)
 
     @property
     def width(self) -> float:
-        """Of the whole."""
+        """Width of the whole."""
         kinds = (self.kind_x + PLAIN.measure(kind) for _, kind in self.names)
         return max(*kinds, PLAIN.measure(self.grid.spec), self.cell_width * max(map(len, self.grid.rows)))
 

@@ -1,4 +1,4 @@
-"""What adapters share: a JAX function as a torch function, compiled once per signature of what it is called with."""
+"""The common part of adapters: a JAX function as a torch function, compiled once per signature."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class _Variant:
         self.traced = False
 
     def is_current(self) -> bool:
-        """Whether the modules that ran in the trace still have the training flags that they had."""
+        """Tell whether the modules that ran in the trace still have the training flags that they had."""
         return all(map(flags_hold, self.flags))
 
     def __call__(self, key: Key, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

@@ -14,7 +14,7 @@ from torch_shard._device import to_array
 
 
 class Closure(threading.local):
-    """Who reads the tensors that a callable reaches by itself: inside `jax.jit` they must be inputs, not constants."""
+    """Readers of tensors that a callable reaches by itself: inside `jax.jit` they must be inputs, not constants."""
 
     def __init__(self) -> None:
         self.readers: list[Reader] = []
@@ -75,7 +75,7 @@ class Reader:
         self._partial, self._around = partial, CLOSURE.readers[-1:]
         self.modules: list[ModuleFlags] = self._around[0].modules if partial and self._around else []
         self.has_views = False
-        """Whether a view of a torch callable ran, for which JAX must not reuse a trace."""
+        """True once a view of a torch callable ran, for which JAX must not reuse a trace."""
 
     def held(self) -> tuple[tuple[torch.Tensor, ...], list[jax.Array]]:
         """The tensors that it reads, and their values."""

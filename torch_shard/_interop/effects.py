@@ -25,7 +25,7 @@ def cond(
     Args:
         pred: A tensor of one element, or a bool.
         true_fn: Takes the operands; what it closes over counts as such.
-        false_fn: Likewise, with outputs of the same shapes and dtypes.
+        false_fn: Takes the operands too; its outputs have the shapes and dtypes of those of `true_fn`.
         operands: Tensors, or pytrees of them.
     """
     if not isinstance(pred, torch.Tensor):
@@ -52,7 +52,7 @@ def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
     Args:
         fmt: A format string, as of `str.format`.
         *args: Tensors, and anything else to be formatted, such as shapes.
-        **kwargs: Likewise, by name.
+        **kwargs: The same, for fields of the format string that have names.
 
     Example:
         >>> import jax, torch, torch_shard as ts

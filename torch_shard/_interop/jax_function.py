@@ -31,7 +31,7 @@ _HANDLES = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Called:
-    """What an opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+    """A function that an opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
 
     fn: FlatJaxFn
     results: list[jax.ShapeDtypeStruct]
@@ -140,7 +140,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
-    """What `fn` does and returns for arrays like these; what they vary over is known when the graph is lowered."""
+    """Trace `fn` for arrays like these; what they vary over is known when the graph is lowered."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*shapes)
     except (TypeError, ValueError):

@@ -65,7 +65,7 @@ class FlatFunction:
         return FlatFunction(bound, self.what, closure)
 
     def aux(self, arrays: Sequence[jax.Array]) -> Any:
-        """What the callable returned besides tensors when it was captured for arrays like these."""
+        """Results besides tensors that the callable returned when it was captured for arrays like these."""
         choices = ((False,) * len(arrays), *(n for n in self._needs_grad))
         found = (self._current(arrays, needs_grad)[2] for needs_grad in choices)
         return next(program for program in found if program is not None).graph.aux

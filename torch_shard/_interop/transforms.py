@@ -32,7 +32,7 @@ def jax_value_and_grad(
     Args:
         fn: Returns a scalar tensor, or with `has_aux` a pair of it and anything else.
         argnums: Which positional arguments to differentiate by; pytrees of tensors.
-        has_aux: Whether `fn` returns more than the scalar.
+        has_aux: True where `fn` returns a pair of the scalar and something else.
         **kwargs: Further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -116,7 +116,23 @@ def _seed(value: jax.Array) -> jax.Array:
 def jax_grad(
     fn: Callable[A, PyTree], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
 ) -> Callable[A, PyTree]:
-    """`jax.grad` of a torch callable; see `jax_value_and_grad`."""
+    """`jax.grad` of a torch callable.
+
+    Args:
+        fn: Returns a scalar tensor, or with `has_aux` a pair of it and anything else.
+        argnums: Which positional arguments to differentiate by; pytrees of tensors.
+        has_aux: True where `fn` returns a pair of the scalar and something else.
+        **kwargs: Further arguments of `jax.grad`.
+
+    Returns:
+        A function that returns the gradients, with `has_aux` a pair of them and the second result of `fn`. They are
+        PyTorch's own and have the structure of the arguments. Where an argument holds integers, their gradient is zero.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.jax_grad(lambda x: (x * x).sum())(torch.tensor([1.0, 2.0])).tolist()
+        [2.0, 4.0]
+    """
     value_and_grad = pure_of(jax_value_and_grad(fn, argnums, has_aux=has_aux, **kwargs))
 
     def grad(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -127,7 +143,21 @@ def jax_grad(
 
 
 def jax_checkpoint(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
-    """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values."""
+    """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values.
+
+    Args:
+        fn: A torch callable of pytrees of tensors, a module for example.
+        **kwargs: Arguments of `jax.checkpoint`: `policy`, `prevent_cse`, `static_argnums`.
+
+    Returns:
+        A function with the same results and the same gradients.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> wave = ts.jax_checkpoint(lambda x: x.sin().exp())
+        >>> ts.jax_grad(lambda x: wave(x).sum())(torch.zeros(2)).tolist()
+        [1.0, 1.0]
+    """
     if "static_argnums" in kwargs:
         kwargs["static_argnums"] = shift(kwargs["static_argnums"])
     pure = pure_of(fn)
@@ -150,6 +180,9 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
     Args:
         fn: A torch callable of pytrees of tensors, a module for example.
         **kwargs: Arguments of `jax.jit`: `static_argnums`, `donate_argnums`, `in_shardings`, `out_shardings`, ...
+
+    Returns:
+        The compiled function, of the same arguments.
 
     Example:
         >>> import torch, torch_shard as ts

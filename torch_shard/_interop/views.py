@@ -53,7 +53,7 @@ _DRAWING: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
 class _CallSite:
-    """What torch functions below a call into JAX close over: further arguments of the call, with gradients.
+    """Tensors that torch functions below a call into JAX close over: further arguments of it, with gradients.
 
     Attributes:
         token: The programs below the call belong to it.
@@ -67,7 +67,7 @@ class _CallSite:
         self.flags: list[ModuleFlags] = []
 
     def fits(self, settings: object) -> bool:
-        """Whether the programs that belong to it mean the same now."""
+        """Tell whether the programs that belong to it mean the same now."""
         return self.settings == settings and all(map(flags_hold, self.flags))
 
 
@@ -75,7 +75,7 @@ _SITES: weakref.WeakKeyDictionary[Callable[..., object], list[_CallSite]] = weak
 
 
 def _site_of(pure: Callable[..., PyTree]) -> _CallSite:
-    """Of a function that is called again and again, so that its programs are kept."""
+    """The call site of a function that is called again and again, so that its programs are kept."""
     sites, settings = _SITES.setdefault(pure, []), capture_settings()
     found = next((site for site in sites if site.fits(settings)), None)
     if found is None:
@@ -159,7 +159,7 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
     Args:
         fn: A JAX function of pytrees of arrays, an optax transformation's `update` for example.
         *args: Pytrees of tensors and of anything else that `fn` takes. CPU tensors are moved to the jax device.
-        **kwargs: Likewise.
+        **kwargs: Pytrees that `fn` takes by name, treated as those by position are.
 
     Returns:
         What `fn` returns, its arrays as jax-device tensors. Gradients flow through, by `jax.vjp`.
@@ -173,12 +173,41 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
 
 
 def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
-    """Call a torch callable with JAX arrays: `jax_view(fn)(*args, key=key, **kwargs)`."""
+    """Call a torch callable with JAX arrays: `jax_view(fn)(*args, key=key, **kwargs)`.
+
+    Args:
+        fn: A torch callable of pytrees of tensors, a module for example.
+        *args: Pytrees of arrays and of anything else that `fn` takes.
+        key: A random key, which is needed where `fn` draws random numbers.
+        **kwargs: Pytrees that `fn` takes by name.
+
+    Returns:
+        What `fn` returns, its tensors as arrays. It can be traced, compiled and differentiated by JAX; the derivative
+        is PyTorch's own.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, torch_shard as ts
+        >>> ts.call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+    """
     return jax_view(fn)(*args, key=key, **kwargs)
 
 
 def torch_view(value: PyTree) -> PyTree:
-    """JAX as torch sees it: arrays of a pytree as jax-device tensors, no copy; a JAX function as a torch function."""
+    """JAX as torch sees it: arrays of a pytree as jax-device tensors, no copy; a JAX function as a torch function.
+
+    Args:
+        value: A pytree, of which arrays change and anything else stays; or a JAX function.
+
+    Returns:
+        The pytree with tensors on the jax device in place of arrays; or a torch function that calls the JAX function
+        as `call_jax` does.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, torch_shard as ts
+        >>> ts.torch_view(jnp.ones(2)).device, ts.torch_view(jnp.sin)(torch.zeros(2)).tolist()
+        (device(type='jax', index=0), [0.0, 0.0])
+    """
     if callable(value) and not isinstance(value, jax.Array):
         return lambda *args, **kwargs: call_jax(value, *args, **kwargs)
     return jax.tree.map(lambda leaf: wrap_array(leaf) if isinstance(leaf, jax.Array) else leaf, value)
@@ -189,6 +218,17 @@ def jax_view(value: PyTree) -> PyTree:
 
     jax-device tensors give their array, no copy; CPU tensors are copied. The JAX function takes the keyword argument
     `key`, which it needs if the callable draws random numbers; its derivative is PyTorch's own.
+
+    Args:
+        value: A tensor, a pytree of which tensors change and anything else stays, or a torch callable.
+
+    Returns:
+        An array, the pytree with arrays in place of tensors, or a JAX function.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch, torch_shard as ts
+        >>> jax.jit(ts.jax_view(torch.nn.functional.relu))(jnp.array([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
     """
     if isinstance(value, torch.Tensor) or not callable(value):
         adopt_torch_nodes(value)
@@ -221,7 +261,7 @@ def pure_of(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def is_adapted(fn: Callable[..., object]) -> bool:
-    """Whether `fn` is a JAX transform of a torch callable already."""
+    """Tell whether `fn` is a JAX transform of a torch callable already."""
     return hasattr(fn, "_torch_shard_pure")
 
 

@@ -59,7 +59,7 @@ class Checkpointer:
             goes wrong there is raised by the next `save`, `wait` or `close`.
 
     Raises:
-        TypeError: `directory` is no path.
+        TypeError: `directory` is not a path.
         NotADirectoryError: It is a file.
         ValueError: `keep` or `every` is not a positive number, or `directory` is a checkpoint itself.
 
@@ -108,7 +108,10 @@ class Checkpointer:
         return find_steps(self.directory)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The numbers that were saved with a step.
+        """Numbers that were saved with a step.
+
+        Args:
+            step: One of `steps()`.
 
         Raises:
             ValueError: It has no checkpoint that can be read.
@@ -116,7 +119,11 @@ class Checkpointer:
         return read_head(self.path(step)).metrics
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Directory of the checkpoint of a step.
+
+        Args:
+            step: A number of steps; it need not have a checkpoint.
+        """
         return step_path(self.directory, step)
 
     def claim(self) -> None:
@@ -149,7 +156,7 @@ class Checkpointer:
             metrics: Numbers to keep with it.
 
         Returns:
-            Whether it was saved; a step that has a checkpoint is not saved again.
+            True if it was saved; a step that has a checkpoint is not saved again.
 
         Raises:
             BlockingIOError: Another process saves to this directory.

@@ -121,7 +121,7 @@ class CheckpointTensors:
             raise ValueError(f"{self._path} is damaged: {'; '.join(damage)}.")
         head = read_head(self._path)
         self._orbax = make_orbax()
-        self._read: tuple[SavedArray | None, jax.Array | None] = (None, None)
+        self._read: tuple[SavedArray, jax.Array] | None = None
         self._homes = {
             name: stored
             for stored in head.stored
@@ -134,7 +134,7 @@ class CheckpointTensors:
     def tensor(self, name: str) -> torch.Tensor:
         """One of them; the stack of which it is a row is kept for the next."""
         stored = self._homes[name]
-        if self._read[0] != stored:
+        if self._read is None or self._read[0] != stored:
             device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
             struct = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=device)
             self._read = stored, read_arrays(self._orbax, self._path, {stored: struct})[stored]

@@ -25,7 +25,7 @@ from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._train import TrainState
 
 SHARD_BYTES = 5 * 10**9
-"""Of one file, by default: as Hugging Face has it."""
+"""Size of one file by default, as Hugging Face has it."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -47,7 +47,7 @@ def split(stored: Mapping[str, Stored], max_shard_bytes: int) -> list[list[str]]
 
 
 class Export:
-    """Where an export goes: one file, or several with an index beside them.
+    """The files of an export: one, or several with an index beside them.
 
     Attributes:
         result: The one file, or the index.
@@ -187,7 +187,7 @@ def export_safetensors(
         The path of the file, or of the index of several.
 
     Raises:
-        TypeError: It is none of these, or the metadata are no strings.
+        TypeError: `state` is none of these, or the metadata are not strings.
         ValueError: A tensor has no values (on the meta device) or a dtype that safetensors lack; or the state was
             donated to a step.
         NotADirectoryError: `path` is a file of another kind.
@@ -218,15 +218,22 @@ def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], pat
     """Write weights as a state_dict by `torch.save`; the whole of them is on the host at once.
 
     Args:
-        state: As for `export_safetensors`.
+        state: A `TrainState` (parameters and buffers, without the optimiser), a module on any device, or a mapping of
+            names to tensors and arrays; global shapes are written, whatever the sharding.
         path: A file. It takes the place of an older one when it is whole.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: As `export_safetensors`.
-        ValueError: A tensor has no values (on the meta device).
+        TypeError: `state` is none of these, or its names are not strings.
+        ValueError: A tensor has no values (on the meta device); or the state was donated to a step.
+
+    Example:
+        >>> import os, tempfile, torch, torch_shard as ts
+        >>> path = ts.export_torch(torch.nn.Linear(4, 2), os.path.join(tempfile.mkdtemp(), "weights.pt"))
+        >>> sorted(torch.load(path, weights_only=True))
+        ['bias', 'weight']
     """
     path = check_path("path", path)
     values, structs = _collect(state)
@@ -279,7 +286,7 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
 
 
-def _to_cpu(value: torch.Tensor | jax.Array | np.ndarray) -> torch.Tensor:
+def _to_cpu(value: PyTree) -> torch.Tensor:
     """The global value of a tensor or array, which other processes may hold parts of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.detach().cpu()

@@ -23,10 +23,10 @@ DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
-"""Of the safetensors format."""
+"""Dtypes of the safetensors format."""
 
 RUN_BYTES = 32 * 2**20
-"""How much of a file is mapped at once: until it is let go, what was read of it counts as memory of the process."""
+"""Bytes of a file that are mapped at once: until let go, what was read of them counts as memory of the process."""
 
 Index = tuple[tuple[int, int], ...]
 """A part of a tensor: where it starts and stops in each dim."""
@@ -34,7 +34,7 @@ Index = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a file says of a tensor before it is read."""
+    """Shape and dtype of a tensor in a file, before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,15 +72,15 @@ class SafetensorsFile:
         lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
         if lacking:
             raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
-        self._last: tuple[str, object] = "", None
+        self._last: tuple[str, torch.Tensor] | None = None
         spans = {name: fields["data_offsets"] for name, fields in header.items()}
         self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
         self.stored = {n: Stored(tuple(header[n]["shape"]), DTYPES[header[n]["dtype"]]) for n in self._spans}
 
     def tensor(self, name: str) -> torch.Tensor:
         """One of the tensors, mapped by itself; the last one stays so, unless it is large."""
-        if self._last[0] != name:
-            self._last = "", None
+        if self._last is None or self._last[0] != name:
+            self._last = None
             tensor = self._map(name)
             if tensor.nbytes > RUN_BYTES:
                 return tensor
@@ -176,7 +176,7 @@ class HeldTensors:
 
 
 def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
-    """What these are, if they are strided tensors by name."""
+    """Shapes and dtypes of strided tensors by name; anything else is refused."""
     is_mapping = isinstance(tensors, Mapping)
     if not is_mapping or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in tensors.items()):
         held = ", ".join(f"{k!r}: {_describe(v)}" for k, v in tensors.items()) if is_mapping else _describe(tensors)
@@ -239,7 +239,7 @@ SAFETENSORS, TORCH = (".safetensors",), (".bin", ".pt", ".pth")
 SAFETENSORS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 TORCH_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What Hugging Face calls the one file, and the index of many."""
+"""Hugging Face's names of the one file, and of the index of many."""
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -273,7 +273,7 @@ def open_safetensors(path: Path) -> TensorFile:
 
 
 def open_torch(path: Path) -> TensorFile:
-    """Likewise, of files of `torch.save`."""
+    """Open files of `torch.save`."""
     return _open(path, TorchFile, TORCH_NAMES, TORCH)
 
 

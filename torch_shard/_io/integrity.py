@@ -27,7 +27,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def find_damage(directory: Path, *, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """What differs from the checksums: a line for each file; none for a whole directory.
+    """Differences from the checksums: a line for each file; none for a whole directory.
 
     Args:
         directory: That `seal` has seen.

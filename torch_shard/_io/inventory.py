@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, as a table: names, shapes, how they were split, bytes."""
+"""Contents of a checkpoint as a table: names, shapes, how they were split, bytes."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch_shard._io.manifest import HEAD, TENSORS, Head, SavedArray, find_steps
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint, or a directory of them."""
+    """Tell whether it is a checkpoint, or a directory of them."""
     return (path / HEAD).exists() or bool(find_steps(path))
 
 
@@ -26,18 +26,20 @@ def find_checkpoint(path: Path) -> Path:
     if not (steps := find_steps(path)):
         below = sorted({found.parent.parent for found in path.glob(f"*/step_*/{HEAD}")})
         there = f" Below it are some: {', '.join(map(str, below))}." if below else ""
-        raise FileNotFoundError(f"{path} is no checkpoint and holds none (directories such as step_00000100).{there}")
+        raise FileNotFoundError(
+            f"{path} is not a checkpoint and holds none (directories such as step_00000100).{there}"
+        )
     return step_path(path, steps[-1])
 
 
 def inventory(path: Path) -> Group:
-    """What a checkpoint holds, for people.
+    """Contents of a checkpoint, for people.
 
     Args:
         path: Of the checkpoint.
 
     Raises:
-        ValueError: It is no checkpoint, or its list cannot be read.
+        ValueError: It is not a checkpoint, or its list cannot be read.
     """
     head = read_head(path)
     rest = _table("State of the run", ("where", "entries", "shape", "dtype", "bytes"))

@@ -55,7 +55,7 @@ def load_safetensors(
             theirs.
         allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all. They
             keep the values that they have, and are placed.
-        allow_unused: Likewise, names of the file that the model may lack.
+        allow_unused: Names or globs of entries of the file that the model may lack, or True for all.
 
     Returns:
         The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
@@ -104,21 +104,35 @@ def load_torch(
     Args:
         path: A file with a flat state_dict; an index of many (`pytorch_model.bin.index.json`); a directory with one of
             these; or a mapping of names to CPU tensors.
-        model_or_names: As for `load_safetensors`.
-        mesh: Likewise.
-        plan: Likewise.
-        rename: Likewise.
-        dtype: Likewise.
-        allow_missing: Likewise.
-        allow_unused: Likewise.
+        model_or_names: A module on any device, the meta device too, which is filled in place and keeps ties,
+            `requires_grad` and non-persistent buffers; or a mapping from names to anything with shape and dtype.
+        mesh: The devices, with Auto axes.
+        plan: Which entry is split how, as for `place`.
+        rename: What a name of the file is in the model, as a dict (other names stay) or a function; None drops it.
+        dtype: What floating-point entries become, slice by slice, such as `torch.bfloat16`. Without it, file and model
+            must agree. Non-persistent buffers keep theirs.
+        allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all.
+        allow_unused: Names or globs of entries of the file that the model may lack, or True for all.
 
     Returns:
-        As `load_safetensors`.
+        The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
+        values in the file stay on the meta device if they were there.
 
     Raises:
-        FileNotFoundError: As `load_safetensors`.
-        ValueError: As `load_safetensors`; or the file holds something else than tensors by name.
+        FileNotFoundError: There is no such file, or an index names one that is missing.
+        ValueError: A file is damaged or holds something else than tensors by name; or, all in one error, what in the
+            file, the model and the plan does not fit.
         TypeError: An argument is of the wrong kind.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> weights = torch.nn.Linear(4, 2).state_dict()  # or the path of a file
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> plan = ts.ShardingPlan({"weight": P("model")}, default=P())
+        >>> ts.load_torch(weights, model, ts.make_mesh(batch=1, model=1), plan).weight.jax().sharding.spec
+        P('model',)
     """
     file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
     loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
@@ -174,7 +188,7 @@ class _Loader:
             raise ValueError("\n\n".join([*parts, *([self._plan_fault] if self._plan_fault else [])]))
 
     def _find_value_faults(self, entry: TargetEntry) -> Iterator[str]:
-        """What only the bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
+        """Faults that only bytes tell, of those that this process reads: ties apart, integers that JAX cannot hold."""
         if not entry.sources:
             return
         (first, *others), parts = entry.sources, self._parts(entry)
@@ -252,7 +266,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Index:
 
 
 def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
-    """Whether the same part of two tensors is equal to the bit."""
+    """Tell whether the same part of two tensors is equal to the bit."""
     if file.stored[name] != file.stored[other]:
         return False
     pairs = zip(read_runs(file, name, part), read_runs(file, other, part), strict=True)

@@ -1,4 +1,4 @@
-"""What a saved state holds: each stored array with the names of the entries in it."""
+"""Contents of a saved state: each stored array with the names of the entries in it."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec,
 from torch_shard._train import KINDS, TrainState
 
 TENSORS = "tensors"
-"""Where parameters and buffers stand; all else is the rest of the state."""
+"""The place of parameters and buffers; all else is the rest of the state."""
 
 SCALARS = ("step", "num_batches", "key")
 
@@ -44,7 +44,7 @@ class SavedArray:
 
     @property
     def label(self) -> str:
-        """What it is called in the checkpoint."""
+        """Name of the array in the checkpoint."""
         return f"{self.where}/{describe_group(self.names)}" if self.names else self.where
 
     @property
@@ -59,7 +59,7 @@ class SavedArray:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * jnp.dtype(self.dtype).itemsize
 
     @classmethod
@@ -81,8 +81,8 @@ def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
     return found
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
-    """What can be written: of a random key, its words."""
+def _plain(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
+    """A form that can be written: of a random key, its words."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -99,16 +99,18 @@ def _is_stacks(node: object) -> bool:
     return isinstance(node, Stacks)
 
 
-def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, jax.Array]:
+def by_name(where: str, stacks: Stacks, kind: str = "") -> dict[SavedArray, PyTree]:
     """The stored arrays of one place, each with what it is."""
-    found: dict[SavedArray, jax.Array] = {}
+    found: dict[SavedArray, PyTree] = {}
     for group, value in zip(stacks.layout.groups, stacks.arrays, strict=True):
         for path, leaf in _leaves(value):  # no array, but none (where it is masked) or several: for one name alone
             found[_describe(where + jax.tree_util.keystr(path), group, leaf, kind)] = _plain(leaf)
     return found
 
 
-def _describe(where: str, names: tuple[str, ...], array: jax.Array, kind: str = "") -> SavedArray:
+def _describe(
+    where: str, names: tuple[str, ...], array: jax.Array | jax.ShapeDtypeStruct, kind: str = ""
+) -> SavedArray:
     array = _plain(array)
     sharding = getattr(array, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -137,7 +139,7 @@ class Entries:
         return iter(self._homes)
 
     def stacks(self, where: str) -> Stacks:
-        """Those of one place, stored as they are."""
+        """The arrays of one place, stored as they are."""
         held = {stored.names: array for stored, array in self._arrays.items() if stored.where == where}
         groups = tuple(held)
         return Stacks(Layout(groups, tuple(name for group in groups for name in group)), held.values())
@@ -174,7 +176,7 @@ def _show(entry: tuple[str, str]) -> str:
 
 
 def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.ShapeDtypeStruct]:
-    """Where each saved array is to lie: as its first entry does."""
+    """Shape and sharding of each saved array: it lies as its first entry does."""
 
     def target(stored: SavedArray) -> jax.ShapeDtypeStruct:
         sharding = wanted[stored.entries[0]].sharding
@@ -200,7 +202,7 @@ def fill(structs: TrainState, entries: Entries) -> TrainState:
 
 
 def fill_kind(structs: TrainState, kind: str, entries: Entries) -> Stacks:
-    """Likewise the parameters or buffers of one kind."""
+    """Fill in the parameters or buffers of one kind."""
     return _filled(TENSORS, getattr(structs, kind), entries)
 
 
@@ -237,7 +239,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Directory of the checkpoint of a step."""
     return directory / f"step_{step:08}"
 
 
@@ -250,7 +252,7 @@ def find_steps(directory: Path) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What a checkpoint says of itself, without its arrays.
+    """Description of a checkpoint, without its arrays.
 
     Attributes:
         step: Number of steps taken.
@@ -272,7 +274,7 @@ class Head:
 
 
 def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
-    """What the checkpoint of a state says of itself; it waits for the state."""
+    """Describe the checkpoint of a state; waits for the state."""
     sharding = state.step.sharding
     return Head(
         step=int(state.step),
@@ -295,7 +297,7 @@ def read_head(directory: Path) -> Head:
     """Read what a checkpoint says of itself.
 
     Raises:
-        ValueError: It was written by another version of torch_shard, or is no checkpoint.
+        ValueError: It was written by another version of torch_shard, or is not a checkpoint.
     """
     try:
         found = json.loads((directory / HEAD).read_text(encoding="utf-8"))
@@ -305,4 +307,4 @@ def read_head(directory: Path) -> Head:
         names = {key: tuple(found[key]) for key in ("unsaved", "wide")}
         return Head(**{**found, **names}, stored=stored)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} is no checkpoint of this version of torch_shard: {error!r}.") from error
+        raise ValueError(f"{directory} is not a checkpoint of this version of torch_shard: {error!r}.") from error

@@ -1,4 +1,4 @@
-"""Which name of a file stands for which entry of a model, and all that keeps the one from filling the other."""
+"""Names of a file matched with entries of a model, and all that keeps the one from filling the other."""
 
 import dataclasses
 import difflib
@@ -98,7 +98,7 @@ class Match:
         return self._dtype if self._dtype is not None and found.is_floating_point else found
 
     def _renamed(self, rename: Rename | None) -> dict[str, str]:
-        """What the names of the file become, without those that are dropped."""
+        """New names by names of the file, without those that are dropped."""
         if isinstance(rename, Mapping):
             for name in rename:
                 if name not in self._file.stored:

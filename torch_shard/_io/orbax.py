@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,9 +21,7 @@ def make_orbax() -> ocp.AsyncCheckpointer:
     # Replicas on the devices of one process cannot share the work: cut into slices, they only take longer to copy.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    handlers: dict[str, ocp.CheckpointHandler] = {
-        item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS
-    }
+    handlers: Any = {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for item in ITEMS}
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
@@ -32,7 +31,7 @@ def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRest
 
 
 def to_save(arrays: Mapping[SavedArray, jax.Array]) -> ocp.args.Composite:
-    """What orbax is to save."""
+    """Arguments of orbax for a save."""
     return _by_item(arrays, ocp.args.PyTreeSave)
 
 

@@ -19,7 +19,7 @@ from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, ref
 Lowered = Callable[..., list[PyTree]]
 
 Place = int | jax.Array | None
-"""Where an operator stands in the stream of random numbers; None if it draws none."""
+"""Place of an operator in the stream of random numbers; None if it draws none."""
 
 _CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
 
@@ -30,7 +30,7 @@ def missing_lowerings(graph: GraphModule) -> list[Node]:
 
 
 def missing_lowerings_of(nodes: Iterable[Node]) -> list[Node]:
-    """Those of these nodes that have no lowering, first of each operator."""
+    """Nodes without a lowering, the first of each operator."""
     found: dict[object, Node] = {}
     for node in nodes:
         target = target_of(node)
@@ -66,7 +66,7 @@ def lower(graph: GraphModule) -> Lowered:
 
 
 def draws_random(graph: GraphModule) -> bool:
-    """Whether the graph needs a random key."""
+    """Tell whether the graph needs a random key."""
     return any("random_place" in node.meta for node in graph.graph.nodes)
 
 
@@ -78,7 +78,7 @@ def sources_of(node: Node) -> list[Node]:
 
 
 def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
-    """What a node does: `(random key, place in its stream, values of its sources) -> value`."""
+    """The function of a node: `(random key, place in its stream, values of its sources) -> value`."""
     if node.target is operator.getitem:
         index = args_of(node)[1]
         return lambda key, place, values: values[0][index]

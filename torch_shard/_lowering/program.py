@@ -46,11 +46,11 @@ class Program(Generic[Aux]):
         return lower(self.graph.module)
 
     def is_current(self) -> bool:
-        """Whether modules still have the training flags, and named axes the sizes, that they had at the capture."""
+        """Tell whether modules still have the training flags, and named axes the sizes, of the capture."""
         return self.graph.is_current() and self.fits_axes()
 
     def fits_axes(self) -> bool:
-        """Whether named axes have the sizes that they had at the capture."""
+        """Tell whether named axes have the sizes that they had at the capture."""
         return still_hold(self.graph.axes)
 
     def _code(self, graph: Captured[Aux]) -> list[str]:

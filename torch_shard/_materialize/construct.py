@@ -159,7 +159,7 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def construct_again(model: nn.Module, names: list[str], init: Init | None) -> Construction:
-    """What the initialisers of a module would write into it, on fakes; the module itself is left as it is."""
+    """Record what the initialisers of a module would write into it, on fakes; the module itself stays as it is."""
     copy = blank(model)
     metas = holdings(copy).all
 

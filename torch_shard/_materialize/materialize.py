@@ -182,7 +182,7 @@ class _Initialiser:
         return to_host(value) if isinstance(value, jax.Array) else value.clone()
 
     def _is_narrow(self, graph_slice: Slice) -> bool:
-        """Whether any number of its dtype is one of JAX's; others are put from the host, which refuses what is not."""
+        """Tell whether any number of its dtype is one of JAX's; others come from the host, which refuses the rest."""
         return graph_slice.output.meta["val"].dtype not in (torch.int64, torch.uint64) or has_x64()
 
     def _inputs(self, graph_slice: Slice) -> list[torch.Tensor]:
@@ -199,7 +199,7 @@ class _Initialiser:
         return self._programs[graph_slice, sharding]
 
     def _shows_unwritten(self, graph_slice: Slice) -> bool:
-        """Whether what happens to lie in unwritten memory is to be seen in the tensor."""
+        """Tell whether what happens to lie in unwritten memory is to be seen in the tensor."""
         if not graph_slice.streams:
             one, other = (host_value(graph_slice, self._inputs(graph_slice), fills) for fills in fills_of(graph_slice))
             return not torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""What cannot be initialised as torch would have done it is refused by name."""
+"""Refusals, by name, of what cannot be initialised as torch would have done it."""
 
 import dis
 import itertools

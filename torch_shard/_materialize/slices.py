@@ -35,12 +35,12 @@ def _name(node: Node) -> str:
 
 
 Fill = bool | float
-"""What unwritten memory is taken to hold."""
+"""Value that unwritten memory is taken to hold."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """How one tensor comes about.
+    """The slice of a graph that makes one tensor.
 
     Two slices are equal if they are the same up to where their random numbers and their inputs come from.
 
@@ -67,7 +67,7 @@ class Slice:
 
     @property
     def is_fill(self) -> bool:
-        """Whether it is one number everywhere."""
+        """Tell whether it is one number everywhere."""
         return not self.inputs and all(_name(node) in _FILLS for node in self.nodes)
 
     def run(self, inputs: Sequence[PyTree], call: Callable[[Node, Callable[[Node], PyTree]], PyTree]) -> PyTree:
@@ -150,7 +150,7 @@ class _Named:
 
 
 def call_in_torch(fills: Mapping[Node, Fill], node: Node, value_of: Callable[[Node], PyTree]) -> PyTree:
-    """What a node does in eager torch, unwritten memory being filled with these numbers."""
+    """Run a node in eager torch, unwritten memory being filled with these numbers."""
     if node in fills:
         fake = node.meta["val"]
         return torch.full(fake.shape, fills[node], dtype=fake.dtype)
@@ -159,7 +159,7 @@ def call_in_torch(fills: Mapping[Node, Fill], node: Node, value_of: Callable[[No
 
 
 def is_constant(node: Node) -> bool:
-    """Whether PyTorch knows the value before anything runs, and JAX has no operator for it."""
+    """Tell whether PyTorch knows the value before anything runs, and JAX has no operator for it."""
     return node.target is aten.linspace.default
 
 

@@ -20,9 +20,9 @@ class Bundle:
     """Tensors that are one input.
 
     Attributes:
-        names: Theirs.
-        numel: Elements of all.
-        dtype: Of all.
+        names: Names of the tensors.
+        numel: Number of elements of all together.
+        dtype: Dtype of each of them.
     """
 
     names: tuple[str, ...]
@@ -42,6 +42,7 @@ def units_of(
     model: nn.Module,
     names: Iterable[str],
     groups: Iterable[Siblings],
+    *,
     trainable: Mapping[str, torch.Tensor],
     apart: Collection[str],
 ) -> list[Unit]:

@@ -22,9 +22,9 @@ from torch_shard._sharding import LossFn
 SHOWN = 6
 
 ScanLayers = bool | Literal["auto"]
-"""Whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
+"""Choice of whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
 Remat = Literal["none", "dots", "block"]
-"""What is computed again in the backward pass: nothing, all but matrix products, all but a layer's inputs."""
+"""Choice of what the backward pass computes again: nothing, all but matrix products, all but a layer's inputs."""
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 ALONE = (
@@ -34,7 +34,7 @@ ALONE = (
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """What to do with repeated layers.
+    """Options for repeated layers.
 
     Attributes:
         scan: Whether they become loops: True, False, or "auto".
@@ -48,12 +48,12 @@ class LayerOptions:
 
     @property
     def wanted(self) -> bool:
-        """Whether layers are captured as regions at all."""
+        """Tell whether layers are captured as regions at all."""
         return self.scan is not False or self.remat != "none"
 
     @property
     def choices(self) -> tuple[Remat, ...]:
-        """What to compute again: one choice, or with a budget all of them, the fastest first."""
+        """Choices of what to compute again: one, or with a budget all of them, the fastest first."""
         return REMAT if isinstance(self.remat, int) else (self.remat,)
 
     def groups(self, model: nn.Module) -> list[Siblings]:
@@ -84,7 +84,7 @@ class RolledLoss:
 
     @property
     def graphs(self) -> list[GraphModule]:
-        """Of the regions."""
+        """Graphs of the regions."""
         return [call.region.graph.module for call in self.calls.values()]
 
     def with_remat(self, remat: str) -> "RolledLoss":
@@ -96,7 +96,7 @@ class RolledLoss:
         return execute(self._items, self._outputs, key, inputs)
 
     def without(self, units: Sequence[Unit]) -> list[str]:
-        """Those of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
+        """Names of bundled parameters that the loss does not reach, of the units whose gradients follow it."""
         pairs = zip(units, self._outputs[1:], strict=False)
         bundles = [(names_of(unit), found.values) for unit, found in pairs if isinstance(found, Members)]
         return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
@@ -129,6 +129,7 @@ def capture_layers(
     model: nn.Module,
     loss_fn: LossFn,
     repeats: LayerOptions,
+    *,
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     what: str,
 ) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
@@ -161,7 +162,7 @@ def capture_layers(
         except Restart as reason:
             containers.restore()
             reason.learn(groups)
-        except Exception as error:  # if it is no fault of the regions, the capture without them says it again
+        except Exception as error:  # if it is not a fault of the regions, the capture without them says it again
             containers.restore()
             why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"
             Refused(None, why).learn(groups)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import Instruction, Members, Operand
 from torch_shard._scan.reroll import Loop
@@ -19,7 +20,7 @@ class Inputs(Protocol):
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array: ...
 
     def row(self, at: tuple[int, ...]) -> "StackRow | None":
-        """Of which stack it is a row, if it is one."""
+        """The stack of which it is a row, if it is one."""
         ...
 
 
@@ -36,7 +37,10 @@ class StackRow:
         return self.stack[self.index]
 
 
-def array_of(value: Any) -> Any:
+Result = jax.Array | StackRow
+
+
+def array_of(value: Result) -> jax.Array:
     """A result as an array of its own."""
     return value.array if isinstance(value, StackRow) else value
 
@@ -53,15 +57,15 @@ def stack_of(values: Sequence[Any]) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def _run_of(position: int, value: Any) -> Any:
+def _run_of(position: int, value: Result) -> Hashable:
     """The same for neighbours that can be taken at once."""
     return (id(value.stack), position - value.index) if isinstance(value, StackRow) else None
 
 
-class StackRows(Mapping[str, Any]):
+class StackRows(Mapping[str, jax.Array]):
     """Results by name, of which some are rows of stacks."""
 
-    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, values: Mapping[str, Result] | Iterable[tuple[str, Result]]) -> None:
         self._values = dict(values)
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -78,7 +82,7 @@ class StackRows(Mapping[str, Any]):
         return stack_of([self._values[name] for name in names])
 
 
-def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: Any, inputs: Inputs) -> list[Any]:
+def execute(items: Sequence[Instruction | Loop], outputs: Sequence[object], key: Key, inputs: Inputs) -> list[Any]:
     """Run steps and loops.
 
     Args:
@@ -101,17 +105,17 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Any], key: An
 
 
 class _Run:
-    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Any], inputs: Inputs) -> None:
+    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[object], inputs: Inputs) -> None:
         self._inputs = inputs
         self.done: dict[Instruction, Any] = {}
-        self._rows: dict[tuple[Instruction, tuple[int, ...]], Any] = {}
-        self._wanted: dict[Any, set[tuple[int, ...]]] = {}
+        self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
+        self._wanted: dict[Hashable, set[tuple[int, ...]]] = {}
         each = itertools.chain(*(v.values if isinstance(v, Members) else [v] for v in outputs))
         for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
-    def output(self, value: Any) -> Any:
-        """What an output is."""
+    def output(self, value: object) -> Any:
+        """Value of an output."""
         if isinstance(value, Members):
             return [None if v is None else self.read(v) for v in value.values]
         return self.read(value) if isinstance(value, Operand) else value
@@ -125,7 +129,7 @@ class _Run:
         return _at(self.done[value.source], value.path)
 
     def _given(self, values: Sequence[Operand]) -> tuple[jax.Array | None, jax.Array]:
-        """What each iteration is given, as `(None, stack)`, or `(stack, rows)` where it is some rows of a stack."""
+        """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
         found = [self._row(value) for value in values]
         first = found[0]
         if isinstance(first, StackRow) and all(isinstance(v, StackRow) and v.stack is first.stack for v in found):
@@ -138,7 +142,7 @@ class _Run:
         row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
         return self.read(value) if row is None else row
 
-    def loop(self, loop: Loop, key: Any) -> None:
+    def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
         count, steps = len(loop.iterations), loop.iterations[0]
         backwards = _runs_backwards(loop)
@@ -202,7 +206,7 @@ def _at(value: Any, path: Sequence[int]) -> Any:
 
 
 def _runs_backwards(loop: Loop) -> bool:
-    """Whether later iterations read what is stored first: then the scan goes from the last row to the first."""
+    """Tell whether later iterations read what is stored first: then the scan goes from the last row to the first."""
     votes = 0
     for values in loop.each:
         if all(isinstance(v.source, int) for v in values):

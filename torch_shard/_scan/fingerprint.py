@@ -1,4 +1,4 @@
-"""What a torch callable did, in a form that can be compared: two calls with equal records mean the same program.
+"""A record of what a torch callable did: two calls with equal records mean the same program.
 
 A record has every ATen operator in order, with its arguments (tensors by number, everything else by type and value),
 whether autograd was on and which tensors required a gradient, and the autograd graph behind the results (the class of
@@ -45,7 +45,7 @@ class Fingerprint(TorchDispatchMode):
         self.outside: list[torch.Tensor] = []
         """Tensors that the call closed over, in the order in which operators met them."""
         self.rules: dict[Any, Any] = {}
-        """What the backward passes of `autograd.Function`s read from outside."""
+        """Values that the backward passes of `autograd.Function`s read from outside."""
         self.constants: list[torch.Tensor] = []
         """Tensors that it made of Python's numbers."""
 
@@ -72,7 +72,7 @@ class Fingerprint(TorchDispatchMode):
         return {number: t for t in alive if isinstance(number := self._numbers[id(t)], int)}
 
     def made(self, value: Any) -> bool:
-        """Whether `value` is a tensor that the call has made."""
+        """Tell whether `value` is a tensor that the call has made."""
         return isinstance(self._numbers.get(id(value)), int)
 
     def _encode(self, value: Any, *, new: bool = False) -> Any:
@@ -131,7 +131,7 @@ class Fingerprint(TorchDispatchMode):
 
 
 def _reads_plainly(frame: FrameType) -> bool:
-    """Whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
+    """Tell whether who reads `grad_fn` registers no hook: PyTorch, but for what runs the backward hooks of modules."""
     name = frame.f_globals.get("__name__", "")
     return name.partition(".")[0] in ("torch", __name__.partition(".")[0]) and name != "torch.utils.hooks"
 

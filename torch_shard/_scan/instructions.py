@@ -81,7 +81,13 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     """
     remat = "block" if region.remat else remat
     is_cotangent = [kind == "cotangent" for kind, _ in region.inputs]
-    halves = partition(region.graph.module, is_cotangent, region.num_results, region.graph.num_outputs, remat)
+    halves = partition(
+        region.graph.module,
+        is_cotangent,
+        num_results=region.num_results,
+        num_outputs=region.graph.num_outputs,
+        remat=remat,
+    )
     forward = lower(halves.forward)
     at_hand = tuple(i for i in halves.inputs if _stays([values[i] for values in sources]))
     kept = [i for i in halves.inputs if i not in at_hand]

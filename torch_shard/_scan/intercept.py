@@ -29,7 +29,7 @@ _CAPTURES = itertools.count()
 
 
 class LayerInterceptor:
-    """What one capture knows of repeated layers; `with regions.active(): ...` within the captured function."""
+    """Knowledge of one capture about repeated layers; `with regions.active(): ...` within the captured function."""
 
     def __init__(self, groups: list[Siblings], modules: dict[int, nn.Module]) -> None:
         self.groups, self._modules = groups, modules
@@ -110,7 +110,7 @@ class LayerInterceptor:
         check_used(self.calls.values())
 
     def graphs(self) -> list[GraphModule]:
-        """Of the calls, in order."""
+        """Graphs of the calls, in order."""
         return [call.region.graph.module for call in self.calls.values()]
 
     def release(self) -> None:

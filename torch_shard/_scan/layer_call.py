@@ -143,7 +143,7 @@ class LayerCall:
         )
 
     def _gradients(self, chosen: list[torch.Tensor], cotangents: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Of what the call closed over, by `id`, where these results depend on it."""
+        """Gradients of what the call closed over, by `id`, where these results depend on it."""
         if not chosen:
             return {}
         capture_mode = current_mode()
@@ -157,7 +157,7 @@ class LayerCall:
         return next(i for i, t in enumerate(self.record.outside) if id(t) == key)
 
     def _inputs(self, graph: Captured[int], cotangents: list[torch.Tensor]) -> list[tuple[str, int]]:
-        """Where each input of the graph comes from."""
+        """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
             raise CannotShare(f"{missing[0].target} has no lowering")
         if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
@@ -195,7 +195,7 @@ class LayerCall:
         return Call(region, path, skip_draws(region.num_draws), places, bundles, number), arguments
 
     def results(self, handle: int, region: Region, arguments: list[torch.Tensor]) -> Any:
-        """What the call returns: the results of its operator in their places; new values of buffers are written."""
+        """Result of the call: those of its operator in their places; new values of buffers are written."""
         outputs = RegionFunction.apply(handle, *arguments)
         own = self._own_results(region.kind)
         new = {id(fake): tensor for fake, tensor in self.passed}

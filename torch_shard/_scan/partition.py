@@ -1,11 +1,11 @@
 """A layer's joint graph in two: the forward pass with what it saves, and the backward pass that reads it."""
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument
 
 from torch_shard._common.fx import depending_on, has_effect, outputs_of
 
@@ -74,7 +74,9 @@ class Halves:
     num_saved: int
 
 
-def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, num_outputs: int, remat: str) -> Halves:
+def partition(
+    joint: GraphModule, is_cotangent: list[bool], *, num_results: int, num_outputs: int, remat: str
+) -> Halves:
     """Split a joint graph.
 
     Args:
@@ -102,8 +104,8 @@ def partition(joint: GraphModule, is_cotangent: list[bool], num_results: int, nu
     )
 
 
-def _saved(grads: list[Any], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
-    """What the backward pass must be given: values of the forward pass that may be saved, and inputs."""
+def _saved(grads: list[object], cotangents: set[Node], may_save: Callable[[Node], bool]) -> set[Node]:
+    """Values that the backward pass must be given: those of the forward pass that may be saved, and inputs."""
     behind = depending_on(cotangents)
     saved: set[Node] = set()
     seen: set[Node] = set()
@@ -128,7 +130,9 @@ def _is_saved(node: Node, may_save: Callable[[Node], bool]) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and may_save(node)
 
 
-def _extract(joint: GraphModule, inputs: list[Node], outputs: list[Any], without: Collection[Node] = ()) -> GraphModule:
+def _extract(
+    joint: GraphModule, inputs: list[Node], outputs: Sequence[Argument], without: Collection[Node] = ()
+) -> GraphModule:
     """The part of a graph that computes `outputs` from `inputs`, but not some nodes that nothing depends on."""
     graph, copied = Graph(), {}
     for node in inputs:

@@ -56,27 +56,27 @@ class Region:
 
     @property
     def kind(self) -> CallKind:
-        """What is known of its calls."""
+        """Knowledge about its calls."""
         return self.group.kinds[self.number]
 
     @property
     def tensors(self) -> list[tuple[str, int]]:
-        """The inputs that are no cotangents."""
+        """The inputs that are not cotangents."""
         return [(kind, number) for kind, number in self.inputs if kind != "cotangent"]
 
     @property
     def fakes(self) -> list[torch.Tensor]:
-        """What the outputs of the graph look like."""
+        """Fakes of the outputs of the graph."""
         return [node.meta["val"] for node in self.graph.module.graph.output_node().args[0]]  # pyright: ignore
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """What the forward pass gives: results, and new values of buffers written in place."""
+        """Fakes of what the forward pass gives: results, and new values of buffers written in place."""
         fakes = self.fakes
         return fakes[: self.num_results] + fakes[self.graph.num_outputs :]
 
     def reached(self, present: Iterable[bool]) -> list[bool]:
-        """Which gradients depend on cotangents, of which some are absent."""
+        """Tell of each gradient whether it depends on cotangents, of which some are absent."""
         nodes = [node for node in self.graph.module.graph.nodes if node.op == "placeholder"]
         cotangents = [node for node, (kind, _) in zip(nodes, self.inputs, strict=True) if kind == "cotangent"]
         chosen = depending_on(itertools.compress(cotangents, present))
@@ -117,7 +117,7 @@ class Call:
         return found
 
     def cotangents(self, given: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, bool]]:
-        """Those that the region has, and whether each was given; zeros if not.
+        """Cotangents that the region has, and whether each was given; zeros if not.
 
         That may be: in one of several backward passes, or as it was not known yet what the loss depends on.
         """

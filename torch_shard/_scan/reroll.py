@@ -7,7 +7,7 @@ step reads, or it is not one.
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from torch_shard._scan.instructions import Instruction, Operand
 
@@ -16,7 +16,7 @@ LONGEST_PERIOD = 4  # layers in one iteration: alternating kinds of attention ha
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a step in a loop finds a source: `(kind, number)`, or for `own` the step of this iteration and its path.
+    """The place of a source in a loop: `(kind, number)`, or for `own` the step of this iteration and its path.
 
     Kinds: `own`, of this iteration; `carry`, of the one before; `each`, one per iteration; `fixed`, always the same.
     """
@@ -51,7 +51,7 @@ class Loop:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it has backward passes of layers."""
+        """Tell whether it has backward passes of layers."""
         return any(step.is_backward for step in self.iterations[0])
 
     @property
@@ -90,7 +90,7 @@ def reroll(steps: list[Instruction]) -> list[Instruction | Loop]:
 
 
 def _best(steps: list[Instruction], anchors: list[int], order: dict[Instruction, int]) -> tuple[int, int, Loop] | None:
-    """Where the longest loop from the first anchor on starts and stops; of equal ones that with the least steps."""
+    """Start and stop of the longest loop from the first anchor on; of equal ones that with the least steps."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
@@ -133,7 +133,7 @@ def _prove(spans: list[list[Instruction]], order: dict[Instruction, int]) -> Loo
 
 
 class _Proof:
-    """Where each source comes from, if that is the same for the iterations; else for how many of them it is."""
+    """Origin of each source, if it is the same for the iterations; else for how many of them it is."""
 
     def __init__(self, spans: list[list[Instruction]], order: dict[Instruction, int]) -> None:
         self._start, self._order = order[spans[0][0]], order
@@ -168,12 +168,12 @@ class _Proof:
         return Source(kind, _index(self.fixed, first) if kind == "fixed" else _index(self.each, values))
 
     def _made(self, iteration: int, value: Operand) -> tuple[int, tuple[int, ...]] | None:
-        """Which step of an iteration has made a value, and its path."""
+        """The step of an iteration that has made a value, and its path."""
         number = self._numbers[iteration].get(value.source)  # pyright: ignore[reportArgumentType]
         return None if number is None else (number, value.path)
 
     def _is_before(self, value: Operand) -> bool:
-        """Whether a value is known before the loop starts."""
+        """Tell whether a value is known before the loop starts."""
         return isinstance(value.source, int) or self._order[value.source] < self._start
 
 
@@ -181,5 +181,8 @@ def _prefix(values: tuple[Operand, ...], test: Callable[[int, Operand], bool]) -
     return sum(1 for _ in itertools.takewhile(lambda pair: test(*pair), enumerate(values)))
 
 
-def _index(known: dict[Any, int], item: Any) -> int:
+T = TypeVar("T")
+
+
+def _index(known: dict[T, int], item: T) -> int:
     return known.setdefault(item, len(known))

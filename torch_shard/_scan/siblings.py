@@ -7,9 +7,9 @@ one program is proved by the capture (see `intercept`).
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
+from jax.sharding import PartitionSpec
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -24,7 +24,7 @@ LEAST = 3
 
 @dataclasses.dataclass(frozen=True)
 class CallKind:
-    """What is known of the calls of one program.
+    """Knowledge about the calls of one program.
 
     Attributes:
         left: Numbers, in the record of a call, of tensors that it left behind (in a cache, a list) and that are used.
@@ -64,7 +64,7 @@ class Siblings:
             self.refuse(f"its layers are more than {MOST_KINDS} different programs")
 
 
-def find_siblings(model: nn.Module, specs: Mapping[str, Any], least: int = LEAST) -> list[Siblings]:
+def find_siblings(model: nn.Module, specs: Mapping[str, PartitionSpec], least: int = LEAST) -> list[Siblings]:
     """Numbered children (of `ModuleList`, `Sequential` and their like) that look alike, outermost first.
 
     They need not stand next to each other: alike are those with the same classes under the same relative names, and for
@@ -81,7 +81,7 @@ def find_siblings(model: nn.Module, specs: Mapping[str, Any], least: int = LEAST
     return list(_siblings(model, "", specs, least))
 
 
-def _siblings(module: nn.Module, path: str, specs: Mapping[str, Any], least: int) -> Iterator[Siblings]:
+def _siblings(module: nn.Module, path: str, specs: Mapping[str, PartitionSpec], least: int) -> Iterator[Siblings]:
     named = list(module._modules.items())  # a scripted module has no other way to them
     children = {f"{path}{name}": child for name, child in named if child is not None}
     grouped: set[str] = set()
@@ -99,8 +99,8 @@ def _siblings(module: nn.Module, path: str, specs: Mapping[str, Any], least: int
             yield from _siblings(child, f"{at}.", specs, least)
 
 
-def _look(path: str, module: nn.Module, specs: Mapping[str, Any]) -> Hashable | None:
-    """What alike modules agree in; None for what cannot be a program of its own."""
+def _look(path: str, module: nn.Module, specs: Mapping[str, PartitionSpec]) -> Hashable | None:
+    """A key that alike modules agree in; None for what cannot be a program of its own."""
     inner = list(module.named_modules(remove_duplicate=False))
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
@@ -115,7 +115,7 @@ def _about(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-def _padded(spec: Any, ndim: int) -> Hashable:
+def _padded(spec: PartitionSpec | None, ndim: int) -> Hashable:
     return None if spec is None else tuple(spec) + (None,) * (ndim - len(spec))
 
 
@@ -125,7 +125,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblings]) -> Layout:
-    """What is stored together: each entry of alike siblings. A tensor under several names stands alone.
+    """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
 
     Args:
         model: Only its structure is read.

@@ -1,4 +1,4 @@
-"""What a module holds, by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
+"""Entries of a module by name: trainable and frozen parameters, buffers, ties; and how to run it with others."""
 
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false

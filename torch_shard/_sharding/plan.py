@@ -1,4 +1,4 @@
-"""Which entry is split how: rules from names to specs, checked against shapes before anything moves."""
+"""Plans of how entries are split: rules from names to specs, checked against shapes before anything moves."""
 
 # What a module holds, PyTorch keeps in attributes with an underscore, and annotates in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -28,7 +28,7 @@ from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec,
 
 @dataclass(frozen=True)
 class ResolvedEntry:
-    """What a plan decided for one name.
+    """A plan's decision for one name.
 
     Attributes:
         shape: Global shape.
@@ -155,9 +155,9 @@ class ShardingPlan:
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> from torch_shard import make_mesh
-        >>> plan = ShardingPlan({"**.weight": P("model", None)}, default=P())
-        >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, make_mesh(batch=4, model=2))
+        >>> import torch_shard as ts
+        >>> plan = ts.ShardingPlan({"**.weight": P("model", None)}, default=P())
+        >>> resolved = plan.resolve({"up.weight": (8, 16), "up.bias": (8,)}, ts.make_mesh(batch=4, model=2))
         >>> resolved.entries["up.weight"].local_shape
         (4, 16)
     """
@@ -331,7 +331,7 @@ def group_ties(values: dict[str, PyTree], *, by_identity: bool) -> list[list[str
 
 
 def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
-    """Whether a name is what a rule says: an exact name, a glob or a regex."""
+    """Tell whether a name is what a rule says: an exact name, a glob or a regex."""
     if isinstance(key, re.Pattern):
         return key.fullmatch
     if "*" not in key:

@@ -1,7 +1,7 @@
 """Arrays by name, some of them stored together: one array for the same entry of every repeated layer."""
 
 # JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Group = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which names are stored together, and in which order all of them stand.
+    """Groups of names that are stored together, and the order in which all names stand.
 
     Attributes:
         groups: The names in each stored array: a 1-tuple is stored in its own shape, n >= 2 names as `(n, *shape)`.
@@ -165,7 +165,7 @@ class Stacks(Mapping[str, PyTree]):
         return tuple(zip(keys, self.arrays, strict=True)), self.layout
 
     def tree_flatten(self) -> tuple[tuple[PyTree, ...], Layout]:
-        """Likewise, without keys."""
+        """Leaves and structure, without keys."""
         return self.arrays, self.layout
 
     @classmethod
@@ -196,7 +196,7 @@ def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
 
 
 def _gathered(values: Mapping[str, PyTree], group: Group) -> PyTree:
-    """What a layout stores for a group."""
+    """Gather what a layout stores for a group."""
     if len(group) == 1:
         return values[group[0]]
     if (stacked := getattr(values, "stacked", None)) is not None:
@@ -210,12 +210,12 @@ def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray
 
 
 def stack_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Where a stack lies whose rows lie like this: every row on all devices that hold its part."""
+    """Sharding of a stack whose rows lie like this: every row on all devices that hold its part."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
 
 
 def row_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Where a row of a stack lies."""
+    """Sharding of a row of a stack."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 

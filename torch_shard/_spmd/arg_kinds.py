@@ -1,4 +1,4 @@
-"""How the arguments of a function under `tpmap` reach the devices, and whether they suit that."""
+"""Kinds of arguments under `tpmap`: how they reach the devices, and whether they suit that."""
 
 import dataclasses
 import difflib
@@ -20,7 +20,7 @@ Check = Callable[[PyTree, int], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class ArgKind:
-    """How an argument of a function under `tpmap` reaches the devices.
+    """The way in which an argument of a function under `tpmap` reaches the devices.
 
     The strings that `tpmap` takes are names of such objects; make your own for another way.
 
@@ -31,7 +31,7 @@ class ArgKind:
             returned.
         check: Says what is wrong with a leaf, for that number of devices, or None. Leaves are arrays, with a `shape`,
             or Python numbers.
-        needs_leaves: Whether an argument without any tensor is an error.
+        needs_leaves: True makes an argument without any tensor an error.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -101,7 +101,7 @@ def kind_of(where: str, kind: object) -> ArgKind:
     close = difflib.get_close_matches(str(kind), KINDS, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise ValueError(
-        f"tpmap: {where} is {kind!r}, which is no kind of argument. {hint}The kinds are "
+        f"tpmap: {where} is {kind!r}, which is not a kind of argument. {hint}The kinds are "
         f"{', '.join(map(repr, KINDS))}, or an ArgKind of your own."
     )
 
@@ -125,7 +125,7 @@ class ArgKinds:
     def map(
         self, fn: Callable[[ArgKind, PyTree], PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> PyTree:
-        """What `fn` makes of each kind and its argument, as `(args, kwargs)`."""
+        """Apply `fn` to each kind and its argument; gives `(args, kwargs)`."""
         found = tuple(fn(kind, value) for kind, value in zip(self._positional, args, strict=True))
         return found, {name: fn(self._named[name], value) for name, value in kwargs.items()}
 
@@ -161,7 +161,7 @@ class ArgKinds:
 
 
 def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterator[str]:
-    """What is wrong with an argument of this kind."""
+    """Faults of an argument of this kind."""
     if kind is STATIC:
         yield from _static_faults(name, value)
         return

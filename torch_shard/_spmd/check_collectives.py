@@ -1,4 +1,4 @@
-"""What collectives take, said before anything is traced: named axes, tensors, dims and pairs."""
+"""Checks of what collectives take, before anything is traced: named axes, tensors, dims and pairs."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -17,7 +17,7 @@ from torch_shard._sharding import check_mesh, describe_mesh, describe_spec, find
 
 
 def is_spec(value: object) -> bool:
-    """Whether it is one spec, and not a tree of them."""
+    """Tell whether it is one spec, and not a tree of them."""
     return isinstance(value, P)
 
 
@@ -120,7 +120,7 @@ def _raise_all(heading: str, faults: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """How many rows are mapped, and along which dim of each leaf of the arguments."""
+    """Number of mapped rows, and the dim of each leaf of the arguments that they lie along."""
 
     size: int
     axes: tuple[int | None, ...]
@@ -135,7 +135,7 @@ def check_mapped(
     static: Collection[int] = (),
     limit: int | None = None,
 ) -> Mapped:
-    """How arguments are mapped; refuses mapped dims that are missing, differ in size, or are more than the devices.
+    """Find how arguments are mapped; refuse mapped dims that are missing, differ in size, or exceed the devices.
 
     Args:
         names: Of the arguments.
@@ -243,7 +243,7 @@ def check_rows(result: PyTree, out_axes: PyTree) -> PyTree:
 
 
 def check_axes(argument: str, axes: PyTree) -> None:
-    """Refuse what are no mapped dims."""
+    """Refuse what is not a mapped dim."""
     if not all(isinstance(axis, int) for axis in jax.tree.leaves(axes)):
         raise TypeError(f"{caller()}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
 

@@ -46,7 +46,25 @@ def psum(x: T, axis: Axis) -> T:
 
 
 def pmean(x: T, axis: Axis) -> T:
-    """Mean over the devices of an axis: floating-point or complex tensors of any shape, which stays."""
+    """Mean over the devices of an axis.
+
+    Args:
+        x: Floating-point or complex tensors of any shape, the same shape on each device; a Python number is its own
+            mean.
+        axis: Name or names of axes.
+
+    Returns:
+        The mean, of the shape of `x`, the same on all devices of the axis.
+
+    Raises:
+        TypeError: A tensor holds integers or bools.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import pmean
+        >>> ts.jax_vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
+        [-1.0, 1.0]
+    """
     sizes = sizes_of("pmean", axis)
     count = math.prod(sizes.values())
 
@@ -61,13 +79,48 @@ def pmean(x: T, axis: Axis) -> T:
 def pmax(x: T, axis: Axis) -> T:
     """Largest over the devices of an axis, by element; the shape stays.
 
-    As for `torch.amax`, the gradient is divided among the devices that hold the largest.
+    The gradient is divided among the devices that hold the largest, as `torch.amax` divides it among entries.
+
+    Args:
+        x: Real tensors of any shape, the same shape on each device; a Python number stays as it is.
+        axis: Name or names of axes.
+
+    Returns:
+        The largest, of the shape of `x`, the same on all devices of the axis.
+
+    Raises:
+        TypeError: A tensor is complex.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import pmax
+        >>> ts.jax_vmap(lambda x: x / pmax(x, "i"), axis_name="i")(torch.tensor([1.0, 4.0])).tolist()
+        [0.25, 1.0]
     """
     return _extreme("pmax", x, axis, lax.pmax)
 
 
 def pmin(x: T, axis: Axis) -> T:
-    """Smallest over the devices of an axis, by element; see `pmax`."""
+    """Smallest over the devices of an axis, by element; the shape stays.
+
+    The gradient is divided among the devices that hold the smallest, as `torch.amin` divides it among entries.
+
+    Args:
+        x: Real tensors of any shape, the same shape on each device; a Python number stays as it is.
+        axis: Name or names of axes.
+
+    Returns:
+        The smallest, of the shape of `x`, the same on all devices of the axis.
+
+    Raises:
+        TypeError: A tensor is complex.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import pmin
+        >>> ts.jax_vmap(lambda x: x - pmin(x, "i"), axis_name="i")(torch.tensor([1.0, 4.0])).tolist()
+        [0.0, 3.0]
+    """
     return _extreme("pmin", x, axis, lax.pmin)
 
 
@@ -78,13 +131,23 @@ def all_gather(x: T, axis: Axis, *, dim: int = 0, tiled: bool = True, to: Variat
         x: Tensors of shape `(..., local, ...)`.
         axis: Name or names of axes.
         dim: The dim that grows, -1 for the last.
-        tiled: Whether to concatenate; False stacks along a new dim, which is then `dim` of the result.
+        tiled: True concatenates; False stacks along a new dim, which is then `dim` of the result.
         to: "varying", or "invarying" if the result is to leave `jax_shard_map` with a spec that does not name the axis.
             The gradient of the first is a `psum_scatter`, that of the second may need a sum over all devices.
 
     Returns:
         Tensors of shape `(..., local * size of the axis, ...)`, or `(..., size of the axis, ...)` with a new dim; the
         same on all devices of the axis.
+
+    Raises:
+        ValueError: The tensors have no such dim, or `to` is neither of the two words.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import all_gather
+        >>> rows = torch.tensor([[1], [2]])
+        >>> ts.jax_vmap(lambda row: all_gather(row, "i"), axis_name="i")(rows).tolist()
+        [[1, 2], [1, 2]]
     """
     axes = tuple(sizes_of("all_gather", axis))
     if to not in ("varying", "invarying"):
@@ -107,6 +170,16 @@ def psum_scatter(x: T, axis: Axis, *, dim: int = 0) -> T:
 
     Returns:
         Tensors of shape `(..., local, ...)`: the part of the sum that belongs to the device's index.
+
+    Raises:
+        ValueError: The dim does not divide by the size of the axis, or the tensors have no such dim.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import psum_scatter
+        >>> rows = torch.tensor([[1, 2], [10, 20]])
+        >>> ts.jax_vmap(lambda row: psum_scatter(row, "i"), axis_name="i")(rows).tolist()
+        [[11], [22]]
     """
     sizes = sizes_of("psum_scatter", axis)
 
@@ -127,6 +200,16 @@ def all_to_all(x: T, axis: Axis, *, split_dim: int, concat_dim: int) -> T:
 
     Returns:
         Tensors of shape `(..., a, ..., b * size of the axis, ...)`.
+
+    Raises:
+        ValueError: `split_dim` does not divide by the size of the axis, or the tensors lack one of the dims.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import all_to_all
+        >>> rows = torch.tensor([[1, 2], [3, 4]])
+        >>> ts.jax_vmap(lambda row: all_to_all(row, "i", split_dim=0, concat_dim=0), axis_name="i")(rows).tolist()
+        [[1, 3], [2, 4]]
     """
     sizes = sizes_of("all_to_all", axis)
 
@@ -146,6 +229,19 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
         axis: Name or names of axes.
         pairs: `(source, destination)` indices along the axis. No device sends twice or receives twice; one that
             receives nothing gets zeros.
+
+    Returns:
+        What each device received, of the shape of `x`.
+
+    Raises:
+        ValueError: An index is out of range, or stands twice among the sources or among the destinations.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import ppermute
+        >>> ring = [(0, 1), (1, 2), (2, 0)]
+        >>> ts.jax_vmap(lambda x: ppermute(x, "i", ring), axis_name="i")(torch.tensor([1, 2, 3])).tolist()
+        [3, 1, 2]
     """
     sizes = sizes_of("ppermute", axis)
     checked = check_pairs(pairs, math.prod(sizes.values()))
@@ -153,13 +249,39 @@ def ppermute(x: T, axis: Axis, pairs: Sequence[tuple[int, int]]) -> T:
 
 
 def axis_index(axis: Axis) -> torch.Tensor:
-    """The device's index along an axis, an int64 scalar; along several, of their product, the first slowest."""
+    """Index of the device along an axis.
+
+    Args:
+        axis: Name or names of axes; several count as one axis, the first name slowest.
+
+    Returns:
+        An int64 scalar, from 0 to the size of the axis less one.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import axis_index
+        >>> ts.jax_vmap(lambda x: x + axis_index("i"), axis_name="i")(torch.tensor([10, 20])).tolist()
+        [10, 21]
+    """
     axes = tuple(sizes_of("axis_index", axis))
     return call_jax(lambda: lax.axis_index(axes)).long()
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of devices along an axis; along several, their product."""
+    """Number of devices along an axis.
+
+    Args:
+        axis: Name or names of axes.
+
+    Returns:
+        A Python number: the size of the axis, of several axes the product of their sizes.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import axis_size
+        >>> ts.jax_vmap(lambda x: x / axis_size("i"), axis_name="i")(torch.tensor([1.0, 3.0])).tolist()
+        [0.5, 1.5]
+    """
     return math.prod(sizes_of("axis_size", axis).values())
 
 
@@ -185,6 +307,19 @@ def fold_in_axis(
 
     Returns:
         Another key, (2,) uint32; or a context manager.
+
+    Raises:
+        TypeError: `key` is not the two words of a key.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from torch_shard.collectives import fold_in_axis
+        >>> def noise(x):
+        ...     with fold_in_axis("i"):
+        ...         return x + torch.randn(())
+        >>> first, second = ts.jax_vmap(noise, axis_name="i")(torch.zeros(2))
+        >>> bool(first == second)
+        False
     """
     if axis is None:
         return drawing_along(tuple(sizes_of("fold_in_axis", key)))

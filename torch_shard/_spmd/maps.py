@@ -198,7 +198,7 @@ def jax_shard_map(
         out_specs: How the results lie: a spec for all, or a pytree of them. A result that a spec does not name an axis
             for must be the same along that axis (after `psum` and its kin, or made from what is).
         axis_names: The axes that are mapped, by default all; the compiler goes on to shard along the others.
-        check_vma: Whether JAX tracks what varies over which axes. It then refuses a result that is not the same on all
+        check_vma: True lets JAX track what varies over which axes. It then refuses a result that is not the same on all
             devices where `out_specs` says that it is. Without it such a result is silently that of one device, and
             `jax_grad` within `fn` gives each device's own gradient.
         fold_in_axes: Mesh axes along which random numbers differ.
@@ -298,7 +298,7 @@ def _axes_of(in_axes: PyTree, num_args: int, fn: Callable[..., object]) -> tuple
 
 
 def names_of(fn: Callable[..., object], num_args: int) -> list[str]:
-    """What the arguments of a callable are called, for errors."""
+    """Names of the arguments of a callable, for errors."""
     try:
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
     except (TypeError, ValueError):

@@ -70,6 +70,11 @@ def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
 
     Raises:
         ValueError: An array is spread over processes. Where one process fails, all raise.
+
+    Example:
+        >>> import jax.numpy as jnp, torch_shard as ts
+        >>> ts.gather_from_jax_processes({"loss": jnp.float32(0.5), "host": "a"})  # one process, so one tree
+        [{'host': 'a', 'loss': tensor(0.5000)}]
     """
     adopt_torch_nodes(tree)
     return _exchange(lambda: jax.tree_util.tree_map_with_path(_to_cpu, tree))
@@ -101,7 +106,7 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
         tree: A pytree of tensors, arrays and numbers, of the same structure in all processes.
         rtol: How far replicas may differ, relative to the most common value.
         atol: How far they may differ besides.
-        device_axis: Whether the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
+        device_axis: True where the rows of the leading dim are replicas too, as in what `tpmap` and `jax_pmap` return.
 
     Raises:
         AssertionError: In every process: each leaf whose replicas differ, where they are, and by how much.
@@ -166,7 +171,7 @@ class _Replica:
 def _table(
     tree: PyTree, device_axis: bool, values: dict[tuple[Part, bytes], Callable[[], np.ndarray]]
 ) -> tuple[dict[str, str], list[_Replica]]:
-    """What each leaf is, and the replicas that this process holds; how to read one for each digest goes to `values`."""
+    """Describe each leaf and the replicas that this process holds; how to read one of each goes to `values`."""
     leaves: dict[str, str] = {}
     replicas = []
     process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
@@ -264,7 +269,7 @@ class _Failure:
 
 
 def _exchange(make: Callable[[], R]) -> list[R]:
-    """What each process makes, in the order of processes; where one fails, all raise, and none waits for ever."""
+    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever."""
     if jax.process_count() == 1:
         return [make()]
     failure = None

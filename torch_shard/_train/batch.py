@@ -1,11 +1,11 @@
 """Batches: their array leaves, and what a program depends on in them."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from torch_shard._common.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class BatchSignature:
-    """What a program depends on in a batch: its structure, and per leaf a `Spec` or a value that is no array."""
+    """The part of a batch that a program depends on: its structure, and per leaf a `Spec` or a plain value."""
 
     tree: object
     leaves: tuple[object, ...]
@@ -41,10 +41,10 @@ class BatchSignature:
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
     if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
         adopt_torch_nodes(batch)
-        leaves, tree = jax.tree.flatten(batch)
+        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
     _check_leaves(leaves)
     signature = BatchSignature(tree, tuple(map(_describe, leaves)), _order(batch))
     return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
@@ -53,7 +53,7 @@ def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
 def _order(batch: Any) -> Any:
     """The order of keys of a batch and of the containers in it."""
     if type(batch) is dict:
-        return tuple((key, _order(value)) for key, value in batch.items())
+        return tuple((key, _order(value)) for key, value in cast(dict[object, PyTree], batch).items())
     return tuple(map(_order, batch)) if type(batch) in (list, tuple) else None
 
 
@@ -89,5 +89,6 @@ def _describe(leaf: PyTree) -> object:
 
 
 def leaf_paths(batch: PyTree) -> list[str]:
-    """Where each leaf of a batch stands, for messages."""
-    return ["batch" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    """Path of each leaf of a batch, for messages."""
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
+    return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]

@@ -5,11 +5,12 @@ to the rows of the same stacks, row by row, are run as one under `jax.vmap`. Wha
 So the result is that of the function by its structure, whatever the function is.
 """
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import numpy as np
@@ -46,7 +47,7 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
     consts = [RowSlot(RowValue(const), None) for const in jaxpr.consts]
     slots = program.add(jaxpr.jaxpr, consts + [leaf.slot for leaf in jax.tree.leaves(leaves)])
     program.run()
-    shapes, tree = jax.tree.flatten(out)
+    shapes, tree = cast(tuple[list[jax.ShapeDtypeStruct], object], jax.tree.flatten(out))
     results = [_Result(s.shape, s.dtype, [slot]) for s, slot in zip(shapes, slots, strict=True)]
     stacked = stack_dicts(jax.tree.unflatten(tree, results), layout, _Result.stack)
     return jax.tree.map(lambda result: result.array, stacked)

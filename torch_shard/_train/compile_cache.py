@@ -1,5 +1,8 @@
 """Compiled programs kept on disk between processes: JAX's own compilation cache, for our programs alone."""
 
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false
+
 import contextlib
 import os
 import tempfile
@@ -25,14 +28,12 @@ class CompileCache:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        if directory is not None and not isinstance(directory, str | os.PathLike):
-            kind = type(directory).__name__
-            raise TypeError(f"{caller()}: compile_cache must be a path or None, got {kind}.")
+        _check_path(directory)
         if directory is not None and not os.fspath(directory):
             raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
@@ -50,7 +51,7 @@ class CompileCache:
 
     @contextlib.contextmanager
     def active(self) -> Generator[None, None, None]:
-        """What is compiled within is taken from the directory, or written to it however small it is."""
+        """Take what is compiled within from the directory, or write it there however small it is."""
         if self.directory is None:
             yield
             return
@@ -69,6 +70,11 @@ class CompileCache:
                 yield
             finally:
                 _configure(before)
+
+
+def _check_path(directory: object) -> None:
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"{caller()}: compile_cache must be a path or None, got {type(directory).__name__}.")
 
 
 def _configure(settings: Mapping[str, object]) -> None:

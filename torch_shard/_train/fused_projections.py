@@ -10,6 +10,9 @@ gathers though they are even), what a piece is cut into further once it is not e
 dims that are split over an axis of the batch (XLA gathers such weights first).
 """
 
+# What the nodes of a graph hold, torch.fx types as anything.
+# pyright: reportUnknownArgumentType=false
+
 import dataclasses
 import itertools
 import math
@@ -26,16 +29,17 @@ from torch_shard._scan import LAYER, Call, names_of
 from torch_shard._sharding import ResolvedPlan, describe_spec
 from torch_shard._train.loss_program import LossProgram
 
-_VIEWS = {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}
-
-_VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
+_VIEWS = frozenset(
+    {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "detach", "alias"}
+    | {"select", "slice", "split", "split_with_sizes", "unbind"}
+)
 
 _RESHAPES = {"view", "_unsafe_view", "reshape"}
 
 _COPIES = {"_to_copy", "lift_fresh_copy"}  # beside those that PyTorch tags as pointwise
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
-"""Where the two factors begin in the arguments."""
+"""Positions of the two factors in the arguments."""
 
 MOST_SHOWN = 6
 
@@ -60,7 +64,7 @@ class Split:
         )
 
     def is_even(self, rows: torch.Tensor) -> bool:
-        """Whether every shard holds as many of these rows."""
+        """Tell whether every shard holds as many of these rows."""
         counts = torch.bincount(rows.flatten() // (self.shape[self.dim] // self.num_shards), minlength=self.num_shards)
         return bool((counts == counts[0]).all())
 
@@ -129,7 +133,7 @@ def find_fused(program: LossProgram, plan: ResolvedPlan, batch_spec: PartitionSp
 def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec) -> list[Split]:
     """The split dims of matrices and what has more dims, but for those split over axes of the batch."""
     taken = {axis for entry in batch_spec for axis in _axes(entry)}
-    found = []
+    found: list[Split] = []
     for name in names:
         shape, spec, sizes = plan.entries[name].shape, plan[name].spec, plan.mesh.shape
         for dim, axes in enumerate(map(_axes, spec)):
@@ -140,7 +144,7 @@ def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec)
     return found
 
 
-def _axes(entry: object) -> tuple[str, ...]:
+def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -156,7 +160,7 @@ class _Follow:
         """By the split and the shape that it was cut in: for each piece, by its first row and size, if it is even."""
 
     def found(self) -> Iterable[Fused]:
-        """Of those that are cut into several pieces, of most of them: a crop or a few rows move little."""
+        """Projections that are cut into several pieces, of most of them: a crop or a few rows move little."""
         for (split, shape), pieces in self._cuts.items():
             sizes = tuple(size for _, size in sorted(pieces))
             is_partition = len(sizes) > 1 and 0.5 <= sum(sizes) / math.prod(shape) <= 1
@@ -166,15 +170,15 @@ class _Follow:
     def run(self, graph: Graph, inputs: Sequence[Rows | list[Rows]], outputs: Sequence[object]) -> list[Rows]:
         """The rows in the outputs, given those in the first inputs."""
         needed, given = _ancestors(outputs), iter(inputs)
-        known: dict[Node, Rows | list[Rows]] = {}
+        known: dict[Node, Any] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                known[node] = next(given, {})
+                known[node] = next(given, Rows())
             elif node in needed:
                 known[node] = self._results(node, known) if node.op == "call_function" else {}
         return [known[node] if isinstance(node, Node) else {} for node in outputs]
 
-    def _results(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> Rows | list[Rows]:
+    def _results(self, node: Node, known: Mapping[Node, Any]) -> Rows | list[Rows]:
         """The rows in a result, or in each of several."""
         if node.target is operator.getitem:
             source, index = args_of(node)
@@ -185,7 +189,9 @@ class _Follow:
         for source in node.all_input_nodes:
             for split, rows in known[source].items() if isinstance(known[source], dict) else ():
                 if (moved := _moved(node, source, rows)) is not None:
-                    found[split] = self._pieces(split, rows, moved if isinstance(moved, (list, tuple)) else [moved])
+                    found[split] = self._pieces(
+                        split, rows, list(moved) if isinstance(moved, (list, tuple)) else [moved]
+                    )
         results = node.meta.get("val")
         per_result = [
             {split: kept for split, pieces in found.items() if (kept := pieces[i]) is not None}
@@ -195,7 +201,8 @@ class _Follow:
 
     def _pieces(self, split: Split, rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Note what is cut; what is not even is not followed further."""
-        whole, kept = _distinct(rows), []
+        whole = _distinct(rows)
+        kept: list[torch.Tensor | None] = []
         for part in parts:
             piece = _distinct(part)
             even = part.numel() > 0 and split.is_even(piece)
@@ -204,13 +211,13 @@ class _Follow:
             kept.append(part if even else None)
         return kept
 
-    def _layer(self, node: Node, known: Mapping[Node, Rows | list[Rows]]) -> list[Rows]:
+    def _layer(self, node: Node, known: Mapping[Node, Any]) -> list[Rows]:
         """The rows in the results of a repeated layer."""
         number, tensors = args_of(node)
         call, region = self._calls[number], self._calls[number].region
         rows = [known[tensor] for tensor in tensors]
         values = iter([rows[i] if member is None else rows[i][member] for i, member in call.arguments])
-        inputs = [{} if kind == "cotangent" else next(values) for kind, _ in region.inputs]
+        inputs = [Rows() if kind == "cotangent" else next(values) for kind, _ in region.inputs]
         outputs, graph = outputs_of(region.graph.module.graph), region.graph
         results = outputs[: region.num_results] + outputs[graph.num_outputs :]
         return [*self.run(graph.module.graph, inputs, results), {}]  # the last is the token

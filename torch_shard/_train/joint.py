@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import jax
 import torch
@@ -26,7 +26,7 @@ RESERVED = ("loss", "grad_norm", "guard")
 
 @dataclasses.dataclass(frozen=True)
 class LossShape:
-    """How to read the flat inputs and outputs of the capture."""
+    """The order of the flat inputs and outputs of the capture."""
 
     units: list[Unit]
     grads: list[Unit]
@@ -68,7 +68,7 @@ class JointLoss:
         """
         hooked = [name for name, hooks in self._hooks.items() if hooks]
         groups = regions.groups if regions else ()
-        units = units_of(self._model, self._held.all, groups, self._held.trainable, hooked)
+        units = units_of(self._model, self._held.all, groups, trainable=self._held.trainable, apart=hooked)
 
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(units, inputs, strict=False))
@@ -94,7 +94,7 @@ class JointLoss:
         return Spec(tuple(tensor.shape), tensor.dtype, self._train and unit in self._held.trainable)
 
     def _tensors(self, given: dict[Unit, torch.Tensor], regions: LayerInterceptor | None) -> dict[str, torch.Tensor]:
-        """What the module is to hold instead of its own, by name."""
+        """Tensors that the module is to hold instead of its own, by name."""
         found: dict[str, torch.Tensor] = {}
         for unit, tensor in given.items():
             if isinstance(unit, Bundle):
@@ -129,7 +129,7 @@ class JointLoss:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
             out = self._loss_fn(module, self._signature.rebuild(batch))
         loss, metrics = split_loss(out)
-        leaves, tree = jax.tree.flatten(metrics)
+        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
     def _buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -180,7 +180,8 @@ def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[tor
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    seen, todo = set(), [loss.grad_fn]
+    seen: set[torch.autograd.graph.Node] = set()
+    todo: list[torch.autograd.graph.Node | None] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -193,9 +194,9 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
 
 
 def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """What a loss function returned as a scalar and metrics, or an error that says what it should return."""
-    pair: Any = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    loss, metrics = pair
+    """Split what a loss function returned into a scalar and metrics, or say what it should return."""
+    pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
+    loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
     is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
     if not is_scalar or not isinstance(metrics, dict):
         found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -206,7 +207,7 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
         )
     if taken := [name for name in RESERVED if name in metrics]:
         raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
-    return loss, metrics
+    return loss, cast(dict[str, PyTree], metrics)
 
 
 @contextlib.contextmanager
@@ -229,7 +230,7 @@ class _Around(nn.Module):
         self.model = model
 
     def forward(self, run: Callable[[nn.Module], T]) -> T:
-        """What `run` returns."""
+        """Return what `run` returns."""
         return run(self.model)
 
 

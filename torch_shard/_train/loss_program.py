@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from torch_shard._train.joint import JointLoss, LossShape
 
 @dataclasses.dataclass(frozen=True)
 class LossOutputs:
-    """What a loss program gives back, as arrays by name."""
+    """Results of a loss program, as arrays by name."""
 
     loss: jax.Array
     metrics: dict[str, PyTree]
@@ -74,7 +74,7 @@ class LossProgram:
         return other
 
     def outdated(self) -> str | None:
-        """What has changed since the capture, of all that the signature does not tell; None if nothing has."""
+        """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
         if (name := self._guard.changed()) is not None:
@@ -101,7 +101,7 @@ class LossProgram:
 
     @property
     def written(self) -> list[str]:
-        """What forward writes in place, of parameters and buffers."""
+        """Names of the parameters and buffers that forward writes in place."""
         found = (self.units[position] for position in self.program.graph.written if position < len(self.units))
         return [unit for unit in found if isinstance(unit, str)]
 
@@ -141,7 +141,7 @@ class LossProgram:
             if isinstance(unit, str):
                 found[unit] = grad
             else:
-                members = grad if isinstance(grad, list) else [None] * len(unit.names)
+                members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(unit.names)
                 found |= zip(unit.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
 
@@ -165,7 +165,7 @@ class _Inputs:
         return [self[number,] for number in range(len(self._units) + len(self._others))]
 
     def row(self, at: tuple[int, ...]) -> StackRow | None:
-        """Of which stack an input is a row, if it is one."""
+        """The stack of which an input is a row, if it is one."""
         name = self._name(at)
         if name is None or not isinstance(self._tensors, Stacks):
             return None
@@ -188,11 +188,11 @@ def loss_program(
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
     Args:
-        model: As for `JointLoss`, like all but the last.
-        loss_fn: Likewise.
-        signature: Likewise.
-        compute_dtype: Likewise.
-        train: Likewise.
+        model: Any module.
+        loss_fn: Returns a scalar, or a pair of it and metrics.
+        signature: Structure and types of the batch.
+        compute_dtype: Dtype of products, if it is not that of the parameters.
+        train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
     """
     held = holdings(model)
@@ -203,7 +203,8 @@ def loss_program(
     if key not in programs or programs[key].outdated():
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
-        guard, captured = ValueGuard(model, loss_fn), capture_layers(model, loss_fn, layers, joint, what)
+        guard = ValueGuard(model, loss_fn)
+        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more

@@ -1,7 +1,7 @@
 """The makers of the steps that train and evaluate, with what their options mean."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs.
+# pyright: reportMissingTypeStubs=false
 
 import os
 
@@ -51,8 +51,8 @@ def make_train_step(
         compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
             (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
             changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
-        scan_layers: Whether repeated layers (numbered siblings that are one program) run as one loop, forward and
-            backward, so that the time to compile does not grow with depth. They are then stored as rows of one array
+        scan_layers: Run repeated layers (numbered siblings that are one program) as one loop, forward and backward, so
+            that the time to compile does not grow with depth. They are then stored as rows of one array
             each; names, plan, optimiser and export stay those of the model. `"auto"`: where it is proved to mean the
             same, for three layers or more; True: for two or more, and an error if nothing becomes a loop; False: never.
             `step.report()` tells.
@@ -121,18 +121,35 @@ def make_eval_step(
     """Make the function that evaluates `loss_fn` in eval mode, without gradients, as one compiled program.
 
     Args:
-        model: As for `make_train_step`; its own training flags are left as they are.
-        loss_fn: As for `make_train_step`.
-        mesh: Likewise.
-        plan: Likewise.
-        batch_spec: Likewise.
-        compute_dtype: Likewise.
-        compile_cache: Likewise.
-        scan_layers: Likewise; it takes states that are stored either way. (Nothing is kept for a backward pass, so
+        model: The module that the states belong to; its own training flags are left as they are.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        mesh: Devices with Auto axes, from `make_mesh`; those of the states.
+        plan: Which parameter and buffer is split how, by name.
+        batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
+            leading dim over the mesh axis `batch`.
+        compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
+        compile_cache: A directory in which compiled programs are kept for the next process.
+        scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
+            error; False, never. States that are stored either way will do. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
 
     Returns:
         An `EvalStep`: `metrics = evaluate(state, batch)` with a `TrainState`, which is not donated.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The plan does not fit the model and the mesh, or an option has no such value.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> model, mesh, plan = torch.nn.Linear(4, 1), ts.make_mesh(batch=1), ts.ShardingPlan({}, default=P())
+        >>> def loss_fn(model, batch):
+        ...     return model(batch).square().mean()
+        >>> state = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan).init(seed=0)
+        >>> evaluate = ts.make_eval_step(model, loss_fn, mesh=mesh, plan=plan)
+        >>> sorted(evaluate(state, torch.ones(8, 4)))
+        ['loss']
     """
     options = StepOptions(
         mesh=mesh,

@@ -1,7 +1,7 @@
 """Gradient accumulation: a batch taken in several microbatches, one after the other, within one program."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
-from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, stack_sharding
@@ -24,7 +23,7 @@ from torch_shard._train.loss_program import LossOutputs, LossProgram
 
 
 class Microbatches:
-    """How a batch falls into microbatches, and how a program runs over them.
+    """Microbatches of a batch, and a program's run over them.
 
     Every device keeps the rows that it has: of a leaf of `B` rows over `d` shards, microbatch `k` of `n` takes the
     `k`-th `n`-th of each shard, so that each is spread over the whole mesh and no row moves. Scalars are shared.
@@ -81,7 +80,7 @@ class Microbatches:
         return self._layout.mesh.size // one
 
     def signature(self, batch: BatchSignature) -> BatchSignature:
-        """That of one microbatch of a batch."""
+        """Signature of one microbatch of a batch."""
         leaves = tuple(self._of_one(leaf) if isinstance(leaf, Spec) and leaf.shape else leaf for leaf in batch.leaves)
         return dataclasses.replace(batch, leaves=leaves)
 
@@ -103,7 +102,9 @@ class Microbatches:
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
             return Stacks(sums.layout, map(jax.lax.with_sharding_constraint, sums.arrays, wide))
 
-        def run(key: Key, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]) -> LossOutputs:
+        def run(
+            key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
+        ) -> LossOutputs:
             split = [self._split(array) if array.ndim else None for array in batch]
             trained = tensors.part(tensors.layout.restricted(program.grads))
             carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
@@ -137,7 +138,7 @@ class Microbatches:
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """What sums are taken in."""
+    """The dtype that sums are taken in."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -57,7 +57,7 @@ class StepOptions:
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
 
     def batch_layout(self) -> BatchLayout:
-        """Where the leaves of a batch go."""
+        """Give the placement of the leaves of a batch."""
         return BatchLayout(self.mesh, self.batch_spec)
 
     def layers(self, plan: ResolvedPlan, names: list[str]) -> LayerOptions:

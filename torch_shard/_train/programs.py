@@ -26,7 +26,7 @@ _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """What a program of a step was compiled for.
+    """All that a program of a step was compiled for.
 
     Attributes:
         signature: Of the batch.
@@ -117,7 +117,7 @@ class StepProgram:
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How many collectives of each kind stand in the compiled program; one in a loop counts once.
+        """Number of collectives of each kind in the compiled program; one in a loop counts once.
 
         Raises:
             ValueError: The program has not run yet.
@@ -126,7 +126,7 @@ class StepProgram:
 
     @property
     def memory(self) -> ProgramMemory:
-        """What one device holds while it runs.
+        """Bytes that one device holds while it runs.
 
         Raises:
             ValueError: The program has not run yet.

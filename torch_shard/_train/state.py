@@ -1,11 +1,12 @@
 """The state of a training run: what it holds, which of it is stored together, and where it lies."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,25 @@ class TrainState:
     Attributes:
         step: Number of steps taken, int32 scalar.
         params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
-        frozen: Parameters with `requires_grad=False`, likewise.
-        buffers: Buffers, likewise.
+        frozen: Parameters with `requires_grad=False`, by name.
+        buffers: Buffers by name, those that are not in the `state_dict` too.
         opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
         unsaved: Names of the buffers that are not in the module's `state_dict` (`persistent=False`).
         wide: Names of the entries that are int64 in torch, and in JAX only with `jax_enable_x64`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state = step.init(seed=0)
+        >>> sorted(state.params), state.params["weight"].shape, int(state.step)
+        (['bias', 'weight'], (1, 4), 0)
     """
 
     step: jax.Array
@@ -75,7 +87,7 @@ KINDS = ("params", "frozen", "buffers")
 
 
 class StateLayout:
-    """How the states of one step are stored.
+    """The storage of the states of one step.
 
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
@@ -109,7 +121,7 @@ class StateLayout:
             unsaved=unsaved_buffers(model),
             wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
-        self._structure = jax.tree.structure(self.shardings)
+        self._structure: object = jax.tree.structure(self.shardings)
         self.structs = self._structs()
 
     def _structs(self) -> TrainState:
@@ -137,8 +149,10 @@ class StateLayout:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
         params = {name: self._tensors[name] for name in self.params.names}
 
-        def placed(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params]
+        def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            names = [
+                str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params
+            ]
             fits = names and params[names[-1]].shape == leaf.shape
             sharding = self._plan[names[-1]] if fits else replicated
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -191,7 +205,7 @@ class StateLayout:
         def init_opt_state(params: Stacks) -> PyTree:
             return run_by_name(self._optimizer.init, params, layout=self.params)
 
-        return jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params)
+        return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
     def normal(self, state: TrainState) -> TrainState:
         """A state as it is stored: what was replaced by plain dicts is stacked.
@@ -217,7 +231,7 @@ class StateLayout:
 
     def check_opt_state(self, opt_state: PyTree) -> None:
         """Refuse what the optimiser did not make for these parameters by name."""
-        found, wanted = (jax.tree.structure(tree) for tree in (opt_state, self._opt_state))
+        found, wanted = (cast(object, jax.tree.structure(tree)) for tree in (opt_state, self._opt_state))
         pairs = zip(jax.tree.leaves(opt_state), jax.tree.leaves(self._opt_state), strict=False)
         if found != wanted or any(jnp.shape(leaf) != struct.shape for leaf, struct in pairs):
             raise ValueError(
@@ -226,7 +240,7 @@ class StateLayout:
             )
 
 
-def _type(value: torch.Tensor | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
+def _type(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype as JAX holds them."""
     dtype = jax_dtype(value.dtype) if isinstance(value, torch.Tensor) else jnp.result_type(value)
     return tuple(jnp.shape(value)), jax.dtypes.canonicalize_dtype(dtype)

@@ -1,4 +1,4 @@
-"""What training and evaluation steps share: batches onto the mesh, one compiled program per signature."""
+"""The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
 import dataclasses
 import logging
@@ -38,7 +38,7 @@ class Placed:
 
 
 class Step:
-    """What training and evaluation share: one compiled program per signature of the batch."""
+    """The common part of training and evaluation: one compiled program per signature of the batch."""
 
     caller: ClassVar[str]
     """The public function that makes it, with whose name its errors begin."""
@@ -68,7 +68,7 @@ class Step:
         self._programs: dict[ProgramKey, StepProgram] = {}
         self._checked: set[BatchSignature] = set()
         self.num_compiles = 0
-        """How many programs were compiled so far."""
+        """Number of programs that were compiled so far."""
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def draws_random(self) -> bool:
-        """Whether a program that was compiled so far draws random numbers."""
+        """Tell whether a program that was compiled so far draws random numbers."""
         return any(program.random for program in self._programs.values())
 
     def _prepare(
@@ -128,7 +128,7 @@ class Step:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
-            batch: As for the step.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
 
         Raises:
             ValueError: It does not divide over the mesh.
@@ -157,6 +157,7 @@ class Step:
         )
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
+            assert state is not None
             program = self._within(self.layers.remat, loss, state, placed, max_grad_norm=key.max_grad_norm)
         else:
             program = self._jitted(loss, placed, key.max_grad_norm)
@@ -173,13 +174,13 @@ class Step:
         self,
         budget: int,
         loss: LossProgram,
-        state: TrainState | None,
+        state: TrainState,
         placed: list[jax.Array],
         *,
         max_grad_norm: float | None,
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""
-        found = {}
+        found: dict[str, int] = {}
         for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
             program = self._jitted(loss.with_remat(choice), placed, max_grad_norm)
             with self._cache.active():
@@ -223,12 +224,12 @@ class Step:
         return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
-        """What to say where no layers were looked at."""
+        """Say why no layers were looked at."""
         if not self.layers.wanted:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
-    def _normal(self, state: TrainState | None) -> TrainState | None:
+    def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
         return state
 

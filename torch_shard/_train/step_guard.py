@@ -1,7 +1,8 @@
-"""Steps that are not taken: a state is kept where the loss or a gradient is no good."""
+"""Steps that are not taken: a state is kept where the loss or a gradient is not finite or too large."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 
@@ -18,13 +19,13 @@ from torch_shard._train.state import TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a guarded step found.
+    """Findings of a guarded step.
 
     Attributes:
-        skipped: Whether the state was kept, bool scalar.
+        skipped: True where the state was kept, bool scalar.
         finite: For each stored array of the trainable parameters whether its gradient is finite: bool (), or (n,) for
             the rows of a stack.
-        buffers: Likewise of the buffers whether they stay finite where they were.
+        buffers: For each stored array of the buffers whether it stays finite where it was, as for `finite`.
     """
 
     skipped: jax.Array
@@ -65,7 +66,7 @@ def judge(
 
 
 def _by_row(stacks: Stacks, before: Stacks | None = None) -> Stacks:
-    """Whether each entry is finite, but for what was not so before."""
+    """Tell whether each entry is finite, but for what was not so before."""
     olds = [None] * len(stacks.arrays) if before is None else before.arrays
     groups = zip(stacks.layout.groups, stacks.arrays, olds, strict=True)
     return Stacks(stacks.layout, [_is_finite(new, old, len(group)) for group, new, old in groups])
@@ -88,8 +89,8 @@ def check_max_grad_norm(value: object) -> None:
     Raises:
         ValueError: It is not a positive number.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and value > 0):
+    is_positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if value is not None and not is_positive:
         raise ValueError(
             f"{caller()}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."

@@ -1,11 +1,13 @@
 """Training: an unmodified module, a torch loss and an optax optimiser as one compiled, sharded, donated step."""
 
-# optax has no annotations that a checker may rely on, and JAX and PyTorch annotate some functions in part.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import jax
 import numpy as np
@@ -30,7 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep(Step):
-    """One training step as one compiled program; made by `make_train_step`."""
+    """One training step as one compiled program; made by `make_train_step`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+        >>> int(state.step), type(step.export(state)).__name__
+        (1, 'Linear')
+    """
 
     caller, train = "make_train_step", True
 
@@ -47,8 +61,7 @@ class TrainStep(Step):
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
         self.optimizer, self._donated = optimizer, False
-        takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-        self._extra = (lambda loss: {"value": loss}) if takes_value else (lambda loss: {})
+        self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
@@ -99,7 +112,7 @@ class TrainStep(Step):
 
         Args:
             held: `params`, `frozen` and `buffers`, stored as the states of this step are.
-            seed: As for `init`.
+            seed: For the random numbers of the run (dropout and its kin).
         """
         with self._cache.active():
             opt_state = self._layout.init_opt_state(held["params"])
@@ -145,7 +158,7 @@ class TrainStep(Step):
         """
         check_max_grad_norm(max_grad_norm)
         program, arrays = self._prepare(batch, state, max_grad_norm)
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
             raise ValueError(
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
@@ -161,13 +174,15 @@ class TrainStep(Step):
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
         if not self._programs and any(group.refused for group in program.groups):
-            self._store(program.groups)  # layers that are no loop are better stored one by one
+            self._store(program.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
 
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
         ) -> PyTree:  # by name, whatever is stored together
-            updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
+            updates, opt_state = self.optimizer.update(
+                grads, opt_state, params, **({"value": loss} if self._takes_value else {})
+            )
             updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)
@@ -209,7 +224,14 @@ class TrainStep(Step):
 
     @speaks_as(None)
     def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
-        """Present values of the model, by name, on their shards."""
+        """Present values of the model, by name, on their shards.
+
+        Args:
+            names: Of parameters and buffers.
+
+        Raises:
+            ValueError: Some of them are on the meta device.
+        """
         tensors = {name: self._held.all[name] for name in names}
         refuse_meta(tensors)
         return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
@@ -219,12 +241,28 @@ class TrainStep(Step):
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
     def export(self, state: TrainState) -> torch.nn.Module:
-        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model."""
+        """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
+
+        Args:
+            state: A state of this step; it is only read.
+        """
         return with_values(self.model, to_host_by_name(state.tensors))
 
 
 class EvalStep(Step):
-    """Evaluation as one compiled program; made by `make_eval_step`."""
+    """Evaluation as one compiled program; made by `make_eval_step`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> evaluate = step.evaluation()  # or from make_eval_step
+        >>> sorted(evaluate(step.init(seed=0), torch.ones(8, 4)))
+        ['loss']
+    """
 
     caller, train = "make_eval_step", False
 
@@ -234,7 +272,7 @@ class EvalStep(Step):
 
         Args:
             state: A training state; it is only read.
-            batch: As for the training step.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
 
         Returns:
             `loss` and the metrics of `loss_fn`.

@@ -1,12 +1,12 @@
-"""When two equations of a jaxpr do the same: keys that are equal only for equal primitives and parameters."""
+"""Equations of a jaxpr that do the same: keys that are equal only for equal primitives and parameters."""
 
-# JAX and PyTorch annotate some of their functions in part.
-# pyright: reportUnknownMemberType=false
+# JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Alike:
         return eqn.primitive, self._freeze(eqn.params), _context(eqn)
 
     def is_random(self, eqn: JaxprEqn) -> bool:
-        """Whether it draws random numbers, itself or within."""
+        """Tell whether it draws random numbers, itself or within."""
         return eqn.primitive.name in RANDOM or any(map(self._draws, jaxprs_in_params(eqn.params)))
 
     def _draws(self, jaxpr: Jaxpr) -> bool:
@@ -47,10 +47,11 @@ class Alike:
         return self._random[id(jaxpr)]
 
     def _freeze(self, value: object) -> Hashable:
+        kind = type(value)
         if isinstance(value, dict):
-            return tuple((name, self._freeze(v)) for name, v in sorted(value.items()))
+            return tuple((name, self._freeze(v)) for name, v in sorted(cast(dict[str, object], value).items()))
         if isinstance(value, (tuple, list)):
-            return (type(value), *map(self._freeze, value))
+            return (kind, *map(self._freeze, cast(Iterable[object], value)))
         if isinstance(value, ClosedJaxpr):
             return self._of_jaxpr(value.jaxpr), tuple(map(self._freeze, value.consts))
         if isinstance(value, Jaxpr):
@@ -99,7 +100,7 @@ def _context(eqn: JaxprEqn) -> Hashable:
     return tuple(getattr(ctx, name, None) for name in ("compute_type", "threefry_partitionable", "xla_metadata"))
 
 
-def _bits(value: ArrayLike) -> Hashable:
+def _bits(value: ArrayLike | np.generic) -> Hashable:
     if isinstance(value, jax.Array):
         return "identity", id(value)
     array = np.asarray(value)
@@ -115,10 +116,10 @@ def _is_hashable(value: object) -> bool:
 
 
 class RowValue:
-    """What an operation computes: one array, or one for each of some rows, stacked."""
+    """Result of an operation: one array, or one for each of some rows, stacked."""
 
-    def __init__(self, array: ArrayLike | None = None, rows: list[int] | None = None) -> None:
-        self.array, self.rows = array, rows
+    def __init__(self, array: Any = None, rows: list[int] | None = None) -> None:
+        self.array, self.rows = array, rows  # None until it is computed
         self._taken: dict[int, jax.Array] = {}
 
     def take(self, row: int | None) -> jax.Array:
@@ -142,7 +143,7 @@ class RowValue:
 
 
 class RowSlot(NamedTuple):
-    """Where a variable of the jaxpr is found: a value, and which row of it."""
+    """The place of a variable of the jaxpr: a value, and which row of it."""
 
     value: RowValue
     row: int | None
@@ -154,7 +155,7 @@ class RowSlot(NamedTuple):
 
 def assemble(slots: Iterable[RowSlot]) -> jax.Array:
     """Several variables of one type, stacked."""
-    pieces: list[tuple[RowValue, list[int | None]]] = []
+    pieces: list[tuple[RowValue, list[Any]]] = []
     for value, row in slots:
         if not pieces or pieces[-1][0] is not value:
             pieces.append((value, []))
@@ -168,7 +169,7 @@ class _Operation:
     """An equation; with rows, all those that line up: they take the same row of stacked values, and share others."""
 
     jaxpr: Jaxpr
-    """Where the equation comes from."""
+    """The source of the equation."""
     eqn: JaxprEqn
     inputs: list[RowSlot]
     outputs: list[RowValue]
@@ -333,7 +334,7 @@ class RowProgram:
 
 
 def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation only wraps: a function under jit, or one with a derivative of its own."""
+    """The jaxpr that an equation only wraps: a function under jit, or one with a derivative of its own."""
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return eqn.params["call_jaxpr"]
     if eqn.primitive.name != "jit":
@@ -382,7 +383,7 @@ def _atoms(atoms: Iterable[Atom]) -> list[Var]:
 
 
 def _is_link(eqn: JaxprEqn) -> bool:
-    """Whether an equation combines two values of one type into one of that type."""
+    """Tell whether an equation combines two values of one type into one of that type."""
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]

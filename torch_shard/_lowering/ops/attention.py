@@ -104,7 +104,7 @@ def attention(
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
-    """Whether our form means the same as PyTorch's."""
+    """Tell whether our form means the same as PyTorch's."""
     return (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[2] >= SHORTEST

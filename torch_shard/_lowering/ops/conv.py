@@ -160,7 +160,7 @@ def avg_pool(x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad
 
 
 def _window_sizes(space, kernel, stride, padding, counts, count_include_pad):
-    """How many elements torch divides each window's sum by: padding counts or not, what lies beyond it never."""
+    """Number of elements that torch divides each window's sum by: padding counts or not, what lies beyond it never."""
     sizes = []
     for size, k, s, p, count in zip(space, kernel, stride, padding, counts, strict=True):
         start = np.arange(count) * s - p

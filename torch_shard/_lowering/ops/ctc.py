@@ -91,7 +91,7 @@ NEVER = -1e30  # the logarithm of no probability, finite so that its gradient is
 
 
 def _losses(logp, targets, steps, num_labels, blank):
-    """Of each sequence; more than any real one where no path leads through."""
+    """Loss of each sequence; more than any real one where no path leads through."""
     labels = jnp.full((len(targets), 2 * targets.shape[1] + 1), blank, targets.dtype).at[:, 1::2].set(targets)
     before = jnp.roll(labels, 2, 1).at[:, :2].set(blank)
     may_skip = (labels != blank) & (labels != before)

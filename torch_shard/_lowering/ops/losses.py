@@ -75,7 +75,7 @@ def _merge_cross_entropy_backward(node: Node) -> Node | None:
 
 
 def _is_over_classes(node: Node) -> bool:
-    """Whether `node` is the log-softmax over the dim of the classes, in the dtype of its logits."""
+    """Tell whether `node` is the log-softmax over the dim of the classes, in the dtype of its logits."""
     rank = len(shape_of(node))
     if node.target is not aten._log_softmax.default or not rank:
         return False
@@ -147,7 +147,7 @@ def _softmax(logits):
 
 
 def _scale(grad, x, target, weight, reduction, ignore_index, total_weight):
-    """What each target's gradient is multiplied by, with a class dim of size 1."""
+    """Factor of each target's gradient, with a class dim of size 1."""
     grad = grad / total_weight if reduction == 1 else grad
     weights = _weights(x, target, weight, ignore_index)
     return jnp.expand_dims(jnp.where(weights == 0, 0, grad * weights), _class_axis(x))

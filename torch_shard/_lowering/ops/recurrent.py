@@ -150,7 +150,7 @@ def _net(
 
 
 def _fits(args: tuple[PyTree, ...]) -> bool:
-    """Whether our operator means the same as PyTorch's composite, which stays in all other cases."""
+    """Tell whether our operator means the same as PyTorch's composite, which stays in all other cases."""
     if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences; arguments by name
         return False
     x, hx, params = args[0], args[1] if isinstance(args[1], (tuple, list)) else [args[1]], args[2]

@@ -1,4 +1,4 @@
-"""Where lowerings are kept: ours by `@lowers`, torchax's for the operators that we have not written."""
+"""The table of lowerings: ours by `@lowers`, torchax's for the operators that we have not written."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -135,7 +135,7 @@ def refuse_generator(op: Operator, kwargs: Mapping[str, object]) -> None:
 
 
 def keeps_whole(op: torch._ops.OperatorBase, has_core_rule: bool) -> bool:
-    """Whether a capture should leave `op` as it is: we lower it, or torchax does and PyTorch has no core rule for it.
+    """Tell whether a capture should leave `op` as it is: we lower it, or torchax does and PyTorch has no core rule.
 
     PyTorch's decompositions are tested against its own kernels, so they come before torchax's lowerings.
     """

@@ -23,7 +23,7 @@ def _bounds(data, lengths, offsets, axis):
 
 
 def _members(data, lengths, offsets, axis):
-    """Whether each place along `axis` is in each segment: (*outer, segments, length, 1 for every inner dim)."""
+    """Tell whether each place along `axis` is in each segment: (*outer, segments, length, 1 for every inner dim)."""
     starts, ends = (bound[..., None] for bound in _bounds(data, lengths, offsets, axis))
     places = jnp.arange(data.shape[axis])
     inside = (places >= starts) & (places < ends)

@@ -1,0 +1,92 @@
+"""The documentation is whole: pages, examples, arguments, code in guides, and pages that say what is in the package."""
+
+import doctest
+import inspect
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import torch_shard
+from torch_shard import collectives
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_text())
+BEFORE = "<!-- before -->"  # where a page shows the lines of before.py
+EIGHT_DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
+
+NAMES = {f"torch_shard.{name}": getattr(torch_shard, name) for name in torch_shard.__all__ if name != "collectives"}
+NAMES |= {f"torch_shard.collectives.{name}": getattr(collectives, name) for name in collectives.__all__}
+PUBLIC = pytest.mark.parametrize("name", NAMES)
+
+
+def members(name):
+    """The functions of a public name by what `help` calls them: itself, or the methods of a class."""
+    found = NAMES[name]
+    if not inspect.isclass(found):
+        return {name: found}
+    written = {key: value for key, value in vars(found).items() if not key.startswith("_") or key == "__call__"}
+    methods = {f"{name}.{key}": getattr(value, "__func__", value) for key, value in written.items()}
+    return {key: value for key, value in methods.items() if inspect.isfunction(value) and value.__doc__}
+
+
+def test_every_public_name_has_a_page():
+    pages = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    assert sorted(listed) == sorted(NAMES)
+
+
+@PUBLIC
+def test_every_public_name_has_an_example(name):
+    """pytest runs them, as it collects the doctests of the package."""
+    text = inspect.getdoc(NAMES[name])
+    assert "\nExample:\n" in text
+    assert doctest.DocTestParser().get_examples(text)
+
+
+@PUBLIC
+def test_help_says_what_every_argument_is(name):
+    for key, function in members(name).items():
+        text = inspect.getdoc(function) or ""
+        given = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+        missing = [p for p in given if not re.search(rf"^ +\**{p}: \S", text, re.MULTILINE)]
+        assert not missing, key
+        assert not re.search(r": (Likewise|As for|The same as for)\b", text), key
+
+
+@PUBLIC
+def test_the_first_line_is_an_imperative_or_a_noun_phrase(name):
+    for text in [inspect.getdoc(NAMES[name]), *map(inspect.getdoc, members(name).values())]:
+        assert not text.startswith(("What ", "Whether ", "How ")), name
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    """All blocks of a page are one program, run here, where there are eight devices already."""
+    text = path.read_text().replace(BEFORE, f"```python\n{(DOCS / 'before.py').read_text()}```")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, path.stem, module := types.ModuleType(path.stem))
+    exec(compile(code.replace(EIGHT_DEVICES, ""), str(path), "exec"), vars(module))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_table():
+    table, readme = ((ROOT / page).read_text() for page in ("tests/tables/op_coverage.md", "README.md"))
+    right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))
+    said = re.search(r"([\d.]+ %) of the operators are right\s+forward and ([\d.]+ %) backward", readme)
+    assert said.groups() == (right["forward"], right["gradient"])
+
+
+def test_links_between_pages_lead_somewhere():
+    """Those of README and its neighbours, which mkdocs does not see."""
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text()):
+            assert (ROOT / target).exists(), f"{page}: {target}"
+
+
+def test_the_paths_in_the_map_of_the_house_exist():
+    for path in re.findall(r"`((?:_\w+/|tests/|docs/)[\w/]*\.?\w*)`", (ROOT / "ARCHITECTURE.md").read_text()):
+        assert (ROOT / path).exists() or (ROOT / "torch_shard" / path).exists(), path
