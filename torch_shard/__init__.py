@@ -1,46 +1,59 @@
 """Train torch models on JAX meshes: the names that users import."""
 
-from torch_shard import collectives
-from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
-from torch_shard._fit import BadStepError, fit
-from torch_shard._inspect import (
-    Comparison,
-    Drawing,
-    Explanation,
-    compare_with_torch,
-    explain_capture,
-    visualize_sharding,
-)
-from torch_shard._interop import (
-    call_jax,
-    call_torch,
-    debug_print,
-    jax_checkpoint,
-    jax_grad,
-    jax_jit,
-    jax_value_and_grad,
-    jax_view,
-    register,
-    torch_view,
-)
-from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
-from torch_shard._materialize import materialize
-from torch_shard._sharding import ShardingPlan, make_mesh
-from torch_shard._spmd import (
-    ArgKind,
-    assert_replica_integrity,
-    gather_from_jax_processes,
-    jax_pmap,
-    jax_shard_map,
-    jax_vmap,
-    tpmap,
-    unshard,
-)
-from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
+# The command `torch-shard` answers --help, --version and tutorials without torch and JAX, whose imports take seconds.
+# In that process alone, `__getattr__` finds the names when they are asked for; and so it would in a program of a user
+# that happens to have the same name.
+_IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shard.exe")
 
-__version__ = "0.1.0"
+if TYPE_CHECKING or not _IS_COMMAND:
+    from torch_shard import collectives
+    from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
+    from torch_shard._fit import BadStepError, fit
+    from torch_shard._inspect import (
+        Comparison,
+        Drawing,
+        Explanation,
+        compare_with_torch,
+        explain_capture,
+        visualize_sharding,
+    )
+    from torch_shard._interop import (
+        call_jax,
+        call_torch,
+        debug_print,
+        jax_checkpoint,
+        jax_grad,
+        jax_jit,
+        jax_value_and_grad,
+        jax_view,
+        register,
+        torch_view,
+    )
+    from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
+    from torch_shard._materialize import materialize
+    from torch_shard._sharding import ShardingPlan, make_mesh
+    from torch_shard._spmd import (
+        ArgKind,
+        assert_replica_integrity,
+        gather_from_jax_processes,
+        jax_pmap,
+        jax_shard_map,
+        jax_vmap,
+        tpmap,
+        unshard,
+    )
+    from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+
+    register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
+
+if TYPE_CHECKING:
+    __version__: str
+
 __all__ = [
     "ArgKind",
     "BadStepError",
@@ -87,3 +100,18 @@ __all__ = [
     "unshard",
     "visualize_sharding",
 ]
+
+_FACES = ("_device", "_fit", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
+
+
+def __getattr__(name: str) -> object:
+    """Find what is asked for seldom: the version; and in the command `torch-shard`, every other name."""
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("torch_shard")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("torch_shard._interop").register()
+    if name == "collectives":
+        return importlib.import_module("torch_shard.collectives")
+    faces = (importlib.import_module(f"torch_shard.{face}") for face in _FACES)
+    return next(getattr(face, name) for face in faces if hasattr(face, name))

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-import torch_shard
 from torch_shard._demo.tutorials import find_tutorials, get_tutorial, read_headline, write_notebook
 
 app = typer.Typer(
@@ -20,25 +19,59 @@ app = typer.Typer(
 )
 AXES = ("batch", "model")
 
+REPORTED = ("torch", "jax", "jaxlib", "torchax", "optax", "numpy")
+"""Packages whose versions a report of a bug needs, besides JAX's plugins for accelerators."""
+
 
 def main() -> None:
     """Run the command line."""
     app(prog_name="torch-shard")
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"torch-shard {torch_shard.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", help="Show the versions of all that a bug may depend on, and exit.")
+    ] = False,
+    devices: Annotated[
+        bool,
+        typer.Option("--devices", help="Show these and the devices that JAX finds (takes seconds), and exit."),
     ] = False,
 ) -> None:
     """Train unmodified torch modules on JAX meshes."""
+    if version or devices:
+        _show_versions()
+        if devices:
+            typer.echo(f"devices: {_find_devices()}")
+        raise typer.Exit
+
+
+def _show_versions() -> None:
+    """Say which versions are installed, as their metadata have it: none of them is imported."""
+    import importlib.metadata
+    import platform
+
+    typer.echo(f"torch-shard {importlib.metadata.version('torch_shard')}")
+    typer.echo(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    plugins = sorted({entry.dist.name for entry in importlib.metadata.entry_points(group="jax_plugins") if entry.dist})
+    for name in (*REPORTED, *plugins):
+        try:
+            typer.echo(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            typer.echo(f"{name} is not installed")
+
+
+def _find_devices() -> str:
+    from collections import Counter
+
+    import jax
+
+    try:
+        found = Counter((device.platform, device.device_kind) for device in jax.devices())
+    except RuntimeError as error:  # JAX was told to use a platform that is not there
+        return str(error)
+    kinds = (f"{number} x {kind}" + f" ({platform})" * (kind != platform) for (platform, kind), number in found.items())
+    return ", ".join(kinds)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -138,8 +171,10 @@ def inspect(
     """
     from rich.console import Console
 
+    from torch_shard._interop import register
     from torch_shard._io import find_checkpoint, find_damage, inventory
 
+    register()
     try:
         path = find_checkpoint(checkpoint)
         shown = inventory(path)
@@ -166,8 +201,10 @@ def convert(
 
     Sources are files, Hugging Face's directories and index files, and checkpoints. Names and values stay as they are.
     """
+    from torch_shard._interop import register
     from torch_shard._io import FORMATS, convert_weights
 
+    register()
     if to not in (None, *FORMATS):
         raise typer.BadParameter(f"must be one of {', '.join(FORMATS)}, got {to!r}.", param_hint="--to")
     try:

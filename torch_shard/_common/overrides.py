@@ -14,6 +14,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
+from torch_shard._common.patching import Owner
 from torch_shard._common.types import Operator
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -23,7 +24,7 @@ Rewrite = Callable[[Node], Node | None]
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Overrides of functions of torch, where a torch function mode sees the call."""
 
-ATTRIBUTES: list[tuple[object, str, Callable[..., Any]]] = []
+ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
 """Overrides of what is not such a function: owner, name, and what is called instead."""
 
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
@@ -38,7 +39,7 @@ def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
     return lambda fn: FUNCTIONS.update(dict.fromkeys(functions, fn)) or fn
 
 
-def instead_of_attribute(owner: object, name: str) -> Callable[[F], F]:
+def instead_of_attribute(owner: Owner, name: str) -> Callable[[F], F]:
     """Let a capture find the decorated function under this name of a class or module."""
     return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
 

@@ -7,13 +7,15 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
+Owner = type | types.ModuleType
+
 _LOCK = threading.Lock()
 
 _REPLACED: dict[tuple[int, str], "_Attribute"] = {}
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Generator[None, None, None]:
+def patched(owner: Owner, name: str, wrap: Callable[[Any], object]) -> Generator[None, None, None]:
     """Replace an attribute of a class or module for the current thread; the other threads go on with the original.
 
     Several threads may replace the same attribute, and each may do so within its own replacement: when the last of
@@ -50,7 +52,7 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Generator[None
 class _Attribute:
     """Stands in a class while some thread has replaced an attribute, and is to each thread what it is to see."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Owner, name: str) -> None:
         self.owner: Any = owner
         self.name, self.num_users = name, 0
         self.is_own = name in vars(owner)
@@ -68,7 +70,7 @@ class _Attribute:
         found = [self.original, *self.stack()][-1]
         return found.current() if isinstance(found, _Attribute) else found  # inherited from where it is replaced too
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         found = self.current()
         return found.__get__(instance, owner) if hasattr(type(cast(object, found)), "__get__") else found
 
@@ -76,11 +78,11 @@ class _Attribute:
 class _DataAttribute(_Attribute):
     """Of a property: instances cannot hide it."""
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         self.current().__set__(instance, value)
 
 
-def _replace(owner: Any, name: str) -> _Attribute:
+def _replace(owner: Owner, name: str) -> _Attribute:
     with _LOCK:
         attribute = _REPLACED.get((id(owner), name))
         if attribute is None:
@@ -91,7 +93,7 @@ def _replace(owner: Any, name: str) -> _Attribute:
         return attribute
 
 
-def _make(owner: Any, name: str) -> _Attribute:
+def _make(owner: Owner, name: str) -> _Attribute:
     attribute = _Attribute(owner, name)
     if isinstance(owner, types.ModuleType):  # its attributes are taken as they are
 

@@ -303,6 +303,7 @@ def _jax(tensor: torch.Tensor) -> jax.Array:
     raise TypeError(f"jax() gives the array of a jax-device tensor; this tensor is {where}.")
 
 
+@functools.cache
 def register() -> None:
     """Make the device `jax` known to torch and give tensors their methods: all that importing this package changes.
 
