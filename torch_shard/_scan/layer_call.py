@@ -110,6 +110,7 @@ class LayerCall:
             key = rehearse(run)[0]
         except Exception as error:  # the user's, too: without regions it is raised again
             self.record.refuse(_first_line(error))
+            return None
         return None if self.record.refused else key
 
     def _key(self, result: object) -> Hashable:
@@ -143,6 +144,7 @@ class LayerCall:
             inputs = self._inputs(graph, cotangents)
         except Exception as error:  # the user's, too: without regions it is raised again
             self.record.refuse(_first_line(error))
+            return None
         if self.record.refused:
             return None
         key, flags, used, given, draws = found
