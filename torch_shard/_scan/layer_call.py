@@ -110,6 +110,7 @@ class LayerCall:
             key = rehearse(run)[0]
         except Exception as error:  # the user's, too: without regions it is raised again
             self.record.refuse(_first_line(error))
+            return None
         return None if self.record.refused else key
 
     def _key(self, result: object) -> Hashable:
@@ -143,6 +144,7 @@ class LayerCall:
             inputs = self._inputs(graph, cotangents)
         except Exception as error:  # the user's, too: without regions it is raised again
             self.record.refuse(_first_line(error))
+            return None
         if self.record.refused:
             return None
         key, flags, used, given, draws = found
@@ -170,9 +172,7 @@ class LayerCall:
         capture_mode = current_mode()
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
-        with autocast_only(
-            self._around.cast_backward
-        ):  # the layer may run within autocast, its backward pass runs after
+        with autocast_only(self._around.cast_backward):  # the layer may run within autocast, its backward pass after it
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
