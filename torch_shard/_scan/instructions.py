@@ -10,11 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
+from torch_shard._common.random import Key
 from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
-
-Key = jax.Array | None
 
 Place = jax.Array | int | None
 
