@@ -248,7 +248,7 @@ class LayerCall:
         return self._returned(new)
 
     def _used(self, region: Region, number: int) -> torch.Tensor:
-        """What a tensor means that the call left behind, and that somebody uses: nothing in this capture."""
+        """A tensor for one that the call left behind and that somebody uses, which restarts the capture."""
         self._around.note(LeftBehind(region, number))
         return _adopted(region.made[number])
 
