@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from torch_shard._lowering import matmul_precision
-from torch_shard._scan.instructions import BundleValues, Instruction, Key, Operand, Output
+from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
 from torch_shard._scan.reroll import Loop
 
 

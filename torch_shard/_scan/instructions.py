@@ -134,7 +134,7 @@ def instructions_of(
 
 
 def only_adds_bundles(graph: GraphModule, calls: Mapping[int, Call]) -> bool:
-    """Whether gradients of bundles are added to each other and returned, and nothing else is done to them."""
+    """Tell whether gradients of bundles are added to each other and returned, and nothing else is done to them."""
     bundles: set[Node] = set()
     for node in graph.graph.nodes:
         if node.op == "output":

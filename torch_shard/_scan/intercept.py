@@ -83,7 +83,7 @@ class LayerInterceptor:
             leave(parameters[name], functools.partial(self._used, parameters[name]))
 
     def _used(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a parameter of a bundle means outside of its module: nothing in this capture."""
+        """A tensor for a parameter of a bundle that is used outside of its module, which restarts the capture."""
         self.note(Unbundled())
         capture_mode = current_mode()
         assert capture_mode is not None

@@ -172,9 +172,7 @@ class LayerCall:
         capture_mode = current_mode()
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
-        with autocast_only(
-            self._around.cast_backward
-        ):  # the layer may run within autocast, its backward pass runs after
+        with autocast_only(self._around.cast_backward):  # the layer may run within autocast, its backward pass after it
             grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
@@ -250,7 +248,7 @@ class LayerCall:
         return self._returned(new)
 
     def _used(self, region: Region, number: int) -> torch.Tensor:
-        """What a tensor means that the call left behind, and that somebody uses: nothing in this capture."""
+        """A tensor for one that the call left behind and that somebody uses, which restarts the capture."""
         self._around.note(LeftBehind(region, number))
         return _adopted(region.made[number])
 

@@ -12,7 +12,7 @@ from torch_shard._common.operator_families import DIM_VIEWS, FILLS, PRODUCTS, RE
 
 
 def _is_free(node: Node) -> bool:
-    """Whether nothing is computed by a node: what it is of is saved instead."""
+    """Tell whether nothing is computed by a node: what it is of is saved instead."""
     name = aten_name(node)
     is_known = name in FILLS or name == "arange"
     is_view = name in DIM_VIEWS or node.target in RESHAPES

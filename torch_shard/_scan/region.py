@@ -17,7 +17,7 @@ from torch_shard._scan.restarts import Refused, Restart
 from torch_shard._scan.siblings import CallKind, Siblings
 
 Origin = Literal["buffer", "outside", "constant", "cotangent"]
-"""Where an input of a region comes from."""
+"""The origin of an input of a region."""
 
 
 @dataclasses.dataclass
