@@ -277,7 +277,7 @@ def test_hugging_face(name: str) -> None:
         ({"plan": {"weight": P()}}, r"materialize: plan must be a ShardingPlan, got dict"),
         (
             {"model": nn.Linear(2, 2, device="meta"), "init": 3},
-            r"materialize: init must be a Callable or None, got int",
+            r"materialize: init must be a str or a Callable or None, got int",
         ),
     ],
 )
