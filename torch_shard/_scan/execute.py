@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
 from torch_shard._scan.reroll import Loop
