@@ -39,7 +39,8 @@ class Talkative(nn.Module):
             ERRORS.append(error)
 
 
-def test_hooks_of_another_thread_are_no_hooks_of_the_layer():
+def test_hooks_of_another_thread_are_not_hooks_of_the_layer(monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off
     model = nn.Sequential(*(Talkative() for _ in range(4)))
     step = ts.make_train_step(
         model,
@@ -52,5 +53,5 @@ def test_hooks_of_another_thread_are_no_hooks_of_the_layer():
     step(step.init(seed=0), torch.ones(8, 8))
     assert ERRORS == []
     assert len(SEEN) >= 2 * len(model)
-    assert all(found in ([24.0] * 3, True) for found in SEEN)
+    assert [found for found in SEEN if found not in ([24.0] * 3, True)] == []
     assert "1 to 3: one loop, 3 iterations" in step.report()
