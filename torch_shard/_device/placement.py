@@ -17,6 +17,7 @@ from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
     ShardingPlan,
     Stacks,
+    TensorPlaces,
     check_mesh,
     describe_mesh,
     describe_spec,
@@ -24,7 +25,6 @@ from torch_shard._sharding import (
     find_spec_faults,
     holdings,
     refuse_hooks,
-    replace_tensors,
     stack_sharding,
 )
 
@@ -126,9 +126,10 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     if not is_module:
         return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
     refuse_hooks(model_or_tree)
+    places = TensorPlaces(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = entry_of(model_or_tree, name)
-        replace_tensors(model_or_tree, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
+        places.replace([(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     return model_or_tree
 
 
@@ -157,9 +158,10 @@ def gather(model_or_tree: PyTree) -> PyTree:
     if not isinstance(model_or_tree, torch.nn.Module):
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
     refuse_hooks(model_or_tree)
+    places = TensorPlaces(model_or_tree)
     for name in list(holdings(model_or_tree).all):
         tensor = entry_of(model_or_tree, name)
-        replace_tensors(model_or_tree, [(tensor, to_cpu(tensor.detach()))])
+        places.replace([(tensor, to_cpu(tensor.detach()))])
     return model_or_tree
 
 

@@ -18,7 +18,7 @@ from torch_shard._common.validate import check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
-from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, refuse_load_hooks, replace_tensors
+from torch_shard._sharding import ShardingPlan, TensorPlaces, check_mesh, holdings, refuse_hooks, refuse_load_hooks
 
 Source = str | os.PathLike[str]
 
@@ -244,11 +244,12 @@ class _Loader:
 
     def _fill_module(self) -> torch.nn.Module:
         held = holdings(self._target).all  # by the first of its names; each is let go once it is replaced
+        places = TensorPlaces(self._target)
         for entry, array in self._arrays():
-            replace_tensors(self._target, [(held.pop(entry.key), wrap_array(array))])
+            places.replace([(held.pop(entry.key), wrap_array(array))])
         for name in list(held):
             tensor = held.pop(name)
-            replace_tensors(self._target, [(tensor, self._keep(name, tensor))])  # pyright: ignore[reportArgumentType]
+            places.replace([(tensor, self._keep(name, tensor))])  # pyright: ignore[reportArgumentType]
         return self._target
 
     def _make_tree(self) -> dict[str, torch.Tensor]:

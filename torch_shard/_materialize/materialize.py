@@ -28,7 +28,7 @@ from torch_shard._materialize.refusals import (
 )
 from torch_shard._materialize.slices import Fill, Slice, call_in_torch, cut, fills_of, host_value, is_constant
 from torch_shard._materialize.threefry import FUSED
-from torch_shard._sharding import ShardingPlan, check_mesh, holdings, refuse_hooks, replace_tensors
+from torch_shard._sharding import ShardingPlan, TensorPlaces, check_mesh, holdings, refuse_hooks, replace_tensors
 
 
 @public
@@ -118,11 +118,12 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, ini
         init = check_init(model, names, init)
         initialiser = _Initialiser(construct_again(model, names, init), mesh, seed, dict(shardings))
         initialiser.check(names, is_module=True)
+    places = TensorPlaces(model)
     for name in [name for name in held if name not in names]:
         tensor = held.pop(name)
-        replace_tensors(model, [(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
+        places.replace([(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     if initialiser is not None:
-        replace_tensors(model, [(held[name], initialiser.make(name)) for name in names])
+        places.replace([(held[name], initialiser.make(name)) for name in names])
     return model
 
 

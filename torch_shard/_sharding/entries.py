@@ -173,23 +173,42 @@ def refuse_load_hooks(module: nn.Module) -> None:
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
 
 
-def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Put other tensors in the places of a module's own: entries, under all names of a tie, and plain attributes.
+class TensorPlaces:
+    """The places of a module's tensors: entries, under all names of a tie, and plain attributes.
 
-    Args:
-        module: Changed in place.
-        pairs: A tensor of the module and the new one, for each.
-
-    Returns:
-        What is in their places now: a parameter stays a parameter, with its `requires_grad` and its attributes.
+    They are found once, so that to replace the entries one by one costs no walk through the whole module for each.
     """
-    new = {id(old): (old, _as_kind_of(old, value)) for old, value in pairs}
-    for m in module.modules():
-        for name in vars(m).keys() - OF_EVERY_MODULE:
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: dict[int, dict[tuple[int, str], nn.Module]] = {}
+        for m in module.modules():
+            for name in vars(m).keys() - OF_EVERY_MODULE:
+                for tensor in _tensors_in(vars(m)[name]):
+                    self._found.setdefault(id(tensor), {})[id(m), name] = m
+
+    def replace(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Put other tensors in the places of these.
+
+        Args:
+            pairs: A tensor of the module and the new one, for each.
+
+        Returns:
+            What is in their places now: a parameter stays a parameter, with its `requires_grad` and its attributes.
+        """
+        new = {id(old): (old, _as_kind_of(old, value)) for old, value in pairs}
+        places = {place: m for key in new for place, m in self._found.get(key, {}).items()}
+        for (_, name), m in places.items():
             vars(m)[name] = _replaced(vars(m)[name], new)
-        if isinstance(m, nn.RNNBase):
+        for m in {id(m): m for m in places.values() if isinstance(m, nn.RNNBase)}.values():
             m._init_flat_weights()  # weak references to what it held
-    return [value for _, value in new.values()]
+        for key, (_, value) in new.items():
+            self._found.setdefault(id(value), {}).update(self._found.pop(key, {}))
+        return [value for _, value in new.values()]
+
+
+def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Put other tensors in the places of some of a module's, which is changed in place; see `TensorPlaces.replace`."""
+    return TensorPlaces(module).replace(pairs)
 
 
 def _as_kind_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -224,6 +243,15 @@ def to_meta(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """Leave the shape of an entry in its places; returns what is there now."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return replace_tensors(module, [(tensor, empty)])[0]
+
+
+def _tensors_in(value: PyTree) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) is tuple or isinstance(value, list | dict):
+        items = cast(Iterable[PyTree], value.values() if isinstance(value, dict) else value)
+        for item in items:
+            yield from _tensors_in(item)
 
 
 def _replaced(value: PyTree, new: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> PyTree:
