@@ -81,7 +81,7 @@ class _Source:
         return min([getattr(node, "lineno", 1), *decorators])
 
     def raises_for(self, value: bool, asked: ast.expr, falls_through: bool) -> bool:
-        """Whether a truth value of an expression leads straight to a `raise`.
+        """Tell whether a truth value of an expression leads straight to a `raise`.
 
         Args:
             value: The truth value.
@@ -113,7 +113,7 @@ class _Source:
         return [*rest, *self._after(parent)] if isinstance(parent, ast.If | ast.With) else rest
 
     def _is_caught(self, statement: ast.stmt) -> bool:
-        """Whether a `try` of the same function lies around; leaving a `with` block does not count."""
+        """Tell whether a `try` of the same function lies around; leaving a `with` block does not count."""
         node: ast.AST = statement
         while not isinstance(node, _SCOPES):
             parent = self._parents[node]
@@ -128,7 +128,7 @@ def _place(node: ast.expr | ast.stmt) -> _Place:
 
 
 def _asks_another(node: ast.expr) -> bool:
-    """Whether an instruction at this place asks for the truth of a part, as its result is none or never asked."""
+    """Tell whether an instruction at this place asks for the truth of a part, as its result is none or never asked."""
     if not isinstance(node, ast.Compare):
         return isinstance(node, ast.BoolOp | ast.IfExp)
     compared = (node.left, *node.comparators)
@@ -153,7 +153,7 @@ def _truth_above(parent: ast.expr, node: ast.AST, value: bool) -> bool | None:
 
 
 def _only_raises(block: list[ast.stmt]) -> bool:
-    """Whether every way through statements ends in a `raise`."""
+    """Tell whether every way through statements ends in a `raise`."""
     for statement in block:
         match statement:
             case ast.Raise():

@@ -66,7 +66,7 @@ class _Attribute:
         return self._local.__dict__.setdefault("stack", [])
 
     def current(self) -> Any:
-        """What the attribute is to this thread."""
+        """Give the attribute as this thread has it."""
         found = [self.original, *self.stack()][-1]
         return found.current() if isinstance(found, _Attribute) else found  # inherited from where it is replaced too
 
