@@ -1,4 +1,8 @@
-"""Plain Python values that a loss function and a model's configuration hold: a program was made for what they were."""
+"""What a program was made for besides its inputs, and whether it still holds: the ways in which a program is outdated.
+
+These are the training flags of modules (`flags_hold`), the plain Python values that a loss function and a model's
+configuration hold (`ValueGuard`), and the plain attributes of modules (`PlainAttributes`).
+"""
 
 import argparse
 import copy
