@@ -142,18 +142,15 @@ class StepProgram:
         """
         if self._structs is None:
             raise ValueError("step.programs: the program has not run yet. Call the step, or use step.lower.")
-        return self._lower(*self._structs).compile()
+        return self.lower(*self._structs).compile()
 
-    def lower(self, state: TrainState, arrays: Sequence[jax.Array]) -> jax.stages.Lowered:
-        """JAX's lowered program for a state, as the program takes it, and a batch on the mesh."""
-        return self._lower(state, arrays)
+    def lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
+        """JAX's lowered program for a state, as the program takes it, and a batch on the mesh, or structs of them."""
+        return self._jitted.lower(state, arrays, self._closure())  # pyright: ignore[reportFunctionMemberAccess]
 
     def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int:
         """Memory of one device while the program runs."""
-        return _memory(self._lower(state, arrays).compile()).peak
-
-    def _lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
-        return self._jitted.lower(state, arrays, self._closure())  # pyright: ignore[reportFunctionMemberAccess]
+        return _memory(self.lower(state, arrays).compile()).peak
 
     def _closure(self) -> list[jax.Array]:
         """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
