@@ -95,6 +95,7 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
+        made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class StepProgram:
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
-        self.random, self.report = program.random, program.report
+        self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.fused: list[str] = []
         self.chosen: list[str] = []
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
