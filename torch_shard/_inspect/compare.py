@@ -147,7 +147,7 @@ def compare_with_torch(
 
     Args:
         model: Any module with values, on the CPU or the jax device; it is left as it is.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
             If it draws random numbers (dropout), torch's are others than JAX's, so one device is compared with the
             mesh alone.
         batch: A pytree of CPU tensors, of global sizes.
