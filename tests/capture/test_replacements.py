@@ -125,7 +125,7 @@ def test_a_wrapper_runs_its_module_under_the_names_of_its_state_dict(wrapper: ty
 def test_a_conversion_within_forward_is_refused() -> None:
     layer = nn.Linear(8, 4)
     with refuses(
-        r"test_replacements.*a Linear is converted from torch.float32 .* to torch.float64", NotImplementedError
+        r"(?s)test_replacements.*a Linear is converted from torch.float32 .* to torch.float64", NotImplementedError
     ):
         ts.jax_jit(lambda x: layer.double()(x.double()))(torch.ones(2, 8))
     assert layer.weight.dtype is torch.float32

@@ -278,7 +278,7 @@ def _copied(leaf: PyTree) -> PyTree:
 def _array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     if isinstance(value, jax.Array | torch.Tensor):
         value = to_cpu(value).detach()
-        return np.array(host_array(value.to_dense() if value.is_sparse else value))
+        return np.array(host_array(value.to_dense() if value.is_sparse else value, rounds=True))
     return np.array(value)
 
 
