@@ -17,6 +17,7 @@ from torch_shard._capture.function_mode import (
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import FAR, is_literal
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Contents, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
@@ -43,6 +44,7 @@ __all__ = [
     "capture",
     "casting",
     "current_mode",
+    "current_user_line",
     "drawing_along",
     "equate",
     "flags_hold",
