@@ -30,6 +30,7 @@ from torch_shard._capture.function_mode import (
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import FAR, is_literal
 from torch_shard._capture.meaning import meaning
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
@@ -57,6 +58,7 @@ __all__ = [
     "capture",
     "casting",
     "current_mode",
+    "current_user_line",
     "depends_on_inputs",
     "drawing_along",
     "equate",

@@ -18,8 +18,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, holdings, marked_like
 from torch_shard._train.batch import BatchSignature
-
-RESERVED = ("loss", "grad_norm", "guard")
+from torch_shard._train.loss_result import split_loss
 
 Check = Callable[[], None] | None
 
@@ -40,7 +39,7 @@ class JointLoss:
 
     Args:
         model: Captured with the training flags that it has now, or in eval mode.
-        loss_fn: Returns a scalar, or a scalar and a dict of metrics.
+        loss_fn: Returns what `split_loss` takes.
         signature: Of the batch.
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
@@ -181,23 +180,6 @@ def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[tor
         return torch.autograd.grad(loss, leaves, allow_unused=True)
     loss.backward()
     return [leaf.grad for leaf in leaves]
-
-
-def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """Split what a loss function returned into a scalar and metrics, or say what it should return."""
-    pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
-    loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
-    is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
-    if not is_scalar or not isinstance(metrics, dict):
-        found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
-        raise TypeError(
-            f"{caller()}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; "
-            f"it returned {found}{also}. Reduce the loss with .mean() or .sum()."
-        )
-    if taken := [name for name in RESERVED if name in metrics]:
-        raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
-    return loss, cast(dict[str, PyTree], metrics)
 
 
 @contextlib.contextmanager
