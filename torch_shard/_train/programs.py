@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
+from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
@@ -49,11 +50,17 @@ class ProgramKey:
         if self.max_grad_norm != earlier.max_grad_norm:
             return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
         old, new = earlier.signature, self.signature
-        if new.tree != old.tree:
+        if new.tree != old.tree or len(new.leaves) != len(old.leaves):
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
         pairs = zip(old.leaves, new.leaves, strict=True)
-        changed = [f"{was} is now {now}" for was, now in pairs if was != now]
+        changed = [_difference(was, now) for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
+
+
+def _difference(was: object, now: object) -> str:
+    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
+        return was.difference(now)
+    return f"{was} is now {now}"
 
 
 @dataclasses.dataclass(frozen=True)
