@@ -1,6 +1,5 @@
 """The batch: what it may hold, and how it must divide."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,6 @@ def test_a_batch_that_does_not_divide() -> None:
         r"(?s)mesh \(batch=4, model=2\).*batch\[0\] \(6, 12\): dim 0 = 6 is not a multiple of batch=4.*drop_last"
     ):
         step(step.init(), (x[:6], y))
-
-
-def test_a_batch_of_an_unknown_kind() -> None:
-    @dataclasses.dataclass
-    class Pair:
-        x: torch.Tensor
-        y: torch.Tensor
-
-    step = make_step(CASE["mlp"])
-    with refuses(r"leaf of type Pair.*register_dataclass\(Pair\)", TypeError):
-        step(step.init(), Pair(torch.ones(8, 8), torch.ones(8, 4)))
 
 
 def test_integers_of_a_batch_must_fit() -> None:

@@ -6,8 +6,8 @@ import operator
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -198,9 +198,11 @@ def _asking_frame() -> FrameType | None:
 class Constants:
     """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
 
-    def __init__(self, graph: Graph, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self, graph: Graph, root: torch.nn.Module | None, known: Mapping[Node, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         self._graph, self._root = graph, root
-        self._values: dict[Node, PyTree] = {}
+        self._values: dict[Node, PyTree] = dict(known)
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
 

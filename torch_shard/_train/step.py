@@ -16,7 +16,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._lowering import capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings, shared_memory
-from torch_shard._train.batch import BatchSignature, flatten_batch, leaf_paths
+from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.loss_program import LossProgram, loss_program
@@ -136,7 +136,7 @@ class Step:
         """
         leaves, signature = flatten_batch(batch)
         if signature not in self._checked:
-            paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
+            paths = array_paths(batch)
             self.layout.check(leaves, paths)
             self._microbatches.check(leaves, paths)
             self._say_rounded(paths, signature)
