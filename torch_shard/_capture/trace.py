@@ -145,6 +145,7 @@ def _capture(
 
     with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
         with_views = make_fx(traced, decomposition_table=OPERATORS, _allow_non_fake_inputs=True)(*fakes)
+    _refuse_swallowed(with_views.graph, values.asked)
     if explain:
         explain_backward(with_views)
     constants = constants_to_inputs(with_views)
@@ -214,6 +215,19 @@ def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shap
 _VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointer", ".numpy() is not supported")
 
 
+_INSTEAD = (
+    ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
+    "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep .item(), "
+    ".tolist(), float() and print() outside of the compiled function."
+)
+
+
+def _refuse_swallowed(graph: torch.fx.Graph, asked: str | None) -> None:
+    """Refuse what asked for a value and went on without it, by a `try` of its own."""
+    if asked is not None and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
+        raise NotImplementedError(f"{asked}\nHere Python needs the value of a tensor{_INSTEAD}")
+
+
 @contextlib.contextmanager
 def _errors_for_users() -> Iterator[None]:
     """PyTorch's complaint that a value is needed becomes ours, with the user's file and line."""
@@ -226,11 +240,5 @@ def _errors_for_users() -> Iterator[None]:
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise
-        what = "the shape of a result depends" if shape_depends else "Python needs"
-        raise NotImplementedError(
-            f"{user_frame(error)}\n"
-            f"Here {what} {'on the values of a tensor' if shape_depends else 'the value of a tensor'}, but a compiled "
-            "program is made once for all values. Use torch.where(condition, a, b) instead of `if`, torch.cond for "
-            "whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
-            ".item(), .tolist(), float() and print() outside of the compiled function."
-        ) from error
+        asks = "the shape of a result depends on the values" if shape_depends else "Python needs the value"
+        raise NotImplementedError(f"{user_frame(error)}\nHere {asks} of a tensor{_INSTEAD}") from error

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -39,13 +39,12 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     return loss.reshape(()), metrics
 
 
-def _entries(out: PyTree) -> dict[str, PyTree] | None:
+def _entries(out: Any) -> dict[str, PyTree] | None:
     """The entries of a mapping, or of a record that has a loss (a named tuple, a dataclass); None of anything else."""
     if isinstance(out, Mapping):  # and so Hugging Face's outputs
         return dict(cast(Mapping[str, PyTree], out))
-    is_record = hasattr(out, "loss") and (dataclasses.is_dataclass(out) or isinstance(out, tuple))
-    names = [f.name for f in dataclasses.fields(out)] if dataclasses.is_dataclass(out) else getattr(out, "_fields", ())
-    return {name: getattr(out, name) for name in names} if is_record else None
+    fields = [f.name for f in dataclasses.fields(out)] if dataclasses.is_dataclass(out) else getattr(out, "_fields", ())
+    return {name: getattr(out, name) for name in fields} if "loss" in fields else None
 
 
 def _scalars(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -55,13 +54,13 @@ def _scalars(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {name: tensor.reshape(()) for name, tensor in tensors.items() if tensor.numel() == 1}
 
 
-def _described(out: PyTree, entries: dict[str, PyTree] | None) -> str:
+def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
     """What a loss function returned, for an error."""
     if isinstance(out, torch.Tensor):
         return f"{tuple(out.shape)} {out.dtype}"
     if entries is not None:
         held = f"loss is {_described(entries['loss'], None)}" if "loss" in entries else "it has no loss"
         return f"{type(out).__name__} of {', '.join(map(str, entries)) or 'nothing'}, where {held}"
-    if isinstance(out, tuple) and len(pair := cast(tuple[PyTree, ...], out)) == 2:
+    if isinstance(out, tuple) and len(pair := cast(tuple[Any, ...], out)) == 2:
         return f"{_described(pair[0], None)} and metrics of type {type(pair[1]).__name__}"
-    return type(out).__name__
+    return type(cast(object, out)).__name__

@@ -84,14 +84,17 @@ class _Padded(PackedSequence):
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         if sys._getframe(1).f_code not in _READERS:
             _refuse("the data")
+        return self._rows()
+
+    def _rows(self) -> Any:
         return super().__getitem__(0)
 
     def to(self, *args: Any, **kwargs: Any) -> "_Padded":
         """The same on another device, which in a capture there is none of, or in another dtype."""
-        return type(self)(super().__getitem__(0).to(*args, **kwargs), *list(super().__iter__())[1:])
+        return type(self)(self._rows().to(*args, **kwargs), *list(super().__iter__())[1:])
 
 
-_make = PackedSequence.__new__
+_make: Any = PackedSequence.__new__
 
 
 @instead_of_attribute(PackedSequence, "__new__")

@@ -192,7 +192,7 @@ def _fits(args: tuple[PyTree, ...]) -> bool:
 
 def _of_packed(kind: str, data: torch.Tensor, packed: Lengths, *others: Any) -> tuple[torch.Tensor, ...]:
     mask = packed.mask_TB
-    out, *last = _net(kind, data.unflatten(0, mask.shape), *others, False, mask)
+    out, *last = _net(kind, data.unflatten(0, mask.shape), *others, batch_first=False, mask=mask)
     return out.flatten(0, 1), *last
 
 
