@@ -113,10 +113,7 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     scale = 1.0
     if type(batch) is dict:
         batch, scale = batch["of"][0], batch["scale"]
-    assert type(batch).__name__ in (
-        "BatchEncoding",
-        *(kind.__name__ for kind in (Plain, Slots, Record, Frozen, Pair, Sub, Store, User, Output)),
-    )
+    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, User, Output, BatchEncoding))
     x = batch.inputs() if isinstance(batch, Plain) else batch["x"] if isinstance(batch, BatchEncoding) else batch.x
     return F.mse_loss(model(x), batch["y"] if isinstance(batch, BatchEncoding) else batch.y) * scale
 

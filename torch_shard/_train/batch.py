@@ -48,7 +48,7 @@ class BatchSignature:
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
+    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch, _is_iterator))
     found, kinds = [], []
     for number, leaf in enumerate(leaves):
         kind = _describe(leaf)
@@ -93,7 +93,7 @@ def _describe(leaf: PyTree) -> object:
 def array_paths(batch: PyTree) -> list[str]:
     """Path of each array leaf of a batch, for messages."""
     found: list[str] = []
-    for path, leaf in zip(_paths(batch), jax.tree.leaves(batch), strict=True):
+    for path, leaf in zip(_paths(batch), jax.tree.leaves(batch, _is_iterator), strict=True):
         kind = _describe(leaf)
         if kind is None:
             found += [path + inner for inner, _ in take_apart(leaf, path)[1]]
@@ -103,5 +103,10 @@ def array_paths(batch: PyTree) -> list[str]:
 
 
 def _paths(batch: PyTree) -> list[str]:
-    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch, _is_iterator))
     return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def _is_iterator(node: object) -> bool:
+    """Tell what JAX is not to look into, nor to warn of."""
+    return isinstance(node, Iterator)
