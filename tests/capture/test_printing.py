@@ -28,9 +28,8 @@ def doubled(use: Callable[[torch.Tensor], object]) -> torch.Tensor:
 )
 def test_a_tensor_without_a_value_is_described(use: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert doubled(use).tolist() == [2, 2, 2]
-    (said,) = {r.getMessage() for r in caplog.records if r.name.startswith("torch_shard")}
-    assert "test_printing.py" in said
-    assert "has no value while the program is made" in said
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("torch_shard")]
+    assert any("test_printing.py" in text and "has no value while the program is made" in text for text in said)
 
 
 def test_the_description_names_shape_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
