@@ -217,8 +217,8 @@ _VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointe
 
 _INSTEAD = (
     ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
-    "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep .item(), "
-    ".tolist(), float() and print() outside of the compiled function."
+    "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
+    ".item(), .tolist(), float() and print() outside of the compiled function."
 )
 
 
