@@ -1,7 +1,10 @@
 """A proof of a step from its own state and batch: eager torch beside it, by the same random numbers."""
 
+import logging
+import pathlib
 from typing import Any
 
+import numpy as np
 import optax
 import pytest
 import torch
@@ -97,3 +100,27 @@ def test_updates_are_those_of_optax() -> None:
     found = step.prove(step.init(), case.batches(1)[0])
     found.raise_if_different()
     assert {row.name for row in found.rows if row.kind == "update"} == set(step.init().params)
+
+
+def test_fit_proves_its_first_steps_and_saves_before_one_that_differs(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = CASE["mlp"]
+    step, batches = make_step(case), case.batches(4)
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        state = ts.fit(step, step.init(), batches, steps=3, prove_steps=2, progress=False)
+    assert [r.getMessage().split(":")[1] for r in caplog.records if "is that of" in r.getMessage()] == [
+        " step 1 is that of eager torch",
+        " step 2 is that of eager torch",
+    ]
+    assert step.num_compiles == 1
+    unproved = ts.fit(step, step.init(), batches, steps=3, progress=False)
+    for name, value in unproved.params.items():
+        np.testing.assert_array_equal(value, state.params[name])
+    wrong = make_step(case)
+    next(wrong.model.parameters()).register_hook(lambda grad: grad * (1 + (type(grad) is not torch.Tensor)))
+    with pytest.raises(AssertionError, match=r"gradient layers\.0\.weight.*") as error:
+        ts.fit(
+            wrong, wrong.init(), batches, steps=3, prove_steps=1, checkpointer=ts.Checkpointer(tmp_path), progress=False
+        )
+    assert "after 0 of 3 batches" in "".join(error.value.__notes__)

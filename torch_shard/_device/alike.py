@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_shard._common.patching import patched
 from torch_shard._common.random import drawing_by
 from torch_shard._common.types import Operator, PyTree
+from torch_shard._device.dispatch import runner
 from torch_shard._device.placement import to_cpu
 
 
@@ -32,10 +33,8 @@ class DrawsAlike(TorchDispatchMode):
         key = jax.random.fold_in(self._key, self.position)
         self.position += 1
         given, named = torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to("jax"), (args, kwargs))
-        if "device" in named:
-            named["device"] = torch.device("jax")
         with drawing_by(key):
-            drawn = torch_pytree.tree_map_only(torch.Tensor, to_cpu, func(*given, **named))
+            drawn = torch_pytree.tree_map_only(torch.Tensor, to_cpu, runner(func)(*given, **named))
         if func._schema.is_mutable:
             return args[0].copy_(drawn)
         like = func(*args, **kwargs)  # for its dtypes: JAX may have held an int64 in 32 bits

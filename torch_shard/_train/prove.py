@@ -4,6 +4,7 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class GradientStep(Step):
         return [placed.signature.rebuild(tensors) for tensors in parts]
 
 
-def prove(step: "TrainStep", state: TrainState, batch: PyTree) -> Comparison:
+def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
     placed = batch if isinstance(batch, Placed) else step.put(batch)
     rows = _rows(step, state, placed)
@@ -86,7 +87,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree) -> Comparison:
     if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
         exact = _in_float64(step, state, placed)
         rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
-    rows += _updates(step, state, placed)
+    rows += _updates(step, state, placed, max_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
@@ -99,7 +100,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree) -> Comparison:
 
 def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Difference]:
     """Loss, metrics, gradients and buffers."""
-    with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
+    with _precision():
         out = step.gradient_step(state, placed)
     found = numbers_of(out["loss"], out["metrics"])
     found |= {("gradient", name): array_of(grad) for name, grad in out["grads"].items()}
@@ -154,9 +155,13 @@ def _in_float64(step: "TrainStep", state: TrainState, placed: Placed) -> dict[tu
         return {}
 
 
-def _updates(step: "TrainStep", state: TrainState, placed: Placed) -> list[Difference]:
-    """What the step makes of its gradients, beside optax by name: the parameters after it."""
-    out = step.gradient_step(state, placed)
+def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm: float | None) -> list[Difference]:
+    """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
+    with _precision():
+        out = step.gradient_step(state, placed)
+        new, metrics = step(jax.tree.map(jnp.copy, state), placed, max_grad_norm=max_grad_norm)
+    if "guard" in metrics and metrics["guard"].skipped:
+        return []
     held = {**dict(state.params), **out["written"]}
     params = {name: held[name] for name in state.params}
     extra = {"value": out["loss"]} if isinstance(step.optimizer, optax.GradientTransformationExtraArgs) else {}
@@ -166,12 +171,17 @@ def _updates(step: "TrainStep", state: TrainState, placed: Placed) -> list[Diffe
         return optax.apply_updates(params, updates)
 
     wanted = cast(dict[str, jax.Array], jax.jit(update)(out["grads"], as_dicts(state.opt_state), params))
-    new, _ = step(jax.tree.map(jnp.copy, state), placed)
     unreached = set(step.programs[-1].without_grad)
-    names = [name for name in params if name not in unreached]
     return [
-        _update(name, (params[name], wanted[name], new.params[name]), array_of(out["grads"][name])) for name in names
+        _update(name, (params[name], wanted[name], new.params[name]), array_of(out["grads"][name]))
+        for name in params
+        if name not in unreached
     ]
+
+
+def _precision() -> contextlib.AbstractContextManager[object]:
+    """Accelerators round products of float32 by default, torch does not; a CPU need not compile again."""
+    return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
 
 
 def _update(name: str, values: tuple[jax.Array, jax.Array, jax.Array], grad: np.ndarray) -> Difference:

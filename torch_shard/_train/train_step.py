@@ -245,7 +245,7 @@ class TrainStep(Step):
         return GradientStep(self.model, self.loss_fn, self.options)
 
     @speaks_as(None)
-    def prove(self, state: TrainState, batch: PyTree) -> Comparison:
+    def prove(self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None) -> Comparison:
         """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
 
         Random numbers (dropout) are drawn alike: eager torch gets those of the step. Where float32 differs and float64
@@ -255,6 +255,7 @@ class TrainStep(Step):
         Args:
             state: Only read.
             batch: As the step takes it.
+            max_grad_norm: As the step takes it.
 
         Returns:
             A `Comparison` of the loss, the metrics, each gradient and buffer with eager torch, and of each parameter
@@ -272,7 +273,7 @@ class TrainStep(Step):
             ... )
             >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
         """
-        return prove(self, state, batch)
+        return prove(self, state, batch, max_grad_norm)
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
