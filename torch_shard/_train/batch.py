@@ -49,7 +49,7 @@ class BatchSignature:
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
     leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch, _is_iterator))
-    found, kinds = [], []
+    found, kinds = list[PyTree](), list[object]()
     for number, leaf in enumerate(leaves):
         kind = _describe(leaf)
         if kind is None:

@@ -2,7 +2,7 @@
 
 # optax has no stubs. JAX and PyTorch annotate some of their functions in part.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import contextlib
 import dataclasses
