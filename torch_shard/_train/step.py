@@ -21,6 +21,7 @@ from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
+from torch_shard._train.pace import Pace
 from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState
 
@@ -67,6 +68,7 @@ class Step:
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._programs: dict[ProgramKey, StepProgram] = {}
         self._checked: set[BatchSignature] = set()
+        self._pace = Pace(options.mesh)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
