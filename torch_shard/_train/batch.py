@@ -32,6 +32,11 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
+    @property
+    def paths(self) -> list[str]:
+        """Path of each leaf, for messages."""
+        return leaf_paths(jax.tree.unflatten(self.tree, self.leaves))
+
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         given = iter(tensors)

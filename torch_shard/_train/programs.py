@@ -6,19 +6,23 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import NamedSharding
 
+from torch_shard._capture import Spec
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
+
+MANY_SHAPES = 3
+"""A short last batch makes two."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
@@ -54,6 +58,19 @@ class ProgramKey:
         pairs = zip(old.leaves, new.leaves, strict=True)
         changed = [f"{was} is now {now}" for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
+
+    def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
+        """Leaves of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
+        alike = [other.signature for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for path, *kinds in zip(self.signature.paths, *(signature.leaves for signature in alike), strict=True):
+            shapes = list(dict.fromkeys(kind.shape for kind in kinds if isinstance(kind, Spec)))
+            if len(shapes) >= MANY_SHAPES:
+                found[path] = shapes
+        return found
+
+    def _apart_from_leaves(self) -> tuple[object, ...]:
+        return self.signature.tree, self.flags, self.settings, self.max_grad_norm
 
 
 @dataclasses.dataclass(frozen=True)
