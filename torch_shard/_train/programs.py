@@ -17,6 +17,7 @@ from torch_shard._capture import Spec
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
+from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
@@ -53,10 +54,10 @@ class ProgramKey:
         if self.max_grad_norm != earlier.max_grad_norm:
             return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
         old, new = earlier.signature, self.signature
-        if new.tree != old.tree:
+        if new.tree != old.tree or len(new.leaves) != len(old.leaves):
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
         pairs = zip(old.leaves, new.leaves, strict=True)
-        changed = [f"{was} is now {now}" for was, now in pairs if was != now]
+        changed = [_difference(was, now) for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
 
     def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
@@ -71,6 +72,12 @@ class ProgramKey:
 
     def _apart_from_leaves(self) -> tuple[object, ...]:
         return self.signature.tree, self.flags, self.settings, self.max_grad_norm
+
+
+def _difference(was: object, now: object) -> str:
+    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
+        return was.difference(now)
+    return f"{was} is now {now}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +119,7 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
+        made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
     """
 
     def __init__(
@@ -121,7 +129,7 @@ class StepProgram:
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
-        self.random, self.report = program.random, program.report
+        self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.fused: list[str] = []
         self.chosen: list[str] = []
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
