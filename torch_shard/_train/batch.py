@@ -34,8 +34,8 @@ class BatchSignature:
 
     @property
     def paths(self) -> list[str]:
-        """Path of each leaf, for messages."""
-        return leaf_paths(jax.tree.unflatten(self.tree, self.leaves))
+        """Path of each array leaf, for messages."""
+        return array_paths(self.rebuild([torch.empty(spec.shape, device="meta") for spec in self.specs]))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""

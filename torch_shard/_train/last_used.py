@@ -2,7 +2,8 @@
 
 from typing import TypeVar
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 KEPT = 32
 """Programs that a step keeps, and captures of a model: enough for buckets of lengths, megabytes each."""

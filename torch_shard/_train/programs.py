@@ -13,7 +13,6 @@ import jax
 import torch
 from jax.sharding import NamedSharding
 
-from torch_shard._capture import Spec
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
@@ -61,17 +60,17 @@ class ProgramKey:
         return "in the batch, " + "; ".join(changed)
 
     def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
-        """Leaves of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
-        alike = [other.signature for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
-        found: dict[str, list[tuple[int, ...]]] = {}
-        for path, *kinds in zip(self.signature.paths, *(signature.leaves for signature in alike), strict=True):
-            shapes = list(dict.fromkeys(kind.shape for kind in kinds if isinstance(kind, Spec)))
-            if len(shapes) >= MANY_SHAPES:
-                found[path] = shapes
-        return found
+        """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
+        alike = [other.signature.specs for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
+        shapes = [list(dict.fromkeys(spec.shape for spec in specs)) for specs in zip(*alike, strict=True)]
+        if not any(len(seen) >= MANY_SHAPES for seen in shapes):
+            return {}
+        pairs = zip(self.signature.paths, shapes, strict=True)
+        return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
 
     def _apart_from_leaves(self) -> tuple[object, ...]:
-        return self.signature.tree, self.flags, self.settings, self.max_grad_norm
+        signature = self.signature
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.max_grad_norm
 
 
 def _difference(was: object, now: object) -> str:
