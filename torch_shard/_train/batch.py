@@ -32,6 +32,11 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
+    @property
+    def paths(self) -> list[str]:
+        """Path of each array leaf, for messages."""
+        return array_paths(self.rebuild([torch.empty(spec.shape, device="meta") for spec in self.specs]))
+
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         batch = jax.tree.unflatten(self.tree, list(self._rebuilt(tensors)))

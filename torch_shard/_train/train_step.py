@@ -166,7 +166,9 @@ class TrainStep(Step):
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
             )
-        return program(self._normal(state), arrays)
+        state, metrics = program(self._normal(state), arrays)
+        self._pace.follow(metrics["loss"])
+        return state, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
@@ -325,7 +327,9 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         program, arrays = self._prepare(batch)
-        return program(state, arrays)
+        metrics = program(state, arrays)
+        self._pace.follow(metrics["loss"])
+        return metrics
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
