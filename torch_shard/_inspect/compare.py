@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._common.caller import public
+from torch_shard._common.caller import public, speaks_as
 from torch_shard._common.convert import host_array
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call, check_count, check_number
 from torch_shard._device import to_cpu
-from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
-from torch_shard._train import TrainState, TrainStep, make_train_step, split_loss
+from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
+from torch_shard._train import TrainState, TrainStep, check_optimizer, make_train_step, split_loss
 
 MAX_ROWS = 30
 
@@ -80,6 +81,7 @@ class Comparison:
     tolerance: float
     losses: tuple[float, ...]
 
+    @speaks_as("raise_if_different")
     def raise_if_different(self, rtol: float | None = None) -> None:
         """Raise if anything differs by more than `rtol`.
 
@@ -90,6 +92,8 @@ class Comparison:
         Raises:
             AssertionError: With the names and how far they are apart.
         """
+        if rtol is not None:
+            check_number("rtol", rtol)
         limit = self.tolerance if rtol is None else rtol
         beyond = [row for row in self.rows if not row.worst <= limit]
         if beyond:
@@ -173,10 +177,15 @@ def compare_with_torch(
         ... )
         >>> found.raise_if_different()
     """
-    if steps < 1:
-        raise ValueError(f"compare_with_torch: steps must be at least 1, got {steps}.")
+    check_mesh(mesh)
+    check_count("steps", steps)
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        check_call(
+            "torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1) is one."
+        )
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
     return compare_batches(
         model,

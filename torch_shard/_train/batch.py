@@ -13,9 +13,11 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import Spec
-from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.caller import caller
+from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,19 @@ class BatchSignature:
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
+    leaves, tree = flatten(batch)
     if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
         adopt_torch_nodes(batch)
         leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
     _check_leaves(leaves)
-    signature = BatchSignature(tree, tuple(map(_describe, leaves)), _order(batch))
+    try:
+        described = tuple(map(_describe, leaves))
+    except TypeError:
+        for leaf, path in zip(leaves, _leaf_paths(batch), strict=True):
+            with named(path):
+                _describe(leaf)
+        raise
+    signature = BatchSignature(tree, described, _order(batch))
     return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
 
 
@@ -67,12 +76,12 @@ def _reordered(batch: Any, order: Any) -> Any:
 
 def _check_leaves(leaves: list[object]) -> None:
     for leaf in leaves:
-        if _describe(leaf) is leaf and type(leaf).__hash__ is None:
+        if type(leaf).__hash__ is None and not isinstance(leaf, np.ndarray | jax.Array):
             kind = type(leaf).__name__
             hint = f"jax.tree_util.register_dataclass({kind}) once" if dataclasses.is_dataclass(leaf) else "a dict"
             raise TypeError(
-                f"The batch has a leaf of type {kind}, which is neither an array nor a container that JAX knows. Pass "
-                f"its parts in a tuple or a dict, or make it known: {hint}."
+                f"{caller()}: the batch has a leaf of type {kind}, which is neither an array nor a container that JAX "
+                f"knows. Pass its parts in a tuple or a dict, or make it known: {hint}."
             )
 
 
@@ -88,7 +97,13 @@ def _describe(leaf: PyTree) -> object:
     return leaf
 
 
-def leaf_paths(batch: PyTree) -> list[str]:
+def _leaf_paths(batch: PyTree) -> list[str]:
     """Path of each leaf of a batch, for messages."""
     leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
     return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def array_paths(batch: PyTree, signature: BatchSignature) -> list[str]:
+    """Path of each array leaf."""
+    pairs = zip(_leaf_paths(batch), signature.leaves, strict=True)
+    return [path for path, kind in pairs if isinstance(kind, Spec)]

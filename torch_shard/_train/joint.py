@@ -8,13 +8,14 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar, cast
 
-import jax
 import torch
 from torch import nn
 
 from torch_shard._capture import Spec, TensorFn, note_modules
 from torch_shard._common.caller import caller
+from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, holdings
 from torch_shard._train.batch import BatchSignature
@@ -136,8 +137,8 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
-        return loss, [torch.as_tensor(x).detach() for x in leaves], tree
+        leaves, tree = flatten(metrics)
+        return loss, list(map(_as_metric, leaves)), tree
 
     def _buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
         """The buffers as forward left them."""
@@ -200,6 +201,39 @@ def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
+def _as_metric(value: PyTree) -> torch.Tensor:
+    """A leaf of the metrics as a tensor.
+
+    Raises:
+        TypeError: It is neither a tensor nor a number.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{caller()}: metrics must be tensors or numbers, but loss_fn returns {value!r:.99} among them. A compiled "
+            "program returns arrays alone: keep the rest outside."
+        ) from error
+    return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Refuse what cannot be called with a model and a batch.
+
+    Raises:
+        TypeError: It is not callable, takes other arguments, or compares predictions with targets.
+    """
+    check_call("loss_fn", loss_fn, "model", "batch")
+    if getattr(loss_fn, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"{caller()}: loss_fn is called with (model, batch), and {name} wants predictions and targets. Put them "
+            "together: lambda model, batch: loss(model(batch[0]), batch[1])."
+        )
+
+
 def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """Split what a loss function returned into a scalar and metrics, or say what it should return."""
     pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
@@ -212,6 +246,8 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
             f"{caller()}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; "
             f"it returned {found}{also}. Reduce the loss with .mean() or .sum()."
         )
+    if odd := [name for name in metrics if not isinstance(name, str)]:
+        raise TypeError(f"{caller()}: metrics are named by strings, but loss_fn names one {odd[0]!r}.")
     if taken := [name for name in RESERVED if name in metrics]:
         raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss, cast(dict[str, PyTree], metrics)
