@@ -1,5 +1,7 @@
 """The loop: to the bit after any stop, with an orderly refusal of what it cannot do."""
 
+import json
+import logging
 import random
 
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, values
+from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, squares, values
 from torch_shard._fit.data import Batches
 from torch_shard._fit.fit import Evaluation
 

@@ -4,9 +4,7 @@ These are the training flags of modules (`flags_hold`), the plain Python values 
 configuration hold (`ValueGuard`), and the plain attributes of modules (`PlainAttributes`).
 """
 
-import argparse
 import copy
-import dataclasses
 import functools
 import inspect
 import operator
@@ -17,21 +15,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, _is_plain
+from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, is_plain, is_record
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _SEQUENCES = (list, tuple, set, frozenset)
 
 _DEPTH, _MOST = 3, 1000
-
-
-def _is_record(value: object) -> bool:
-    """Tell whether a value is a bundle of settings, to be looked into."""
-    if isinstance(value, type):
-        return False
-    is_known = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
-    return is_known or (type(value).__name__.endswith("Config") and hasattr(value, "__dict__"))
 
 
 def _snapshot(value: object, depth: int = _DEPTH) -> object:
@@ -46,7 +36,7 @@ def _snapshot(value: object, depth: int = _DEPTH) -> object:
         return tuple((str(key), _snapshot(inner, depth - 1)) for key, inner in value.items())
     if isinstance(value, _SEQUENCES):
         return tuple(_snapshot(inner, depth - 1) for inner in value)
-    return _snapshot(vars(value), depth) if _is_record(value) and hasattr(value, "__dict__") else None
+    return _snapshot(vars(value), depth) if is_record(value) else None
 
 
 def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -95,11 +85,11 @@ def read_by(fn: Callable[..., object]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[object]:
-    """Values that a loss function and the forward methods of a model read from outside."""
+def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tuple[str, object]]:
+    """Values that a loss function and the forward methods of a model read from outside, with their names."""
     forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
     for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
-        yield from (read() for _, read in _of_function(fn))
+        yield from ((name, read()) for name, read in _of_function(fn))
 
 
 class ValueGuard:
@@ -110,7 +100,7 @@ class ValueGuard:
             id(value): (f"{path}.{name}" if path else name, value)
             for path, module in model.named_modules()
             for name, value in vars(module).items()
-            if _is_record(value)
+            if is_record(value)
         }
         readers = [*_of_function(loss_fn), *((name, lambda v=value: v) for name, value in records.values())]
         self._values = [(name, read, found) for name, read in readers if (found := _snapshot(read())) is not None]
@@ -126,11 +116,11 @@ class PlainAttributes:
     def __init__(self, module: nn.Module) -> None:
         skipped = _OF_TORCH | _HOOKS
         self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.deepcopy(value) if plain else value)
             for name, m in module.named_modules()
             for attribute, value in vars(m).items()
             if attribute not in skipped
-            and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
+            and ((plain := value is not None and is_plain(value)) or isinstance(value, torch.Tensor))
         ]
         _, self._owners, self._names, self._found = zip(*self._values, strict=True) if self._values else [()] * 4
 
@@ -144,7 +134,7 @@ class PlainAttributes:
             now = attributes.get(attribute)
             if now is value:
                 continue
-            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not _is_plain(now) or now != value:
+            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not is_plain(now) or now != value:
                 return path
         return None
 

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -28,13 +28,18 @@ _OF_NUMPY = frozenset(
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 
-def host_array(value: torch.Tensor | ArrayLike) -> np.ndarray:
-    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
+def host_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> np.ndarray:
+    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias.
+
+    Args:
+        value: On the host.
+        rounds: Take 64-bit floating point where JAX has 32 bits.
+    """
     if isinstance(value, torch.Tensor):
         value = tensor_to_numpy(value)
     elif isinstance(value, (bool, int, float, complex)):
         value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
-    return narrow(np.asarray(value))
+    return narrow(np.asarray(value), rounds=rounds)
 
 
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -51,20 +56,21 @@ def _is_foreign(dtype: np.dtype) -> bool:
     return dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8"))
 
 
-def narrow(array: np.ndarray) -> np.ndarray:
-    """`array` in the dtype that JAX will hold, refused where that would change a value."""
-    if array.dtype == object:
-        raise (
-            OverflowError(f"{array.item()!r} does not fit 64 bits.")
-            if array.ndim == 0
-            else TypeError(
-                f"A numpy array of dtype object and shape {array.shape} is no tensor. Convert it with .astype(...)."
-            )
-        )
+def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
+    """`array` in the dtype that JAX will hold, refused where that would change a value.
+
+    Args:
+        array: Of any dtype.
+        rounds: Floating-point numbers may be rounded, though not to infinity.
+    """
+    if array.dtype == object:  # an int that numpy has no dtype for, or a list of anything
+        raise OverflowError(f"{array.tolist()!r:.99} does not fit 64 bits. Give numbers of fewer digits, or floats.")
     target = jax.dtypes.canonicalize_dtype(array.dtype)
     if target == array.dtype:
         return array
     if array.dtype.kind in "fc":
+        if rounds:
+            return _rounded(array, target)
         raise TypeError(
             f"A {array.dtype} array of shape {array.shape} needs 64 bits, and JAX has them switched off. Convert it "
             "(tensor.float(), array.astype('float32')), or jax.config.update('jax_enable_x64', True) at the start."
@@ -77,6 +83,17 @@ def narrow(array: np.ndarray) -> np.ndarray:
             "start of the program keeps them."
         )
     return array.astype(target)
+
+
+def _rounded(array: np.ndarray, target: np.dtype) -> np.ndarray:
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(target)
+    except FloatingPointError as error:
+        raise OverflowError(
+            f"A {array.dtype} array of shape {array.shape} has values beyond {target}, and JAX has 64 bits switched "
+            "off. Scale it, or jax.config.update('jax_enable_x64', True) at the start of the program."
+        ) from error
 
 
 def to_host(array: jax.Array) -> torch.Tensor:
@@ -95,14 +112,18 @@ def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.Sha
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype, sharding=getattr(value, "sharding", None))
 
 
-def flatten(tree: PyTree) -> tuple[list[PyTree], object]:
+def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tuple[list[PyTree], object]:
     """`jax.tree.flatten`, with an error of ours where a dict has keys that cannot be put in order.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: Tells what JAX is not to look into.
 
     Raises:
         TypeError: There is such a dict.
     """
     try:
-        return jax.tree.flatten(tree)
+        return jax.tree.flatten(tree, is_leaf)
     except ValueError as error:
         keys = _unsortable(tree)
         if keys is None:

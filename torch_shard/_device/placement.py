@@ -191,7 +191,10 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
-    return to_host(value.jax() if isinstance(value, JaxTensor) else value)
+    array = value.jax() if isinstance(value, JaxTensor) else value
+    if array.is_deleted():
+        raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
+    return to_host(array)
 
 
 class BatchLayout:
@@ -258,6 +261,6 @@ class BatchLayout:
         if not isinstance(array, jax.Array):
             # A copy, as the caller may write to its batch while the step still runs; not by `device_put`, whose Python
             # costs twice as much.
-            host = np.array(host_array(array), order="C")
+            host = np.array(host_array(array, rounds=True), order="C")
             return jax.make_array_from_callback(host.shape, self.sharding(host.ndim), host.__getitem__)
         return jax.device_put(array, self.sharding(array.ndim))

@@ -89,7 +89,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
 
     Args:
         model: Any module, on any device, the meta device too; it is only read.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
         batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes matter.
         train: True for the loss with its gradients; False for the loss in eval mode, as `make_eval_step` has it.
 

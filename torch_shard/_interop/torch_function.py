@@ -14,7 +14,7 @@ import torch
 
 from torch_shard._capture import ActiveRegions, Captured, Spec, TensorFn, active_regions, binding, is_literal, repeating
 from torch_shard._common.axes import into_shares, map_together, sum_shares
-from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.static import Static
@@ -82,6 +82,13 @@ class FlatFunction:
         return found
 
     def _refuse_writes(self, graph: Captured[Any]) -> None:
+        if graph.graded:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in graph.graded)
+            raise NotImplementedError(
+                f"{self.what} leaves gradients in .grad of tensors that it closes over, of shapes {shapes}, where a "
+                "compiled function cannot put them. Use torch.autograd.grad within it, or jax_value_and_grad, and "
+                "return the gradients."
+            )
         if graph.written:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "
@@ -213,7 +220,7 @@ class TorchFunction:
         self._flat: dict[object, FlatFunction] = {}
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]

@@ -4,6 +4,7 @@ Each takes the keyword arguments of the JAX transform that it adapts. Adapted fu
 allows, take torch tensors of the CPU or the jax device, numpy arrays and Python numbers, and return jax-device tensors.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._common.caller import caller, public
+from torch_shard._common.caller import caller, public, speaks_as
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import as_positions, check_kind, check_options, check_positions
@@ -74,8 +76,8 @@ class _TorchGradient:
         out = self.fn(*given, **kwargs)
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
-                f"jax_value_and_grad: with has_aux=True {self.__qualname__}() must return a pair of a scalar and anything "
-                f"else, it returned {type(out).__name__}."
+                f"jax_value_and_grad: with has_aux=True {self.__qualname__}() must return a pair of a scalar and "
+                f"anything else, it returned {type(out).__name__}."
             )
         value, aux = out if self.has_aux else (out, None)
         _check_scalar(value, self.__qualname__)
@@ -217,11 +219,26 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
         if kwargs.get(name) is not None:
             check_positions(name, kwargs[name])
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
+        check_kind("in_shardings, or out_shardings,", sharding, jax.sharding.Sharding | PartitionSpec)
         if isinstance(sharding, jax.sharding.NamedSharding):
             check_mesh(sharding.mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        return jax.jit(run, **_as_ours(kwargs, num_args))
+        compiled = jax.jit(run, **_as_ours(kwargs, num_args))
+
+        @speaks_as("jax_jit")
+        def call(*args: PyTree, **named: PyTree) -> PyTree:
+            try:
+                return compiled(*args, **named)
+            except TypeError as error:
+                if found := re.search(r"of type <class '([^']+)'>", str(error)):
+                    raise TypeError(
+                        f"jax_jit: arguments and results are tensors or numbers, in containers that JAX knows, but one is a "
+                        f"{found[1]}. Bind it with functools.partial, or name it in static_argnums."
+                    ) from error
+                raise
+
+        return call
 
     return adapt(fn, PerClosure(pure_of(fn), compile_for))
 

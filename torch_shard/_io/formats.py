@@ -154,8 +154,8 @@ class TorchFile:
             named = re.search(r"GLOBAL (\S+)", str(error))
             what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
             raise ValueError(
-                f"{caller()}: {self.shown} holds more than tensors and plain containers: it {what}. To rebuild that may "
-                "run code from the file, so it is not read. Where you trust it, save its state_dict alone: "
+                f"{caller()}: {self.shown} holds more than tensors and plain containers: it {what}. To rebuild that "
+                "may run code from the file, so it is not read. Where you trust it, save its state_dict alone: "
                 "torch.save(model.state_dict(), path), or as safetensors."
             ) from error
         except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
@@ -300,8 +300,8 @@ def _choose(folder: Path, names: tuple[str, str], suffixes: tuple[str, ...]) -> 
     parts = [p.name for p in found if _PART.search(p.stem)]
     if parts and not usual:
         raise FileNotFoundError(
-            f"{caller()}: {folder} holds {', '.join(parts)}, which are parts of several, but not their index {names[1]}. "
-            "Fetch it, or export again."
+            f"{caller()}: {folder} holds {', '.join(parts)}, which are parts of several, but not their index "
+            f"{names[1]}. Fetch it, or export again."
         )
     if len(found) == 1:
         return found[0]
@@ -321,8 +321,8 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
     missing = [file for file in names_of if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{caller()}: {path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or export "
-            "it again."
+            f"{caller()}: {path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or "
+            "export it again."
         )
     files = {file: open_file(path.parent / file) for file in sorted(names_of)}
     faults = [

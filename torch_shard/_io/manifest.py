@@ -291,7 +291,7 @@ class Head:
         """
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']!r}, must be {FORMAT}")
-        stored = [SavedArray.from_json(one) for one in found["stored"]]
+        stored = [SavedArray.from_json(one) for one in list[Any](found["stored"])]
         if len({entry for one in stored for entry in one.entries}) < sum(len(one.entries) for one in stored):
             raise ValueError("an entry is stored twice")
         return cls(
@@ -330,7 +330,7 @@ RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64
 
 def random_settings() -> dict[str, str | bool]:
     """The present values of `RANDOM`."""
-    return {name: jax.config.values[name] for name in RANDOM}
+    return {name: getattr(jax.config, name) for name in RANDOM}
 
 
 def check_random(path: Path, saved: Mapping[str, str | bool]) -> None:

@@ -3,17 +3,27 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
+from torch_shard._capture import (
+    ModuleFlags,
+    PlainAttributes,
+    ValueGuard,
+    clocks_noted,
+    flags_hold,
+    generator_states,
+    made_buffers,
+    reached_by,
+)
 from torch_shard._common.caller import caller
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
@@ -62,6 +72,8 @@ class LossProgram:
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
+        self.made_buffers = made_buffers(program.graph.changed)
+        """Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it."""
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
@@ -204,22 +216,41 @@ def loss_program(
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
-        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        drawn = generator_states(reached_by(model, loss_fn))
+        with clocks_noted() as clocks, _told(what, signature):
+            captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-            _refuse_counting(joint, what, name)
+            _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more
+        if clocks:
+            _refuse_counting(joint, what, f"reads {clocks[0]}")
+        if drawn != generator_states(reached_by(model, loss_fn)):
+            _refuse_counting(joint, what, "draws from a generator of Python or numpy")
         programs[key] = LossProgram(captured, model, guard)
     return programs[key]
 
 
-def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
-    """Refuse a loss that depends on a value that it changes with each call: two captures then differ."""
+@contextlib.contextmanager
+def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
+    """Let an error of the user's own code say that it ran for a capture, and on what."""
+    try:
+        yield
+    except Exception as error:
+        shown = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in signature.specs[:9]) or "no arrays"
+        note = f"{what} was captured, once, for a batch of {shown}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _refuse_counting(joint: JointLoss, what: str, does: str) -> None:
+    """Refuse a loss that depends on a value that differs with each call: two captures then differ."""
     captures = [joint(None) for _ in range(2)]
     first, second = (Program(fn, specs, what).graph.module.code for fn, specs in captures)
     if first != second:
         raise NotImplementedError(
-            f"{what} changes {name} on each call and depends on it, but a compiled program is the same for every "
-            "call. Pass it in the batch, or make it a buffer of the model."
+            f"{what} {does} and depends on it, but a compiled program is the same for every call. Pass it in the "
+            "batch, or make it a buffer of the model."
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
 from torch_shard._device import BatchLayout
@@ -19,8 +20,8 @@ from torch_shard._sharding import LossFn, ResolvedPlan, check_current_mesh, hold
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
-from torch_shard._train.joint import check_loss_fn
 from torch_shard._train.loss_program import LossProgram, loss_program
+from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.programs import ProgramKey, StepProgram
@@ -142,12 +143,14 @@ class Step:
     def _place(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> list[jax.Array]:
         """The array leaves of a batch, on the mesh."""
         if signature not in self._layouts:
-            self._layouts[signature] = self._choose_layout(leaves, array_paths(batch, signature))
+            paths = array_paths(batch)
+            self._layouts[signature] = self._choose_layout(leaves, paths)
+            self._say_rounded(paths, signature)
         layout = self._layouts[signature]
         try:
             return layout.put(leaves)
         except (TypeError, OverflowError, NotImplementedError):
-            for leaf, path in zip(leaves, array_paths(batch, signature), strict=True):
+            for leaf, path in zip(leaves, array_paths(batch), strict=True):
                 with named(path):
                     layout.put([leaf])
             raise
@@ -161,6 +164,16 @@ class Step:
         self.layout.check(leaves, paths)
         self._microbatches.check(leaves, paths)
         return self.layout
+
+    def _say_rounded(self, paths: list[str], signature: BatchSignature) -> None:
+        wide = [p for p, s in zip(paths, signature.specs, strict=True) if s.dtype in (torch.float64, torch.complex128)]
+        if wide and not has_x64():
+            logger.warning(
+                "%s: %s: 64-bit floating point, of which JAX keeps 32 bits: values are rounded before loss_fn sees "
+                "them. Differences of large numbers (times) lose digits; make them before, or enable jax_enable_x64.",
+                self.caller,
+                ", ".join(wide),
+            )
 
     def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
         if list(holdings(self.model).all) != list(self._held.all):
