@@ -1,5 +1,6 @@
-"""Tensors made into text in a capture: known values as they are, others described with a word in the log, or refused."""
+"""Tensors made into text in a capture: known values as they are, others described and warned of, or refused."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +29,11 @@ def doubled(use: Callable[[torch.Tensor], object]) -> torch.Tensor:
 def test_a_tensor_without_a_value_is_described(use: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert doubled(use).tolist() == [2, 2, 2]
     said = [r.getMessage() for r in caplog.records if r.name.startswith("torch_shard")]
-    assert len(said) == 1
-    assert "test_printing.py" in said[0]
-    assert "has no value while the program is made" in said[0]
+    assert any("test_printing.py" in text and "has no value while the program is made" in text for text in said)
 
 
 def test_the_description_names_shape_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    doubled(lambda x: print("sum", x))
+    doubled(lambda x: print("sum", x))  # noqa: T201
     assert capsys.readouterr().out == "sum tensor(..., size=(), dtype=torch.float32)\n"
 
 
@@ -47,12 +46,10 @@ def test_a_number_with_a_format_is_refused_by_line(use: Any) -> None:
 
 def test_a_refusal_that_the_function_catches_is_said_again() -> None:
     def use(x: torch.Tensor) -> None:
-        try:
+        with contextlib.suppress(Exception):
             x.item()
-        except Exception:
-            pass
 
-    with refuses(NAMED + r".*", NotImplementedError):
+    with refuses(NAMED, NotImplementedError):
         doubled(use)
 
 

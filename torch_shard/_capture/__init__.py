@@ -29,7 +29,7 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
-from torch_shard._capture.inputs import FAR, is_literal
+from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
@@ -37,7 +37,6 @@ from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
 __all__ = [
     "DEVICE_OF",
-    "FAR",
     "NUMBERS",
     "ActiveRegions",
     "Aux",

@@ -43,14 +43,14 @@ for _name in (name + unit for name in _CLOCKS for unit in ("", "_ns")):
     instead_of_attribute(time, _name)(_noting(_name, getattr(time, _name)))
 
 
-def generator_states(values: Iterable[object]) -> list[str]:
-    """The present states of those of some values that are generators of random numbers of Python or numpy."""
-    found: list[str] = []
-    for value in values:
+def generator_states(named: Iterable[tuple[str, object]]) -> dict[str, str]:
+    """The present states of those of some values, given with their names, that are generators of Python or numpy."""
+    found: dict[str, str] = {}
+    for name, value in named:
         if isinstance(value, random.Random):
-            found.append(str(value.getstate()))
+            found[name] = str(value.getstate())
         elif isinstance(value, np.random.Generator):
-            found.append(str(value.bit_generator.state))
+            found[name] = str(value.bit_generator.state)
         elif isinstance(value, np.random.RandomState):
-            found.append(str(value.get_state()))
+            found[name] = str(value.get_state())
     return found

@@ -8,14 +8,16 @@ import copy
 import functools
 import inspect
 import operator
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, is_plain, is_record
+from torch_shard._capture.provenance import is_own_file
+from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, NUMBERS, is_plain, is_record
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -59,6 +61,58 @@ def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
         yield from _of_object(fn, type(fn).__call__)
 
 
+def _followed(fns: Iterable[object]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name and reader of each value that functions reach, by themselves and through the user's own functions."""
+    todo, seen = list(fns), set[object]()
+    for fn in todo:  # which grows
+        key = id(getattr(fn, "__func__", fn)), id(getattr(fn, "__self__", None))
+        if key in seen or len(seen) == _MOST:
+            continue
+        seen.add(key)
+        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
+        code = getattr(fn if hasattr(fn, "__code__") else type(fn).__call__, "__code__", None)
+        for name, read in [*_of_function(fn), (type(owner).__name__, lambda o=owner: o)]:
+            value = read()
+            yield name, read
+            if _is_own(value):
+                todo.append(value)
+            elif _is_of_own(value):
+                for attribute in code.co_names if code else ():
+                    held = getattr(value, "__dict__", {})
+                    if attribute in held and not isinstance(value, nn.Module):  # those are `PlainAttributes`
+                        yield f"{name}.{attribute}", functools.partial(held.get, attribute)
+                    todo += [part for part in _functions(value, attribute) if _is_own(part)]
+
+
+def _functions(value: object, attribute: str) -> list[object]:
+    """The function that an attribute of an object, a class or a Python module stands for."""
+    found = inspect.getattr_static(value, attribute, None)
+    if isinstance(found, types.FunctionType) and not isinstance(value, (type, types.ModuleType)):
+        return [types.MethodType(found, value)]
+    if isinstance(found, property) and found.fget is not None:
+        return [types.MethodType(found.fget, value)]
+    return [getattr(found, "__func__", found)]
+
+
+def _is_own(value: object) -> bool:
+    """Tell whether a value is a function in a file of the user's own."""
+    code = getattr(value, "__code__", None)
+    return (
+        isinstance(value, (types.FunctionType, types.MethodType)) and code is not None and is_own_file(code.co_filename)
+    )
+
+
+def _is_of_own(value: object) -> bool:
+    """Tell whether a value is a module, a class or an instance of a class, in a file of the user's own."""
+    module = (
+        value
+        if isinstance(value, types.ModuleType)
+        else sys.modules.get(value.__module__ if isinstance(value, type) else type(value).__module__)
+    )
+    file = getattr(module, "__file__", None)
+    return module is not None and (module.__name__ == "__main__" or (file is not None and is_own_file(file)))
+
+
 def _of_object(owner: object, method: object) -> Iterator[tuple[str, Callable[[], object]]]:
     """The attributes that a method names."""
     for name in getattr(getattr(method, "__code__", None), "co_names", ()):
@@ -93,7 +147,11 @@ def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tup
 
 
 class ValueGuard:
-    """The plain values that a loss function reads from outside, and the records among a model's attributes."""
+    """The plain values that a loss function reads from outside, and the records among a model's attributes.
+
+    Plain functions, methods and modules of the user's own files are followed: what a loss, or a forward, reads through
+    them counts as well. What installed libraries read by themselves does not.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., object]) -> None:
         records = {
@@ -102,12 +160,23 @@ class ValueGuard:
             for name, value in vars(module).items()
             if is_record(value)
         }
-        readers = [*_of_function(loss_fn), *((name, lambda v=value: v) for name, value in records.values())]
+        forwards = [types.MethodType(type(module).forward, module) for module in model.modules()]
+        readers = [
+            *_of_function(loss_fn),
+            *_followed([loss_fn, *(forward for forward in forwards if _is_own(forward))]),
+            *((name, lambda v=value: v) for name, value in records.values()),
+        ]
         self._values = [(name, read, found) for name, read in readers if (found := _snapshot(read())) is not None]
 
     def changed(self) -> str | None:
         """The name of one that has another value now."""
         return next((name for name, read, before in self._values if _snapshot(read()) != before), None)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The numbers and strings: a program keeps them until they change."""
+        values = ((name, read()) for name, read, _ in self._values)
+        return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in values if isinstance(value, NUMBERS)))
 
 
 class PlainAttributes:

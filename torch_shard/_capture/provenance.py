@@ -25,6 +25,12 @@ def is_user_file(filename: str) -> bool:
     return not is_python and not filename.startswith(_LIBRARIES)
 
 
+def is_own_file(filename: str) -> bool:
+    """Tell whether a file is the user's own and not one of an installed library; what was typed in counts."""
+    typed = filename.startswith("<") and not filename.startswith("<frozen")
+    return typed or (is_user_file(filename) and not any(folder in filename for folder in _INSTALLED))
+
+
 def user_frame(error: BaseException) -> str:
     """The innermost line of the user's own code in the traceback of `error`, as `File "...", line N: source`."""
     frames = traceback.extract_tb(error.__traceback__)

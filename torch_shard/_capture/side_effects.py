@@ -119,7 +119,8 @@ class SideEffects:
     def training(self, module: nn.Module) -> bool:
         """The training flag that a module had."""
         noted = self._before.get(id(module))
-        return module.training if noted is None else bool(noted.values["training"])
+        # one that torch.compile or torch.jit.script made has it elsewhere
+        return bool(module.training if noted is None else noted.values.get("training", module.training))
 
     def _note(self, path: str, owner: object, skipped: tuple[str, ...], depth: int) -> None:
         if id(owner) in self._before:

@@ -14,13 +14,13 @@ from rich.console import Console
 from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed
+from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.signals import StopRequest
 from torch_shard._io import Checkpointer
-from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_norm
+from torch_shard._train import EvalStep, Placed, TrainState, TrainStep, check_max_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def fit(
     max_grad_norm: float | None = math.inf,
     seed: int = 0,
     prefetch: int = 2,
+    prove_steps: int = 0,
     progress: bool | Console = True,
 ) -> TrainState:
     """Train until the state has seen `steps` batches, and go on where an earlier call was cut off.
@@ -76,12 +77,15 @@ def fit(
         seed: Of the order of the data, from 0 to 2**32 - 1: each epoch of `loader` draws from `(seed, epoch)`, whatever
             was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
+        prove_steps: So many steps of this call are first compared with eager torch on the CPU, as `step.prove` does,
+            by its own random numbers. A difference ends the run before that step. Steps after them cost nothing more.
         progress: True shows a bar; a rich console shows it there.
 
     Returns:
         The state that has seen `steps` batches.
 
     Raises:
+        AssertionError: A step of `prove_steps` differs from eager torch; the state before it is saved.
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
         SystemExit: `SIGTERM` came, and the state is saved; with status 143.
@@ -108,6 +112,8 @@ def fit(
         20
     """
     _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
+    if not is_integer(prove_steps) or prove_steps < 0:
+        raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
     _check_on_bad_step(on_bad_step)
     seed = check_seed(seed)
     check_max_grad_norm(max_grad_norm)
@@ -133,7 +139,8 @@ def fit(
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
         guard = BadStepPolicy(on_bad_step, max_grad_norm)
-        return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
+        run = _Loop(step, ahead, steps, start + prove_steps, evaluation, eval_every, checkpointer, reports, guard, stop)
+        return run.run(state, start)
 
 
 def _check_numbers(eval_every: object, **numbers: object) -> None:
@@ -205,6 +212,7 @@ class _Loop:
     step: TrainStep
     ahead: Ahead
     steps: int
+    proved_until: int
     evaluation: Evaluation | None
     eval_every: int | None
     checkpointer: Checkpointer | None
@@ -218,6 +226,8 @@ class _Loop:
         try:
             while position < self.steps and not agree(self.stop.received is not None):
                 placed = next(self.ahead)
+                if position < self.proved_until:
+                    self._prove(state, placed, position)
                 state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
                 position += 1
                 self.reports.flush()  # of the batch before, while this one is computed
@@ -235,6 +245,16 @@ class _Loop:
         if position < self.steps and stopped is None:
             self.stop.leave()
         return state
+
+    def _prove(self, state: TrainState, placed: Placed, position: int) -> None:
+        """Compare the step that is to come with eager torch, before anything of the state is lost."""
+        found = self.step.prove(state, placed, max_grad_norm=self.guard.max_grad_norm)
+        found.raise_if_different()
+        worst = found.rows[0]
+        logger.info(
+            "fit: step %d is that of %s: the largest difference is %.1e (%s %s).",
+            *(position + 1, found.reference, worst.worst, worst.kind, worst.name),
+        )
 
     def _between(self, state: TrainState, position: int) -> None:
         """Do what is due after this batch."""

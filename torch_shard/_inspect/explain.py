@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, capture
+from torch_shard._capture import Captured, ValueGuard, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
@@ -47,6 +47,8 @@ class Explanation:
         unreached: Trainable parameters that the loss does not reach.
         skipped_checks: Places of checks of values, which a compiled program does not make.
         random: True if it draws random numbers.
+        frozen: Numbers and strings that the loss and forward read from outside, in the user's own files: a step keeps
+            them until they change, and then compiles again. Those that installed libraries read it keeps for ever.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -64,6 +66,7 @@ class Explanation:
     unreached: tuple[str, ...]
     skipped_checks: tuple[str, ...]
     random: bool
+    frozen: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Operator, ...]:
@@ -80,6 +83,7 @@ class Explanation:
         notes += [f"closes over a tensor of shape {shape}" for shape in self.closure]
         notes += [f"does not reach {name}" for name in self.unreached]
         notes += [f"skips the check in {place}" for place in self.skipped_checks]
+        notes += [f"keeps {value}" for value in self.frozen]
         return Group(table, Text("\n".join(notes)))
 
 
@@ -121,6 +125,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
+        frozen=ValueGuard(model, loss_fn).frozen,
     )
 
 

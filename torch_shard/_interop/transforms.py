@@ -233,8 +233,8 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
             except TypeError as error:
                 if found := re.search(r"of type <class '([^']+)'>", str(error)):
                     raise TypeError(
-                        f"jax_jit: arguments and results are tensors or numbers, in containers that JAX knows, but one is a "
-                        f"{found[1]}. Bind it with functools.partial, or name it in static_argnums."
+                        "jax_jit: arguments and results are tensors or numbers, in containers that JAX knows, but one "
+                        f"is a {found[1]}. Bind it with functools.partial, or name it in static_argnums."
                     ) from error
                 raise
 

@@ -1,8 +1,10 @@
 """The compiled step: loss program, state, optimiser update, microbatches."""
 
 from torch_shard._train.batch import flatten_batch
+from torch_shard._train.comparison import ROUNDING, Comparison, Values, array_of, difference_of, numbers_of
+from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss
 from torch_shard._train.joint import JointLoss, LossShape
-from torch_shard._train.loss_result import check_loss_fn, split_loss
+from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.optimizer import check_optimizer
 from torch_shard._train.state import KINDS, TrainState
@@ -12,6 +14,8 @@ from torch_shard._train.train_step import EvalStep, TrainStep
 
 __all__ = [
     "KINDS",
+    "ROUNDING",
+    "Comparison",
     "EvalStep",
     "JointLoss",
     "LossShape",
@@ -19,11 +23,17 @@ __all__ = [
     "Step",
     "TrainState",
     "TrainStep",
+    "Values",
+    "array_of",
     "check_loss_fn",
     "check_max_grad_norm",
     "check_optimizer",
+    "difference_of",
+    "eager_copy",
+    "eager_gradients",
+    "eager_loss",
     "flatten_batch",
     "make_eval_step",
     "make_train_step",
-    "split_loss",
+    "numbers_of",
 ]

@@ -152,8 +152,8 @@ class JointLoss:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
-                "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, or "
-                "a loss of the batch alone."
+                "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
+                "or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
         without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)

@@ -224,8 +224,9 @@ def loss_program(
             guard = ValueGuard(model, loss_fn)  # it counted once more
         if clocks:
             _refuse_counting(joint, what, f"reads {clocks[0]}")
-        if drawn != generator_states(reached_by(model, loss_fn)):
-            _refuse_counting(joint, what, "draws from a generator of Python or numpy")
+        after = generator_states(reached_by(model, loss_fn))
+        if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
+            _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
         programs[key] = LossProgram(captured, model, guard)
     return programs[key]
 

@@ -102,6 +102,7 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
+        num_draws: How many random operators it runs; None where PyTorch decomposes some.
         made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
     """
 
@@ -109,6 +110,7 @@ class StepProgram:
         self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
     ) -> None:
         self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
+        self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None

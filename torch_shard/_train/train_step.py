@@ -5,6 +5,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
@@ -22,9 +23,11 @@ from torch_shard._device import BatchLayout, put, refuse_meta, refuse_wide, to_h
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
+from torch_shard._train.comparison import Comparison
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
+from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.state import StateLayout, TrainState
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
@@ -231,6 +234,45 @@ class TrainStep(Step):
         tensors = {name: self._held.all[name] for name in names}
         refuse_meta(tensors)
         return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
+
+    @functools.cached_property
+    def gradient_step(self) -> GradientStep:
+        """The program that `prove` compares."""
+        return GradientStep(self.model, self.loss_fn, self.options)
+
+    @speaks_as(None)
+    def prove(self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None) -> Comparison:
+        """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
+
+        Random numbers (dropout) are drawn alike: eager torch gets those of the step. Where float32 differs and float64
+        does not, it is rounding that the model magnifies, and no difference. It takes memory for the state twice, and
+        the time to compile the gradients once more; the step is as fast as before.
+
+        Args:
+            state: Only read.
+            batch: As the step takes it.
+            max_grad_norm: As the step takes it.
+
+        Returns:
+            A `Comparison` of the loss, the metrics, each gradient and buffer with eager torch, and of each parameter
+            after the step with what optax makes of the gradients; `raise_if_different()` names what is apart.
+
+        Raises:
+            NotImplementedError: Eager torch cannot draw the random numbers of the step.
+
+        Example:
+            >>> import optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> step = ts.make_train_step(
+            ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.adamw(0.1),
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
+        """
+        check_max_grad_norm(max_grad_norm)
+        self._check_state(state)
+        self._check_names(state)
+        return prove(self, state, batch, max_grad_norm)
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
