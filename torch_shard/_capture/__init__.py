@@ -2,6 +2,7 @@
 
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
+from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
 from torch_shard._capture.fakes import (
     StaleTensor,
@@ -56,12 +57,14 @@ __all__ = [
     "bound_tensors",
     "capture",
     "casting",
+    "clocks_noted",
     "current_mode",
     "current_user_line",
     "depends_on_inputs",
     "drawing_along",
     "equate",
     "flags_hold",
+    "generator_states",
     "hold",
     "in_transform",
     "is_fake",

@@ -14,7 +14,8 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
+from torch_shard._common.validate import check_call, check_count
+from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
 from torch_shard._train import (
     ROUNDING,
     Comparison,
@@ -23,6 +24,7 @@ from torch_shard._train import (
     TrainStep,
     Values,
     array_of,
+    check_optimizer,
     difference_of,
     eager_copy,
     eager_gradients,
@@ -77,10 +79,15 @@ def compare_with_torch(
         ... )
         >>> found.raise_if_different()
     """
-    if steps < 1:
-        raise ValueError(f"compare_with_torch: steps must be at least 1, got {steps}.")
+    check_mesh(mesh)
+    check_count("steps", steps)
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        check_call(
+            "torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1) is one."
+        )
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
     return compare_batches(
         model,

@@ -22,7 +22,16 @@ from torch_shard._sharding.entries import (
     unsaved_buffers,
     with_values,
 )
-from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._sharding.mesh import (
+    as_devices,
+    axes_of,
+    check_current_mesh,
+    check_mesh,
+    describe_mesh,
+    describe_spec,
+    find_spec_faults,
+    make_mesh,
+)
 from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, make_matcher
 from torch_shard._sharding.stacked import (
     Layout,
@@ -45,8 +54,10 @@ __all__ = [
     "ShardingPlan",
     "Stacks",
     "TensorPlaces",
+    "as_devices",
     "as_dicts",
     "axes_of",
+    "check_current_mesh",
     "check_mesh",
     "describe_group",
     "describe_mesh",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 
 Array = torch.Tensor | np.ndarray[Any, Any] | jax.Array
@@ -84,8 +85,8 @@ def take_apart(value: object, path: str) -> tuple[TakenApart, list[tuple[str, Ar
     walk.visit(value, "")
     if id(value) in walk.unknown:
         raise TypeError(
-            f"{path} is of type {type(value).__name__}, which is neither an array nor an object whose attributes can "
-            "be read. Pass its arrays in a dict or a tuple."
+            f"{caller()}: {path} is of type {type(value).__name__}, which is neither an array nor an object whose "
+            "attributes can be read. Pass its arrays in a dict or a tuple."
         )
     holes = [torch.empty(tuple(array.shape), device="meta") for _, array in walk.arrays]
     memo = {id(array): hole for (_, array), hole in zip(walk.arrays, holes, strict=True)} | walk.unknown
@@ -94,8 +95,8 @@ def take_apart(value: object, path: str) -> tuple[TakenApart, list[tuple[str, Ar
         skeleton = copy.deepcopy(value, cast(dict[int, object], memo))
     except Exception as error:
         raise TypeError(
-            f"{path} is of type {type(value).__name__}, which cannot be copied to hold other tensors ({error}). Pass "
-            "its arrays in a dict or a tuple."
+            f"{caller()}: {path} is of type {type(value).__name__}, which cannot be copied to hold other tensors "
+            f"({error}). Pass its arrays in a dict or a tuple."
         ) from error
     return TakenApart(tuple(walk.parts), skeleton, tuple(holes), tuple(walk.kept)), walk.arrays
 

@@ -6,19 +6,17 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import cast
 
-import jax
 import torch
 from torch import nn
 
 from torch_shard._capture import Spec, TensorFn, binding, note, reached_by, runs_user_backward
 from torch_shard._common.caller import caller
-from torch_shard._common.types import PyTree
+from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.loss_result import split_loss
+from torch_shard._train.loss_result import as_metric, split_loss
 
 Check = Callable[[], None] | None
 
@@ -132,8 +130,8 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
-        return loss, [torch.as_tensor(x).detach() for x in leaves], tree
+        leaves, tree = flatten(metrics)
+        return loss, list(map(as_metric, leaves)), tree
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
@@ -154,7 +152,8 @@ class JointLoss:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
-                "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
+                "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
+                "or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
         without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
