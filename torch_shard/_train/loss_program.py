@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, made_buffers
+from torch_shard._capture import (
+    MetricCall,
+    ModuleFlags,
+    PlainAttributes,
+    ValueGuard,
+    flags_hold,
+    give_values,
+    made_buffers,
+)
 from torch_shard._common.caller import caller
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
@@ -95,6 +103,11 @@ class LossProgram:
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
+
+    @property
+    def calls(self) -> list[MetricCall]:
+        """What metric objects are to be given after each run, in order."""
+        return self.program.graph.aux.calls
 
     @property
     def buffers(self) -> list[str]:
@@ -206,7 +219,10 @@ def loss_program(
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
-        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        try:
+            captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        finally:
+            give_values()
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, name)
             guard = ValueGuard(model, loss_fn)  # it counted once more

@@ -23,6 +23,7 @@ from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.metric_updates import update_objects
 from torch_shard._train.options import StepOptions
 from torch_shard._train.state import StateLayout, TrainState
 from torch_shard._train.step import Step
@@ -163,7 +164,9 @@ class TrainStep(Step):
                 "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
                 "the call returned: state, metrics = step(state, batch)."
             )
-        return program(self._normal(state), arrays)
+        state, metrics = program(self._normal(state), arrays)
+        update_objects(program.calls, metrics, self._microbatches.num)
+        return state, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
@@ -286,7 +289,9 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         program, arrays = self._prepare(batch)
-        return program(state, arrays)
+        metrics = program(state, arrays)
+        update_objects(program.calls, metrics, 1)
+        return metrics
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
