@@ -30,7 +30,9 @@ from torch_shard._capture.function_mode import (
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import is_literal
+from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
+from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
@@ -42,6 +44,8 @@ __all__ = [
     "Aux",
     "Captured",
     "Change",
+    "MetricCall",
+    "MetricCalls",
     "ModuleFlags",
     "PlainAttributes",
     "Same",
@@ -65,6 +69,7 @@ __all__ = [
     "equate",
     "flags_hold",
     "generator_states",
+    "give_values",
     "hold",
     "in_transform",
     "is_fake",

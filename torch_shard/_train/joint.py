@@ -10,13 +10,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, TensorFn, binding, note, reached_by, runs_user_backward
+from torch_shard._capture import MetricCall, MetricCalls, Spec, TensorFn, binding, note, reached_by, runs_user_backward
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_result import as_metric, split_loss
+from torch_shard._train.metric_updates import as_calls
 
 Check = Callable[[], None] | None
 
@@ -29,6 +30,7 @@ class LossShape:
     grads: list[GraphInput]
     buffers: list[str]
     metrics: object
+    calls: list[MetricCall]
     without_grad: tuple[GraphInput, ...]
 
 
@@ -112,26 +114,30 @@ class JointLoss:
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree = self._forward(batch, check)
+        loss, metrics, tree, calls = self._forward(batch, check)
         grads, without = self._gradients(loss, leaves)
         buffers = self._buffers()
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
-        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
+        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, calls, without)
 
     def _evaluation(
         self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        loss, metrics, tree = self._forward(batch, check)
-        return [loss, *self._buffers(), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
+        loss, metrics, tree, calls = self._forward(batch, check)
+        shape = LossShape(list(given), [], list(self._held.buffers), tree, calls, ())
+        return [loss, *self._buffers(), *metrics], shape
 
-    def _forward(self, batch: Sequence[torch.Tensor], check: Check) -> tuple[torch.Tensor, list[torch.Tensor], object]:
-        with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
+    def _forward(
+        self, batch: Sequence[torch.Tensor], check: Check
+    ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
+        casting = torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext()
+        with casting, (objects := MetricCalls()).noted():
             out = self._loss_fn(self._model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = flatten(metrics)
-        return loss, list(map(as_metric, leaves)), tree
+        leaves, tree = flatten({**metrics, **as_calls(objects.tensors)})
+        return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import (
+    MetricCall,
     ModuleFlags,
     PlainAttributes,
     ValueGuard,
     clocks_noted,
     flags_hold,
     generator_states,
+    give_values,
     made_buffers,
     reached_by,
 )
@@ -106,6 +108,11 @@ class LossProgram:
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
+
+    @property
+    def calls(self) -> list[MetricCall]:
+        """What metric objects are to be given after each run, in order."""
+        return self.program.graph.aux.calls
 
     @property
     def buffers(self) -> list[str]:
@@ -219,8 +226,11 @@ def loss_program(
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
-        with clocks_noted() as clocks, _told(what, signature):
-            captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        try:
+            with clocks_noted() as clocks, _told(what, signature):
+                captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        finally:
+            give_values()
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more

@@ -115,6 +115,7 @@ class StepProgram:
     Attributes:
         without_grad: Trainable parameters that the loss does not reach.
         random: Whether it draws random numbers.
+        calls: What metric objects are to be given after each run.
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
@@ -128,6 +129,7 @@ class StepProgram:
         self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
+        self.calls = program.calls
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
