@@ -23,7 +23,7 @@ TIMM = rows(
     _timm("resnet10t", channels=(8, 16, 16, 32), stem_width=8),
     _timm("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2),
     _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
-    _timm("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 2)),
+    _timm("swin_tiny_patch4_window7_224", img_size=32, drop_path_rate=0.0, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 2)),
     _timm("mobilenetv3_small_050", 64, drop_rate=0.0),
     _timm("xcit_nano_12_p8_224", img_size=32, embed_dim=32, depth=2, num_heads=2),
     _timm("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2),

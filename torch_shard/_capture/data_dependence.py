@@ -16,7 +16,9 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._capture.checks import leads_only_to_raise
+from torch_shard._capture.masks import SELECTIONS, Masks
 from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of, is_random
 from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._common.types import Operator, PyTree
@@ -50,6 +52,7 @@ class DataDependence(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
+        self._masks = Masks(node_of)
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
@@ -73,9 +76,12 @@ class DataDependence(TorchDispatchMode):
             answer = self._answer(func, args)
             if answer is not None:
                 return answer
+        func, args = self._masks.unify(func, args)
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
+        if func in SELECTIONS and (node := self._node_of(result)) is not None:
+            node.meta[PLACE] = current_user_line()
         return result
 
     def _note_draw(self, result: PyTree) -> None:

@@ -18,6 +18,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
@@ -27,7 +28,9 @@ from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_give
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, return_writes
+from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
+from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
 from torch_shard._capture.side_effects import Change, settle
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
@@ -141,7 +144,9 @@ def _capture(
         return list(outputs)
 
     with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
-        with_views = make_fx(traced, decomposition_table=OPERATORS, _allow_non_fake_inputs=True)(*fakes)
+        with_views = make_fx(
+            traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
+        )(*fakes)
     if explain:
         explain_backward(with_views)
     constants = constants_to_inputs(with_views)
@@ -163,7 +168,11 @@ def _capture(
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
 
+    ragged = is_ragged(graph)
+
     def replay(*args: torch.Tensor) -> PyTree:
+        if ragged:
+            return WithMasks(graph).run(*args)
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
@@ -203,6 +212,12 @@ def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shap
 _VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointer", ".numpy() is not supported")
 
 
+_AFTER_A_SELECTION = (
+    " What a mask has selected may be worked on element by element or row by row, and then be reduced or written back; "
+    "here it meets {}."
+)
+
+
 @contextlib.contextmanager
 def _errors_for_users() -> Iterator[None]:
     """PyTorch's complaint that a value is needed becomes ours, with the user's file and line."""
@@ -211,15 +226,16 @@ def _errors_for_users() -> Iterator[None]:
     except Exception as error:
         if "We only support functionalizing operators" in str(error):
             raise NotImplementedError(f"An operator that writes in place cannot be captured: {error}") from error
-        shape_depends = isinstance(error, DynamicOutputShapeException)
+        shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise
         what = "the shape of a result depends" if shape_depends else "Python needs"
         raise NotImplementedError(
-            f"{user_frame(error)}\n"
+            f"{error.place if isinstance(error, UnknownSizeError) else user_frame(error)}\n"
             f"Here {what} {'on the values of a tensor' if shape_depends else 'the value of a tensor'}, but a compiled "
             "program is made once for all values. Use torch.where(condition, a, b) instead of `if`, torch.cond for "
             "whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
             ".item(), .tolist(), float() and print() outside of the compiled function."
+            f"{_AFTER_A_SELECTION.format(error.args[0].splitlines()[0]) if isinstance(error, UnknownSizeError) else ''}"
         ) from error
