@@ -55,6 +55,41 @@ def plain(model: nn.Module, batch: torch.Tensor, factor: float = 1.0) -> torch.T
     return model(batch).square().mean() * factor
 
 
+def beta() -> float:
+    return annealed()
+
+
+def annealed() -> float:
+    return FACTOR * schedule.current() + schedule.offset
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.value, self.offset = 1.0, 0.0
+
+    def current(self) -> float:
+        return self.halved * 2
+
+    @property
+    def halved(self) -> float:
+        return self.value / 2
+
+
+schedule = Schedule()
+
+
+def by_functions(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean() * beta()
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor()
+
+    def factor(self) -> float:
+        return beta()
+
+
 def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None]]]]:
     def cell() -> Any:
         factor = [1.0]
@@ -89,7 +124,23 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         model = Configured()
         return model, plain, lambda: model.settings.parts.append(2.0)
 
+    def through_functions() -> Any:
+        return nn.Linear(8, 8), by_functions, lambda: globals().__setitem__("FACTOR", 3.0)
+
+    def through_methods() -> Any:
+        schedule.value = 1.0
+        return nn.Linear(8, 8), by_functions, lambda: setattr(schedule, "value", 3.0)
+
+    def through_forward() -> Any:
+        schedule.offset = 0.0
+        return Scaled(8, 8), plain, lambda: setattr(schedule, "offset", 3.0)
+
+    def called_object() -> Any:
+        trainer = Trainer()
+        return nn.Linear(8, 8), trainer, lambda: setattr(trainer, "factor", 3.0)
+
     made = (cell, reassigned_tensor, module_global, bound_method, partial, settings_of_the_model, list_in_the_settings)
+    made += (through_functions, through_methods, through_forward, called_object)
     return {make.__name__: make for make in made}
 
 
@@ -97,7 +148,8 @@ PLAN = ts.ShardingPlan({}, default=P())
 
 
 @pytest.mark.parametrize("name", closures())
-def test_a_change_between_steps_is_seen(name: str) -> None:
+def test_a_change_between_steps_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
     model, loss_fn, change = closures()[name]()
     batch = torch.randn(8, 8)
     step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=PLAN)
@@ -196,3 +248,10 @@ def test_numbers_of_the_model_may_change(caplog: pytest.LogCaptureFixture) -> No
             np.testing.assert_allclose(metrics["loss"], squared_error(model, batch).item(), rtol=1e-5)
     assert "the attribute beta has another value" in caplog.text
     assert "the attribute shift has another value" in caplog.text
+
+
+def test_an_explanation_lists_what_a_program_keeps() -> None:
+    found = ts.explain_capture(nn.Linear(8, 8), by_functions, torch.ones(8, 8))
+    assert {f"FACTOR = {FACTOR}", f"schedule.offset = {schedule.offset}", f"Schedule.value = {schedule.value}"} <= set(
+        found.frozen
+    )

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import optax
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.errors import refuses
+from tests.tables.cases import BATCH, make_mesh, squared_error
 from torch_shard._capture import replacements as _initialisers
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # float32 sums and logarithms of sums, in another order
@@ -91,3 +95,37 @@ def test_no_outlier_at_the_ends_of_a_wide_interval(
     monkeypatch.setattr(torch.Tensor, "uniform_", extreme)
     drawn = _initialisers.trunc_normal_(torch.empty(3, dtype=dtype), 0, 0.02, -2, 2)
     assert 5 * 0.02 < drawn.abs().max() < 6 * 0.02
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_a_wrapper_runs_its_module_under_the_names_of_its_state_dict(wrapper: type, caplog: Any) -> None:
+    torch.manual_seed(0)
+    layer, batch = nn.Linear(8, 4), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    plan = ts.ShardingPlan({"module.weight": P("model")}, default=P())
+    model = wrapper(layer)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
+    with caplog.at_level("INFO", "torch_shard"):
+        state, _ = step(step.init(), batch)
+    assert f"{wrapper.__name__} runs its module" in caplog.text
+    squared_error(layer, batch).backward()
+    wanted = (layer.weight - 0.1 * layer.weight.grad).detach()
+    assert set(state.params) == set(model.state_dict())
+    torch.testing.assert_close(step.export(state).module.weight.detach(), wanted, **CLOSE)
+    assert model.module is layer
+
+
+def test_a_conversion_within_forward_is_refused() -> None:
+    layer = nn.Linear(8, 4)
+    with refuses(
+        r"(?s)test_replacements.*a Linear is converted from torch.float32 .* to torch.float64", NotImplementedError
+    ):
+        ts.jax_jit(lambda x: layer.double()(x.double()))(torch.ones(2, 8))
+    assert layer.weight.dtype is torch.float32

@@ -3,12 +3,17 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_shard as ts
-from tests.tables.cases import chosen
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.oracles.errors import refuses
+from tests.tables.cases import BATCH, Case, chosen
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -135,3 +140,95 @@ def test_half_precision_keeps_its_dtype() -> None:
     assert out.dtype is torch.bfloat16
     wanted = net.float()(x.float())[0].detach()
     torch.testing.assert_close(out.float(), wanted, rtol=0, atol=0.02)  # three steps of some roundings of 2**-9
+
+
+PACKED: dict[str, tuple[type[nn.Module], dict[str, Any], bool, int | None]] = {
+    f"{kind.__name__}, {options}, {'sorted' if is_sorted else 'unsorted'}, {total}": (kind, options, is_sorted, total)
+    for kind in (LSTM, GRU, RNN)
+    for is_sorted, total, options in [
+        (True, None, {"num_layers": 2}),
+        (False, 4, {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False}),
+        (False, 6, {"bidirectional": True}),
+    ]
+} | {"projected": (LSTM, {"proj_size": 3, "bidirectional": True, "num_layers": 2}, False, None)}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
+@pytest.mark.parametrize("name", chosen(PACKED, ["projected", list(PACKED)[4], list(PACKED)[-2]]))
+def test_packed_sequences_equal_eager_torch(name: str) -> None:
+    """Lengths are an input; what stands in the padding, and is no number, is not seen."""
+    kind, options, is_sorted, total = PACKED[name]
+    net, (_, *state) = made(kind, options)
+    lengths = torch.tensor([4, 3, 1] if is_sorted else [1, 4, 2])
+    batch_first = options.get("batch_first", False)
+    x = torch.randn(3, 4, 4).masked_fill(torch.arange(4)[None, :, None] >= lengths[:, None, None], torch.nan)
+    x = x if batch_first else x.transpose(0, 1).contiguous()
+
+    def loss(params: Any, tensors: Any, lengths: torch.Tensor) -> torch.Tensor:
+        x, *state = tensors
+        packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=is_sorted)
+        given = (packed.to(x.device), tuple(state) if len(state) == 2 else state[0])
+        out, last = torch.func.functional_call(net, params, given)
+        out, found = pad_packed_sequence(out, batch_first, padding_value=0.5, total_length=total)
+        pieces = [out, *(last if isinstance(last, tuple) else [last]), found.float()]
+        return sum((p * torch.linspace(0.5, 1.5, p.numel()).view(p.shape)).sum() for p in pieces)
+
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
+    given = [t.clone().requires_grad_() for t in (x, *state)]
+    value = loss(leaves, given, lengths)
+    wanted = torch.autograd.grad(value, [*leaves.values(), *given])
+    params = {name: leaf.detach() for name, leaf in leaves.items()}
+    fn = ts.jax_value_and_grad(loss, argnums=(0, 1))
+    found, (of_params, of_inputs) = ts.jax_jit(fn)(params, [x, *state], lengths)
+    torch.testing.assert_close(found.cpu(), value.detach(), **CLOSE)
+    for grad, other in zip([*(of_params[name] for name in leaves), *of_inputs], wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), other, **CLOSE)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.net, self.out = nn.Embedding(9, 8), GRU(8, 8, bidirectional=True), nn.Linear(16, 2)
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, lengths = batch
+        packed = pack_padded_sequence(self.tokens(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, lengths = pad_packed_sequence(self.net(packed)[0], batch_first=True)
+        return self.out(out.sum(1) / lengths[:, None])
+
+
+def test_packed_sequences_train_as_in_eager_torch(caplog: pytest.LogCaptureFixture) -> None:
+    def batch() -> Any:
+        lengths = torch.randint(1, 4, (BATCH,)).index_fill(0, torch.tensor([3]), 4)
+        return (torch.randint(0, 9, (BATCH, 4)), lengths), torch.randn(BATCH, 2)
+
+    case = Case("reader", Reader, batch, {"tokens.weight": P(None, "model"), "out.weight": P(None, "model")})
+    step = assert_follows(case, model := case.model(), eager_trajectory(case, num_steps=2), (4, 2))
+    assert "where no sequence of a batch fills the padded length of 4" in caplog.text
+    ((tokens, lengths), target) = batch()
+    _, metrics = step(step.init(), ((tokens, lengths.clamp(max=3)), target))
+    assert np.isnan(metrics["loss"])
+    half = ts.make_eval_step(
+        model, case.loss_fn, mesh=step.mesh, plan=case.plan, compute_dtype=torch.bfloat16
+    )  # not our operator, but what it stands for
+    found = half(step.init(), ((tokens, lengths), target))["loss"]
+    torch.testing.assert_close(float(found), case.loss_fn(model, ((tokens, lengths), target)).item(), rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (lambda packed: packed.data.mean(), "the data of a packed sequence is read"),
+        (lambda packed: packed[0].mean(), "the data of a packed sequence is read"),
+        (lambda packed: tuple(packed), "the data of a packed sequence is read"),
+        (lambda packed: packed.batch_sizes.sum(), "batch_sizes of a packed sequence is read"),
+        (lambda packed: torch.sum(packed.batch_sizes), "batch_sizes of a packed sequence is read"),
+        (lambda packed: len(packed.batch_sizes), "batch_sizes of a packed sequence is read"),
+    ],
+)
+def test_what_is_within_a_packed_sequence_is_refused(use: Any, match: str) -> None:
+    def total(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return use(pack_padded_sequence(x, lengths))
+
+    with refuses(rf"(?s)test_recurrent.*{match}.*after pad_packed_sequence", NotImplementedError):
+        ts.jax_jit(total)(torch.ones(4, 2, 3), torch.tensor([4, 1]))

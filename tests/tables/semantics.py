@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -613,3 +614,15 @@ def constants_as_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.tensor(True):
         x = torch.cat([second, first], 1)
     return m.b(m.a(x)) * scale.item() * float(torch.linspace(0, 1, 3)[1])
+
+
+@row(CONTROL)
+def what_a_compiled_program_goes_without(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Ranges of a profiler, a choice of kernels, moves of modules to where they are, anomaly mode, other compilers."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.profiler.record_function("first"), torch.autograd.set_detect_anomaly(True):
+        y = m.a.to(device)(x.to(device))
+    y = torch.profiler.record_function("again")(m.a.to(x.device).float().cpu())(y)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), torch.autocast(device.type, enabled=False):
+        y = y + F.scaled_dot_product_attention(y[None, None], y[None, None], y[None, None])[0, 0]
+    return m.b.to(y)(y) if not torch.jit.is_scripting() and torch.utils.data.get_worker_info() is None else y

@@ -1,10 +1,10 @@
 """The batch: what it may hold, and how it must divide."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import optax
+import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.errors import refuses
-from tests.tables.cases import CASE, make_mesh, make_step
+from tests.tables.cases import CASE, WHOLE, make_mesh, make_step
 
 
 def test_a_batch_that_does_not_divide() -> None:
@@ -25,23 +25,36 @@ def test_a_batch_that_does_not_divide() -> None:
         step(step.init(), (x[:6], y))
 
 
-def test_a_batch_of_an_unknown_kind() -> None:
-    @dataclasses.dataclass
-    class Pair:
-        x: torch.Tensor
-        y: torch.Tensor
-
-    step = make_step(CASE["mlp"])
-    with refuses(r"leaf of type Pair.*register_dataclass\(Pair\)", TypeError):
-        step(step.init(), Pair(torch.ones(8, 8), torch.ones(8, 4)))
-
-
 def test_integers_of_a_batch_must_fit() -> None:
     case = CASE["gpt"]
     step = make_step(case)
     x, y = case.batches(1)[0]
     with refuses("values from 0 to 1099511627776, which do not fit int32", OverflowError):
         step(step.init(), (x.clone().index_fill_(0, torch.tensor([0]), 2**40).clamp(min=0), y))
+
+
+def test_64_bit_floats_of_a_batch_are_rounded_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As eager torch does with the same loss, which has to convert them."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, weight = (torch.as_tensor(t) for t in batch)
+        assert x.dtype is y.dtype is torch.float64
+        return (weight * (model(x.float()) - y) ** 2).mean()
+
+    rng = np.random.default_rng(0)
+    batch = (rng.normal(size=(8, 8)), torch.from_numpy(rng.normal(size=(8, 2))), torch.ones(8, 1))
+    model = nn.Linear(8, 2)
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state = step.init()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert [r.getMessage()[:95] for r in caplog.records if r.levelname == "WARNING"] == [
+        "make_train_step: batch[0], batch[1]: 64-bit floating point, of which JAX keeps 32 bits: values "
+    ]
+    found = ts.compare_with_torch(model, loss_fn, batch, mesh=make_mesh((4, 2)), plan=WHOLE, steps=2)
+    found.raise_if_different()
+    with refuses(r"A float64 array of shape \(8, 8\) has values beyond float32", OverflowError):
+        step(state, (batch[0] * 1e300, *batch[1:]))
 
 
 def test_dicts_of_a_batch_keep_their_order() -> None:

@@ -1,8 +1,20 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
+from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
-from torch_shard._capture.fakes import equate, in_transform, is_fake, leave, rehearse, unknown_like, untraced
+from torch_shard._capture.fakes import (
+    StaleTensor,
+    depends_on_inputs,
+    equate,
+    in_transform,
+    is_fake,
+    leave,
+    made_buffers,
+    rehearse,
+    unknown_like,
+    untraced,
+)
 from torch_shard._capture.function_mode import (
     add_modules,
     as_captured,
@@ -11,13 +23,15 @@ from torch_shard._capture.function_mode import (
     current_mode,
     hold,
     is_repeating,
-    note_modules,
+    note,
     outside_capture,
     repeating,
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import FAR, is_literal
-from torch_shard._capture.side_effects import NUMBERS, Contents, Same, new_values
+from torch_shard._capture.meaning import meaning
+from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
 __all__ = [
@@ -27,11 +41,12 @@ __all__ = [
     "ActiveRegions",
     "Aux",
     "Captured",
-    "Contents",
+    "Change",
     "ModuleFlags",
     "PlainAttributes",
     "Same",
     "Spec",
+    "StaleTensor",
     "TensorFn",
     "ValueGuard",
     "active_regions",
@@ -43,6 +58,8 @@ __all__ = [
     "capture",
     "casting",
     "current_mode",
+    "current_user_line",
+    "depends_on_inputs",
     "drawing_along",
     "equate",
     "flags_hold",
@@ -52,14 +69,18 @@ __all__ = [
     "is_literal",
     "is_repeating",
     "leave",
+    "leaves_behind",
+    "made_buffers",
+    "meaning",
     "new_values",
-    "note_modules",
+    "note",
     "num_draws",
     "outside_capture",
     "reached_by",
     "read_by",
     "rehearse",
     "repeating",
+    "runs_user_backward",
     "skip_draws",
     "unknown_like",
     "untraced",

@@ -6,11 +6,12 @@ import operator
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -56,6 +57,8 @@ class DataDependence(TorchDispatchMode):
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
+        self.asked: str | None = None
+        """The line that first asked for what nobody knows, and may have caught the refusal."""
         self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
@@ -77,7 +80,11 @@ class DataDependence(TorchDispatchMode):
             if answer is not None:
                 return answer
         func, args = self._masks.unify(func, args)
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.asked = self.asked or current_user_line()
+            raise
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
         if func in SELECTIONS and (node := self._node_of(result)) is not None:
@@ -92,14 +99,20 @@ class DataDependence(TorchDispatchMode):
             node.meta["random_place"], node.meta["random_axes"] = self.position, self.axes
         self.position += 1
 
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor that depends on no input, or None."""
+        node = self._node_of(tensor)
+        if node is None:
+            return None
+        self._constants = self._constants or Constants(node.graph, self._root())
+        with _disable_current_modes(), torch.no_grad():
+            return self._constants.value(node)
+
     def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
-        nodes = [node for tensor in args if (node := self._node_of(tensor)) is not None]
-        if len(nodes) == len(args):
-            self._constants = self._constants or Constants(nodes[0].graph, self._root())
-            with _disable_current_modes(), torch.no_grad():
-                values = [self._constants.value(node) for node in nodes]
-                if all(value is not None for value in values):
-                    return func(*values)
+        values = [value for tensor in args if (value := self.known(tensor)) is not None]
+        if len(values) == len(args):
+            with _disable_current_modes():
+                return func(*values)
         frame = _asking_frame()
         if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
             return None
@@ -115,6 +128,11 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
+
+
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of the capture under way that depends on no input of it, or None."""
+    return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None
 
 
 def skip_draws(count: int) -> int:
@@ -186,9 +204,11 @@ def _asking_frame() -> FrameType | None:
 class Constants:
     """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
 
-    def __init__(self, graph: Graph, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self, graph: Graph, root: torch.nn.Module | None, known: Mapping[Node, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         self._graph, self._root = graph, root
-        self._values: dict[Node, PyTree] = {}
+        self._values: dict[Node, PyTree] = dict(known)
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
 

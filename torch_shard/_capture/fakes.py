@@ -6,7 +6,7 @@ With `trace`, the only module that imports PyTorch's semi-public tracing API.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_shard._capture.data_dependence import Constants, DataDependence
-from torch_shard._capture.function_mode import CaptureMode, as_captured
+from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
+from torch_shard._capture.inputs import note_literal
 from torch_shard._capture.provenance import annotated, current_user_line
+from torch_shard._capture.side_effects import Change
 from torch_shard._common.patching import patched
 
 aten = torch.ops.aten
@@ -154,6 +156,52 @@ def leave(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
     _LEFT[tensor] = value
 
 
+class StaleTensor(NotImplementedError):
+    """A tensor comes back that an earlier capture left behind, and that depends on its inputs."""
+
+    def __init__(self, tensor: torch.Tensor, line: str) -> None:
+        super().__init__(
+            f"{line}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
+            "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
+            "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
+        )
+        self.tensor, self.line = tensor, line
+
+
+def depends_on_inputs(change: Change) -> bool:
+    """Tell whether a callable has left something in an attribute that depends on its inputs."""
+    try:
+        for tensor in change.tensors:
+            _revive(tensor)
+    except StaleTensor:
+        return True
+    return False
+
+
+def made_buffers(changes: Iterable[Change]) -> list[tuple[str, torch.Tensor, bool]]:
+    """The buffers that a callable has registered: name, value, and whether a `state_dict` has it.
+
+    Raises:
+        NotImplementedError: One depends on the inputs of the callable.
+    """
+    changes = list(changes)
+    skipped = {id(c.attributes): c.new for c in changes if c.name == "_non_persistent_buffers_set"}
+    found: list[tuple[str, torch.Tensor, bool]] = []
+    for change in changes:
+        added = change.added() if change.name == "_buffers" else {}
+        for leaf, buffer in added.items():
+            name = change.path.removesuffix("_buffers") + leaf
+            try:
+                value = _revive(buffer)  # pyright: ignore[reportArgumentType]
+            except StaleTensor as error:
+                raise NotImplementedError(
+                    f"The captured function registers the buffer {name}, which depends on its inputs, and the state of "
+                    "a step would lack it: register it in __init__, with its shape; forward stays as it is."
+                ) from error
+            found.append((name, value, leaf not in skipped.get(id(change.attributes), ())))  # pyright: ignore
+    return found
+
+
 def _revive(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a fake that an earlier capture left in a cache, if it depends on no input of that capture."""
     if (value := _LEFT.get(tensor)) is not None:
@@ -162,11 +210,8 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     value = _constant(tensor)
     if value is None:
-        raise NotImplementedError(
-            f"{current_user_line()}\nHere a tensor comes back that an earlier capture left behind, in a cache, a "
-            "global or a container: it never had a value. Keep such tensors in buffers, or fill the cache "
-            "(functools.lru_cache and its like) by calling the model once in eager torch before it is compiled."
-        )
+        raise StaleTensor(tensor, current_user_line())
+    note_literal(value)
     return value
 
 
@@ -207,6 +252,7 @@ def standins_given() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in _TAKE_TENSORS:
             stack.enter_context(patched(module, name, _on_standins))
+        stack.enter_context(patched(torch.autograd, "_engine_run_backward", _seen))
         yield
 
 
@@ -216,6 +262,16 @@ _TAKE_TENSORS = (
     (vmap, "_add_batch_dim"),
     (eager_transforms, "_wrap_for_grad"),
 )
+
+
+def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the mode see the Python that a backward pass runs, though the call of autograd itself is being handled."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with current_mode() or contextlib.nullcontext():
+            return run_backward(*args, **kwargs)
+
+    return run
 
 
 def _on_standins(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ _DEVICE = _T.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _ABOUT = frozenset(attribute.__get__ for attribute in (_T.shape, _T.dtype, _T.ndim, _T.requires_grad))  # pyright: ignore
 
 _ABOUT |= {_T.size, _T.stride, _T.dim, _T.numel, _T.is_floating_point}
+
+_GRAD = (_T.grad.__get__, _T.grad.__set__, _T.grad.__delete__)  # pyright: ignore
 
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})
 
@@ -61,6 +63,8 @@ class CaptureMode(TorchFunctionMode):
         self.bound: tuple[torch.Tensor, ...] = ()
         self.axes: dict[str, int] = {}
         """Named axes that the capture depends on, with their sizes."""
+        self.uses_grad = False
+        """Whether the callable has read or written `.grad`."""
         self.held: list[object] = []
         """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
@@ -71,6 +75,7 @@ class CaptureMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func == _DEVICE and not self.is_of_capture(args[0]):
             return torch.device("cpu")
+        self.uses_grad = self.uses_grad or func in _GRAD
         args, kwargs = self._on_cpu(args), self._on_cpu(kwargs or {})
         func = FUNCTIONS.get(func, func)
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
@@ -110,10 +115,6 @@ class CaptureMode(TorchFunctionMode):
             self._standins[id(tensor)] = (self._make_standin(tensor), tensor, tensor)
         return self._standins[id(tensor)][0]
 
-    def was_read(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the callable closed over this tensor."""
-        return id(tensor) in self._standins
-
     def standins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The closed-over tensors so far: `(fake, tensor)`, in the order in which they were met."""
         return [(fake, tensor) for fake, tensor, _ in self._standins.values()]
@@ -150,8 +151,8 @@ class CaptureMode(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: object) -> None:
         if _INNERMOST.capture_mode is self:
             if id(module) not in self._modules:
-                self._modules[id(module)] = (weakref.ref(module), module.training)
-                self.side_effects.note(module.named_modules())
+                self.side_effects.note(module.named_modules(), entries=False)
+                self._modules[id(module)] = (weakref.ref(module), self.side_effects.training(module))
             self._running.append(module)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
@@ -186,10 +187,11 @@ class _Innermost(threading.local):
 _INNERMOST = _Innermost()
 
 
-def note_modules(module: nn.Module) -> None:
-    """Remember the attributes of a module before the capture under way runs any of it."""
+def note(values: Iterable[tuple[str, object]]) -> None:
+    """Remember modules, and other objects that can change, before the capture under way reaches them by these names."""
     if _INNERMOST.capture_mode is not None:
-        _INNERMOST.capture_mode.side_effects.note(module.named_modules())
+        for name, value in values:
+            _INNERMOST.capture_mode.side_effects.note_value(name, value)
 
 
 @contextlib.contextmanager

@@ -4,34 +4,26 @@ These are the training flags of modules (`flags_hold`), the plain Python values 
 configuration hold (`ValueGuard`), and the plain attributes of modules (`PlainAttributes`).
 """
 
-import argparse
 import copy
-import dataclasses
 import functools
 import inspect
 import operator
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, _is_plain
+from torch_shard._capture.provenance import is_own_file
+from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, NUMBERS, is_plain, is_record
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _SEQUENCES = (list, tuple, set, frozenset)
 
 _DEPTH, _MOST = 3, 1000
-
-
-def _is_record(value: object) -> bool:
-    """Tell whether a value is a bundle of settings, to be looked into."""
-    if isinstance(value, type):
-        return False
-    is_known = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
-    return is_known or (type(value).__name__.endswith("Config") and hasattr(value, "__dict__"))
 
 
 def _snapshot(value: object, depth: int = _DEPTH) -> object:
@@ -46,7 +38,7 @@ def _snapshot(value: object, depth: int = _DEPTH) -> object:
         return tuple((str(key), _snapshot(inner, depth - 1)) for key, inner in value.items())
     if isinstance(value, _SEQUENCES):
         return tuple(_snapshot(inner, depth - 1) for inner in value)
-    return _snapshot(vars(value), depth) if _is_record(value) and hasattr(value, "__dict__") else None
+    return _snapshot(vars(value), depth) if is_record(value) else None
 
 
 def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -67,6 +59,58 @@ def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
                 yield name, functools.partial(fn.__globals__.get, name)
     elif not isinstance(fn, nn.Module):
         yield from _of_object(fn, type(fn).__call__)
+
+
+def _followed(fns: Iterable[object]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name and reader of each value that functions reach, by themselves and through the user's own functions."""
+    todo, seen = list(fns), set[object]()
+    for fn in todo:  # which grows
+        key = id(getattr(fn, "__func__", fn)), id(getattr(fn, "__self__", None))
+        if key in seen or len(seen) == _MOST:
+            continue
+        seen.add(key)
+        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
+        code = getattr(fn if hasattr(fn, "__code__") else type(fn).__call__, "__code__", None)
+        for name, read in [*_of_function(fn), (type(owner).__name__, lambda o=owner: o)]:
+            value = read()
+            yield name, read
+            if _is_own(value):
+                todo.append(value)
+            elif _is_of_own(value):
+                for attribute in code.co_names if code else ():
+                    held = getattr(value, "__dict__", {})
+                    if attribute in held and not isinstance(value, nn.Module):  # those are `PlainAttributes`
+                        yield f"{name}.{attribute}", functools.partial(held.get, attribute)
+                    todo += [part for part in _functions(value, attribute) if _is_own(part)]
+
+
+def _functions(value: object, attribute: str) -> list[object]:
+    """The function that an attribute of an object, a class or a Python module stands for."""
+    found = inspect.getattr_static(value, attribute, None)
+    if isinstance(found, types.FunctionType) and not isinstance(value, (type, types.ModuleType)):
+        return [types.MethodType(found, value)]
+    if isinstance(found, property) and found.fget is not None:
+        return [types.MethodType(found.fget, value)]
+    return [getattr(found, "__func__", found)]
+
+
+def _is_own(value: object) -> bool:
+    """Tell whether a value is a function in a file of the user's own."""
+    code = getattr(value, "__code__", None)
+    return (
+        isinstance(value, (types.FunctionType, types.MethodType)) and code is not None and is_own_file(code.co_filename)
+    )
+
+
+def _is_of_own(value: object) -> bool:
+    """Tell whether a value is a module, a class or an instance of a class, in a file of the user's own."""
+    module = (
+        value
+        if isinstance(value, types.ModuleType)
+        else sys.modules.get(value.__module__ if isinstance(value, type) else type(value).__module__)
+    )
+    file = getattr(module, "__file__", None)
+    return module is not None and (module.__name__ == "__main__" or (file is not None and is_own_file(file)))
 
 
 def _of_object(owner: object, method: object) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -95,29 +139,44 @@ def read_by(fn: Callable[..., object]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[object]:
-    """Values that a loss function and the forward methods of a model read from outside."""
+def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tuple[str, object]]:
+    """Values that a loss function and the forward methods of a model read from outside, with their names."""
     forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
     for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
-        yield from (read() for _, read in _of_function(fn))
+        yield from ((name, read()) for name, read in _of_function(fn))
 
 
 class ValueGuard:
-    """The plain values that a loss function reads from outside, and the records among a model's attributes."""
+    """The plain values that a loss function reads from outside, and the records among a model's attributes.
+
+    Plain functions, methods and modules of the user's own files are followed: what a loss, or a forward, reads through
+    them counts as well. What installed libraries read by themselves does not.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., object]) -> None:
         records = {
             id(value): (f"{path}.{name}" if path else name, value)
             for path, module in model.named_modules()
             for name, value in vars(module).items()
-            if _is_record(value)
+            if is_record(value)
         }
-        readers = [*_of_function(loss_fn), *((name, lambda v=value: v) for name, value in records.values())]
+        forwards = [types.MethodType(type(module).forward, module) for module in model.modules()]
+        readers = [
+            *_of_function(loss_fn),
+            *_followed([loss_fn, *(forward for forward in forwards if _is_own(forward))]),
+            *((name, lambda v=value: v) for name, value in records.values()),
+        ]
         self._values = [(name, read, found) for name, read in readers if (found := _snapshot(read())) is not None]
 
     def changed(self) -> str | None:
         """The name of one that has another value now."""
         return next((name for name, read, before in self._values if _snapshot(read()) != before), None)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The numbers and strings: a program keeps them until they change."""
+        values = ((name, read()) for name, read, _ in self._values)
+        return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in values if isinstance(value, NUMBERS)))
 
 
 class PlainAttributes:
@@ -126,11 +185,11 @@ class PlainAttributes:
     def __init__(self, module: nn.Module) -> None:
         skipped = _OF_TORCH | _HOOKS
         self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.copy(value) if plain else value)
+            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.deepcopy(value) if plain else value)
             for name, m in module.named_modules()
             for attribute, value in vars(m).items()
             if attribute not in skipped
-            and ((plain := value is not None and _is_plain(value)) or isinstance(value, torch.Tensor))
+            and ((plain := value is not None and is_plain(value)) or isinstance(value, torch.Tensor))
         ]
         _, self._owners, self._names, self._found = zip(*self._values, strict=True) if self._values else [()] * 4
 
@@ -144,7 +203,7 @@ class PlainAttributes:
             now = attributes.get(attribute)
             if now is value:
                 continue
-            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not _is_plain(now) or now != value:
+            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not is_plain(now) or now != value:
                 return path
         return None
 

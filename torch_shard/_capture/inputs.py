@@ -17,6 +17,11 @@ def is_literal(tensor: torch.Tensor) -> bool:
     return _LITERAL in vars(tensor)
 
 
+def note_literal(tensor: torch.Tensor) -> None:
+    """Note that a tensor is a constant of the program alone."""
+    vars(tensor)[_LITERAL] = True
+
+
 def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
     """Turn the tensors that the trace met on its way into further inputs, so that their values stay live."""
     found: dict[str, torch.Tensor] = {}
@@ -28,7 +33,7 @@ def constants_to_inputs(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
         if node.target not in found:
             found[node.target] = value
             if all(user.target is aten.lift_fresh_copy.default for user in node.users):
-                vars(value)[_LITERAL] = True
+                note_literal(value)
             anchor = [*last_input, *placeholders.values()][-1:]
             point = graph.graph.inserting_after(anchor[0]) if anchor else graph.graph.inserting_before()
             with point:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import sysconfig
 import traceback
 
 import torch
@@ -14,11 +15,20 @@ _HERE = pathlib.Path(__file__).parent.parent
 _BELOW = ("torch", "jax", "numpy")
 _FOLDERS = [_HERE, *(pathlib.Path(str(importlib.util.find_spec(name).origin)).parent for name in _BELOW)]  # pyright: ignore
 _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
+_OF_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
 
 
 def is_user_file(filename: str) -> bool:
-    """Tell whether a file belongs neither to this package nor to the libraries that it stands on."""
-    return not filename.startswith(_LIBRARIES)
+    """Tell whether a file belongs neither to this package nor to Python and the libraries that it stands on."""
+    is_python = filename.startswith(_OF_PYTHON) and not any(folder in filename for folder in _INSTALLED)
+    return not is_python and not filename.startswith(_LIBRARIES)
+
+
+def is_own_file(filename: str) -> bool:
+    """Tell whether a file is the user's own and not one of an installed library; what was typed in counts."""
+    typed = filename.startswith("<") and not filename.startswith("<frozen")
+    return typed or (is_user_file(filename) and not any(folder in filename for folder in _INSTALLED))
 
 
 def user_frame(error: BaseException) -> str:

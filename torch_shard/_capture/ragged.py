@@ -312,7 +312,7 @@ def _positions(run: WithMasks, size: Any) -> _T:
 
 
 def _arange(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    if len(args) > 1 and args[0] != 0 or len(args) > 2:
+    if (len(args) > 1 and args[0] != 0) or len(args) > 2:
         raise UnknownSizeError("arange with a start or a step")
     return _positions(run, node.meta["val"].shape[0]).to(node.meta["val"].dtype)
 

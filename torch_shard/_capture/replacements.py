@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,10 @@ from torch import nn
 from torch.nn import _reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
+
+logger = logging.getLogger(__name__)
 
 
 @instead_of(F.multilabel_margin_loss)
@@ -148,6 +152,45 @@ def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tens
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied.requires_grad_(tensor.requires_grad)
+
+
+@instead_of_attribute(nn.Module, "_apply")
+def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`module.to(...)`, `.cpu()`, `.float()` and their kin within a capture, where all tensors are on one device.
+
+    Raises:
+        NotImplementedError: They would change a dtype, and so the model itself.
+    """
+    for tensor in itertools.chain(module.parameters(recurse), module.buffers(recurse)):
+        with torch.no_grad():
+            moved = fn(tensor)
+        if (moved.dtype, moved.shape, moved.device) != (tensor.dtype, tensor.shape, tensor.device):
+            raise NotImplementedError(
+                f"{current_user_line()}\nHere a {type(module).__name__} is converted from {tensor.dtype} on "
+                f"{tensor.device} to {moved.dtype} on {moved.device} within the captured function, which would change "
+                "the model itself. Convert the model before the step is made, or use torch.autocast."
+            )
+    return module
+
+
+@instead_of_attribute(nn.DataParallel, "forward")
+@instead_of_attribute(nn.parallel.DistributedDataParallel, "forward")
+def run_module(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module of a wrapper that would split the batch: a compiled step has the whole of it, and a mesh splits it."""
+    logger.info("%s runs its module: the mesh splits the batch and adds up gradients", type(wrapper).__name__)
+    return wrapper.module(*args, **kwargs)
+
+
+@instead_of_attribute(torch.autograd.profiler.record_function, "__enter__")
+def begin(record: torch.autograd.profiler.record_function) -> torch.autograd.profiler.record_function:
+    """The beginning of a profiler's range, which a compiled program does not have."""
+    return record
+
+
+@instead_of_attribute(torch.autograd.profiler.record_function, "__exit__")
+@instead_of_attribute(torch.nn.attention, "_sdpa_kernel")
+def do_nothing(*args: object, **kwargs: object) -> None:
+    """The end of a profiler's range; which kernels attention may use, where ours has none of PyTorch's."""
 
 
 @contextlib.contextmanager

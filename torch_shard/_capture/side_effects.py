@@ -1,21 +1,29 @@
-"""Plain attributes of modules: what a program depends on, and what forward does to them."""
+"""What a captured callable does to the objects that it reaches: noticed, and taken back to the bit."""
 
+import argparse
 import collections
 import contextlib
-import copy
 import dataclasses
-import logging
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
-
 NUMBERS = (bool, int, float, str)
 
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
+ENTRIES = ("_parameters", "_buffers")
+
+_CONTAINERS = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
@@ -23,63 +31,176 @@ _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS
 
 _ABSENT = object()
 
+_DEPTH, _MOST = 4, 1000
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """An attribute that forward left with another value."""
+    """An attribute that a callable left with another value."""
 
     path: str
     attributes: dict[str, object]
     name: str
     old: object
     new: object
+    of_object: bool = True
+
+    @property
+    def what(self) -> str:
+        """The attribute, for messages."""
+        return f"the plain attribute {self.path}" if self.of_object else self.path
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in what was left."""
+        return [leaf for leaf in _leaves(self.new) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def matters(self) -> bool:
+        """Tell whether the next call may be another program for it."""
+        return bool(self.tensors) or self.name in _HOOKS or is_plain(self.new)
+
+    def added(self) -> dict[str, object]:
+        """What is new in a dict, such as that of a module's buffers."""
+        if not isinstance(self.new, dict):
+            return {}
+        old = self.old if isinstance(self.old, dict) else {}
+        return {key: value for key, value in self.new.items() if value is not None and old.get(key) is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """Attributes of one object, as they were.
+
+    Attributes:
+        path: Its name.
+        owner: The object, kept alive.
+        values: Its attributes.
+        contents: Of the containers among these.
+        skipped: Attributes to be left alone, but for tensors of a capture in them.
+        whole: Whether all changes are taken back, not only tensors that a capture has left.
+    """
+
+    path: str
+    owner: object
+    values: dict[str, object]
+    contents: dict[str, object]
+    skipped: tuple[str, ...]
+    whole: bool
 
 
 class SideEffects:
-    """The attributes and hooks of modules as they were before a capture."""
+    """Attributes and hooks of modules, and of what hangs on them, as they were before a capture."""
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[str, nn.Module, dict[str, object], dict[str, object]]] = {}
+        self._before: dict[int, _Noted] = {}
 
-    def note(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Remember the present attributes of modules, given with their names, unless that was done before."""
+    def note(self, modules: Iterable[tuple[str, nn.Module]], *, entries: bool) -> None:
+        """Remember the present attributes of modules, given with their names, unless that was done before.
+
+        Args:
+            modules: As of `named_modules`.
+            entries: Whether parameters and buffers are the user's own now: within `torch.func.functional_call` the
+                places hold others.
+        """
         for path, module in modules:
-            if id(module) not in self._before:
-                values = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-                contents = {n: _contents(v) for n, v in values.items() if type(v) in _CONTAINERS}
-                self._before[id(module)] = (path, module, values, contents)
+            self._note(path, module, () if entries else ENTRIES, _DEPTH)
+
+    def note_value(self, name: str, value: object) -> None:
+        """Remember the contents of something that a function reaches by a name."""
+        if isinstance(value, nn.Module):
+            self.note(value.named_modules(prefix=name), entries=True)
+        elif type(value) in _CONTAINERS and id(value) not in self._before:
+            held: dict[str, object] = {name: value}
+            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), True)
+        else:
+            self._look_into(name, value, _DEPTH)
+
+    def training(self, module: nn.Module) -> bool:
+        """The training flag that a module had."""
+        noted = self._before.get(id(module))
+        return module.training if noted is None else bool(noted.values["training"])
+
+    def _note(self, path: str, owner: object, skipped: tuple[str, ...], depth: int) -> None:
+        if id(owner) in self._before:
+            return
+        values = dict(vars(owner))
+        contents = {name: contents_of(value) for name, value in values.items() if type(value) in _CONTAINERS}
+        whole = isinstance(owner, nn.Module) or is_record(owner)
+        self._before[id(owner)] = _Noted(path, owner, values, contents, skipped, whole)
+        for name, value in values.items():
+            if name not in _OF_TORCH:
+                self._look_into(f"{path}.{name}" if path else name, value, depth - 1)
+
+    def _look_into(self, path: str, value: object, depth: int) -> None:
+        """Remember the objects of the user's classes in a value."""
+        if depth < 0 or len(self._before) > _MOST:
+            return
+        if type(value) in (*_CONTAINERS, tuple):
+            for item in _items(value)[:_MOST]:
+                self._look_into(path, item, depth - 1)
+        elif isinstance(value, nn.Module):
+            self.note(value.named_modules(prefix=path), entries=False)
+        elif is_record(value) or _is_of_user(value):
+            self._note(path, value, (), depth)
 
     def restore(self) -> list[Change]:
         """Put every attribute back, contents of containers too; return what had changed."""
-        changes = []
-        for path, module, values, contents in self._before.values():
-            now = vars(module)
-            for name in [n for n in {**values, **now} if n not in _OF_TORCH]:
-                old, new = values.get(name, _ABSENT), now.get(name, _ABSENT)
-                if old is new and (name not in contents or _contents(new) == contents[name]):
-                    continue
-                left = copy.copy(new) if type(new) in _CONTAINERS else new
-                changes.append(Change(f"{path}.{name}" if path else name, now, name, old, left))
-                _put_back(now, name, old, contents.get(name))
-        return changes
+        return [change for noted in self._before.values() for change in _restore(noted)]
 
 
-class Contents:
-    """Contents of containers, to be put back."""
+def _restore(noted: _Noted) -> Iterator[Change]:
+    now = noted.values if type(noted.owner) in _CONTAINERS else vars(noted.owner)
+    for name in list({**noted.values, **now}):
+        old, new, contents = noted.values.get(name, _ABSENT), now.get(name, _ABSENT), noted.contents.get(name)
+        same = old is new and (contents is None or contents_of(new) == contents)
+        repaired = name in noted.skipped or not noted.whole
+        if same or (repaired and not _has_fake(new)):
+            continue
+        left = _copy(new)
+        if name in noted.skipped:
+            _repair(new, contents)
+        else:
+            _put_back(now, name, old, contents)
+        path = f"{noted.path}.{name}" if noted.path else name
+        old = old if contents is None else dict_of(contents)
+        yield Change(path, now, name, old, left, type(noted.owner) not in _CONTAINERS)
+    if noted.whole and list(now) != list(noted.values):
+        kept = dict(now)
+        now.clear()
+        now.update(kept | noted.values if noted.skipped else noted.values)
 
-    def __init__(self, values: Iterable[object]) -> None:
-        self._before = {id(v): (v, _contents(v)) for v in values if type(v) in _CONTAINERS}
 
-    def restore(self) -> None:
-        """Put it back where it has changed."""
-        for container, contents in self._before.values():
-            if _contents(container) != contents:
-                _refill(container, contents)
+def refuse_new_parameters(changes: Iterable[Change]) -> None:
+    """Refuse a callable that gives a module further parameters.
+
+    Raises:
+        NotImplementedError: It does; all are named.
+    """
+    found = [
+        f"{change.path.removesuffix(change.name)}{name}"
+        for change in changes
+        for name, value in change.added().items()
+        if (change.name == "_parameters" and value is not None)
+        or (change.name == "_modules" and isinstance(value, nn.Module) and next(value.parameters(), None) is not None)
+    ]
+    if found:
+        raise NotImplementedError(
+            f"The function adds {', '.join(found)} to a module, with parameters that the state of a step would "
+            "lack. Make them before: in __init__, or by one call of the model in eager torch."
+        )
 
 
-def _contents(container: Any) -> object:
-    """Contents of a container, by which a change is noticed and undone."""
-    return [(k, Same(v)) for k, v in container.items()] if isinstance(container, dict) else list(map(Same, container))
+def contents_of(container: Any, depth: int = _DEPTH) -> tuple[tuple[object, "Same", object], ...]:
+    """Contents of a container and of those in it, by which a change is noticed and undone."""
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    inner = [(key, value, type(value) in _CONTAINERS and depth > 0) for key, value in pairs]
+    return tuple((key, Same(value), contents_of(value, depth - 1) if deep else None) for key, value, deep in inner)
+
+
+def dict_of(contents: Any) -> dict[object, object]:
+    """Contents by key."""
+    return {key: same.value for key, same, _ in contents}
 
 
 class Same:
@@ -97,7 +218,7 @@ class Same:
 
 def _put_back(attributes: dict[str, object], name: str, old: object, contents: Any) -> None:
     if old is _ABSENT:
-        del attributes[name]
+        attributes.pop(name, None)
         return
     attributes[name] = old
     if contents is not None:
@@ -105,66 +226,105 @@ def _put_back(attributes: dict[str, object], name: str, old: object, contents: A
 
 
 def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update((k, v.value) for k, v in contents)
-    else:
-        (container.update if isinstance(container, set) else container.extend)(v.value for v in contents)
+    for _, same, inner in contents:
+        if inner is not None:
+            _refill(same.value, inner)
+    if contents_of(container) == contents:
+        return
+    base = next(
+        kind for kind in (collections.OrderedDict, dict, list, set, collections.deque) if isinstance(container, kind)
+    )
+    base.clear(container)
+    for key, same, _ in contents:
+        if issubclass(base, dict):
+            base.__setitem__(container, key, same.value)
+        else:
+            (container.add if base is set else container.append)(same.value)
+
+
+def _repair(entries: Any, contents: Any) -> None:
+    """Take tensors of a capture out of a module's parameters or buffers."""
+    before = dict_of(contents)
+    for key, value in list(entries.items()):
+        if _has_fake(value):
+            entries.pop(key) if key not in before else entries.__setitem__(key, before[key])
 
 
 @contextlib.contextmanager
 def new_values(changes: Iterable[Change]) -> Iterator[None]:
-    """Give attributes the values that forward left, for a while."""
-    for change in changes:
-        change.attributes[change.name] = change.new
+    """Give attributes the values that a callable left, for a while."""
+    changes = list(changes)
+    before = [_swap(change.attributes, change.name, change.new) for change in changes]
     try:
         yield
     finally:
-        for change in changes:
-            _put_back(change.attributes, change.name, change.old, None)
+        for change, (old, contents) in zip(changes, before, strict=True):
+            _put_back(change.attributes, change.name, old, contents)
 
 
-def settle(changes: list[Change], was_read: Callable[[torch.Tensor], bool]) -> list[Change]:
-    """Sort the attributes that a capture changed and that were put back: by what a compiled program makes of them.
-
-    Args:
-        changes: What forward did.
-        was_read: Tells whether forward also read a tensor.
-
-    Returns:
-        The changed numbers, strings, containers of them and hooks: harmless only if the program does not depend on
-        them.
-
-    Raises:
-        NotImplementedError: A tensor is carried from one call to the next in a plain attribute.
-    """
-    for change in changes:
-        if not _has_tensor(change.new):
-            continue
-        if isinstance(change.old, torch.Tensor) and was_read(change.old):
-            raise NotImplementedError(
-                f"forward reads the plain attribute {change.path}, a tensor, and writes it: it carries a value from "
-                "call to call, and a compiled program keeps such a value only in a buffer. Register it: "
-                f"self.register_buffer({change.name!r}, tensor, persistent=False); forward stays as it is."
-            )
-        logger.warning(
-            "forward writes the plain attribute %s; a compiled step does not keep such writes. Return the value in "
-            "the metrics, or register a buffer.",
-            change.path,
-        )
-    return [c for c in changes if c.name in _HOOKS or _is_plain(c.new)]
+def _swap(attributes: dict[str, object], name: str, new: object) -> tuple[object, object]:
+    """Give an attribute another value, a container in place, which others may hold too; returns what was there."""
+    old = attributes.get(name, _ABSENT)
+    if type(old) not in _CONTAINERS or type(new) is not type(old):
+        _put_back(attributes, name, new, None)
+        return old, None
+    contents = contents_of(old)
+    _refill(old, contents_of(new, 0))
+    return old, contents
 
 
-def _leaves(value: Any) -> list[object]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if type(value) in (*_CONTAINERS, tuple) else [value]
+def _copy(value: Any) -> Any:
+    """A container with copies of the containers in it; anything else as it is."""
+    if type(value) not in _CONTAINERS:
+        return value
+    new = value.copy()
+    _refill(new, tuple((key, Same(_copy(same.value)), None) for key, same, _ in contents_of(value, 0)))
+    return new
 
 
-def _has_tensor(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+def _items(value: Any) -> list[object]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
 
 
-def _is_plain(value: object) -> bool:
+def _leaves(value: Any, depth: int = _DEPTH) -> Iterator[object]:
+    """What is in a container, and in those in it; keys too."""
+    if type(value) not in (*_CONTAINERS, tuple) or depth < 0:
+        yield value
+        return
+    for item in [*value, *_items(value)] if isinstance(value, dict) else value:
+        yield from _leaves(item, depth - 1)
+
+
+def _has_fake(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and hasattr(leaf, "fake_mode") for leaf in _leaves(value))
+
+
+def is_plain(value: object) -> bool:
     """Tell whether a value is a number, a string or a container of such."""
     return all(isinstance(leaf, NUMBERS) for leaf in _leaves(value))
+
+
+def is_record(value: object) -> bool:
+    """Tell whether a value is a bundle of settings, to be looked into."""
+    if isinstance(value, type):
+        return False
+    is_known = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
+    return (is_known or type(value).__name__.endswith("Config")) and hasattr(value, "__dict__")
+
+
+def _is_of_user(value: object) -> bool:
+    """Tell whether a value is of a class that neither Python nor the libraries below have brought."""
+    below = (
+        "builtins",
+        "torch",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "functools",
+        "types",
+        "logging",
+        "threading",
+        "_thread",
+        "torch_shard",
+    )
+    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in below

@@ -31,7 +31,7 @@ from torch_shard._capture.inputs import carry_random_places, constants_to_inputs
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
-from torch_shard._capture.side_effects import Change, settle
+from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
@@ -67,8 +67,9 @@ class Captured(Generic[Aux]):
         written: Positions of the inputs that the callable wrote in place; their new values follow the outputs.
         modules: Every module that ran, with the training flag that it had.
         aux: What the callable returned besides tensors.
-        changed: Numbers and strings that the callable left changed on modules; they have been put back.
+        changed: Numbers, strings, tensors and hooks that the callable left on modules; they have been put back.
         skipped: Places of checks of values, which a compiled program does not make.
+        graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
     """
 
@@ -80,6 +81,7 @@ class Captured(Generic[Aux]):
     aux: Aux
     changed: list[Change]
     skipped: list[str]
+    graded: list[torch.Tensor]
     axes: dict[str, int]
 
     @property
@@ -118,7 +120,8 @@ def capture(
                 "The captured function draws from Python's `random` or from numpy.random. It runs once, so a compiled "
                 "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
             )
-        return dataclasses.replace(graph, changed=settle(changes, capture_mode.was_read))
+        refuse_new_parameters(changes)
+        return dataclasses.replace(graph, changed=[change for change in changes if change.matters])
 
 
 def _capture(
@@ -147,6 +150,7 @@ def _capture(
         with_views = make_fx(
             traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
         )(*fakes)
+    _refuse_swallowed(with_views.graph, values.asked)
     if explain:
         explain_backward(with_views)
     constants = constants_to_inputs(with_views)
@@ -159,15 +163,22 @@ def _capture(
     written = return_writes(functional, num_outputs, len(specs))
     carry_random_places(with_views.graph, functional.graph)
     simplify(functional)
-    closure = tuple(map(capture_mode.original, constants))
     return Captured(
-        functional, closure, num_outputs, written, capture_mode.modules(), aux[0], [], values.skipped, capture_mode.axes
+        module=functional,
+        closure=tuple(map(capture_mode.original, constants)),
+        num_outputs=num_outputs,
+        written=written,
+        modules=capture_mode.modules(),
+        aux=aux[0],
+        changed=[],
+        skipped=values.skipped,
+        graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
+        axes=capture_mode.axes,
     )
 
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
-
     ragged = is_ragged(graph)
 
     def replay(*args: torch.Tensor) -> PyTree:
@@ -218,6 +229,19 @@ _AFTER_A_SELECTION = (
 )
 
 
+_INSTEAD = (
+    ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
+    "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
+    ".item(), .tolist(), float() and print() outside of the compiled function."
+)
+
+
+def _refuse_swallowed(graph: torch.fx.Graph, asked: str | None) -> None:
+    """Refuse what asked for a value and went on without it, by a `try` of its own."""
+    if asked is not None and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
+        raise NotImplementedError(f"{asked}\nHere Python needs the value of a tensor{_INSTEAD}")
+
+
 @contextlib.contextmanager
 def _errors_for_users() -> Iterator[None]:
     """PyTorch's complaint that a value is needed becomes ours, with the user's file and line."""
@@ -230,12 +254,9 @@ def _errors_for_users() -> Iterator[None]:
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise
-        what = "the shape of a result depends" if shape_depends else "Python needs"
+        asks = "the shape of a result depends on the values" if shape_depends else "Python needs the value"
+        unknown = error if isinstance(error, UnknownSizeError) else None
         raise NotImplementedError(
-            f"{error.place if isinstance(error, UnknownSizeError) else user_frame(error)}\n"
-            f"Here {what} {'on the values of a tensor' if shape_depends else 'the value of a tensor'}, but a compiled "
-            "program is made once for all values. Use torch.where(condition, a, b) instead of `if`, torch.cond for "
-            "whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
-            ".item(), .tolist(), float() and print() outside of the compiled function."
-            f"{_AFTER_A_SELECTION.format(error.args[0].splitlines()[0]) if isinstance(error, UnknownSizeError) else ''}"
+            f"{unknown.place if unknown else user_frame(error)}\nHere {asks} of a tensor{_INSTEAD}"
+            f"{_AFTER_A_SELECTION.format(str(unknown).splitlines()[0]) if unknown else ''}"
         ) from error

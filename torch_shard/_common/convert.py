@@ -27,13 +27,18 @@ _OF_NUMPY = frozenset(
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}  # dtypes that numpy lacks travel as these
 
 
-def host_array(value: torch.Tensor | ArrayLike) -> np.ndarray:
-    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias."""
+def host_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> np.ndarray:
+    """A CPU tensor, numpy array or Python scalar as a numpy array in the dtype that JAX will hold; it may alias.
+
+    Args:
+        value: On the host.
+        rounds: Take 64-bit floating point where JAX has 32 bits.
+    """
     if isinstance(value, torch.Tensor):
         value = tensor_to_numpy(value)
     elif isinstance(value, (bool, int, float, complex)):
         value = np.asarray(value, _SCALAR_DTYPES.get(type(value)))
-    return narrow(np.asarray(value))
+    return narrow(np.asarray(value), rounds=rounds)
 
 
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -50,12 +55,19 @@ def _is_foreign(dtype: np.dtype) -> bool:
     return dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8"))
 
 
-def narrow(array: np.ndarray) -> np.ndarray:
-    """`array` in the dtype that JAX will hold, refused where that would change a value."""
+def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
+    """`array` in the dtype that JAX will hold, refused where that would change a value.
+
+    Args:
+        array: Of any dtype.
+        rounds: Floating-point numbers may be rounded, though not to infinity.
+    """
     target = jax.dtypes.canonicalize_dtype(array.dtype)
     if target == array.dtype:
         return array
     if array.dtype.kind in "fc":
+        if rounds:
+            return _rounded(array, target)
         raise TypeError(
             f"A {array.dtype} array of shape {array.shape} needs 64 bits, and JAX has them switched off. Convert it "
             "(tensor.float(), array.astype('float32')), or jax.config.update('jax_enable_x64', True) at the start."
@@ -68,6 +80,17 @@ def narrow(array: np.ndarray) -> np.ndarray:
             "start of the program keeps them."
         )
     return array.astype(target)
+
+
+def _rounded(array: np.ndarray, target: np.dtype) -> np.ndarray:
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(target)
+    except FloatingPointError as error:
+        raise OverflowError(
+            f"A {array.dtype} array of shape {array.shape} has values beyond {target}, and JAX has 64 bits switched "
+            "off. Scale it, or jax.config.update('jax_enable_x64', True) at the start of the program."
+        ) from error
 
 
 def to_host(array: jax.Array) -> torch.Tensor:

@@ -230,6 +230,6 @@ class BatchLayout:
         if not isinstance(array, jax.Array):
             # A copy, as the caller may write to its batch while the step still runs; not by `device_put`, whose Python
             # costs twice as much.
-            host = np.array(host_array(array), order="C")
+            host = np.array(host_array(array, rounds=True), order="C")
             return jax.make_array_from_callback(host.shape, self.sharding(host.ndim), host.__getitem__)
         return jax.device_put(array, self.sharding(array.ndim))

@@ -147,7 +147,7 @@ def compare_with_torch(
 
     Args:
         model: Any module with values, on the CPU or the jax device; it is left as it is.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
             If it draws random numbers (dropout), torch's are others than JAX's, so one device is compared with the
             mesh alone.
         batch: A pytree of CPU tensors, of global sizes.
@@ -278,7 +278,7 @@ def _copied(leaf: PyTree) -> PyTree:
 def _array(value: torch.Tensor | ArrayLike) -> np.ndarray:
     if isinstance(value, jax.Array | torch.Tensor):
         value = to_cpu(value).detach()
-        return np.array(host_array(value.to_dense() if value.is_sparse else value))
+        return np.array(host_array(value.to_dense() if value.is_sparse else value, rounds=True))
     return np.array(value)
 
 

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, capture
+from torch_shard._capture import Captured, ValueGuard, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
@@ -46,6 +46,8 @@ class Explanation:
         unreached: Trainable parameters that the loss does not reach.
         skipped_checks: Places of checks of values, which a compiled program does not make.
         random: True if it draws random numbers.
+        frozen: Numbers and strings that the loss and forward read from outside, in the user's own files: a step keeps
+            them until they change, and then compiles again. Those that installed libraries read it keeps for ever.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -63,6 +65,7 @@ class Explanation:
     unreached: tuple[str, ...]
     skipped_checks: tuple[str, ...]
     random: bool
+    frozen: tuple[str, ...] = ()
 
     @property
     def refused(self) -> tuple[Operator, ...]:
@@ -79,6 +82,7 @@ class Explanation:
         notes += [f"closes over a tensor of shape {shape}" for shape in self.closure]
         notes += [f"does not reach {name}" for name in self.unreached]
         notes += [f"skips the check in {place}" for place in self.skipped_checks]
+        notes += [f"keeps {value}" for value in self.frozen]
         return Group(table, Text("\n".join(notes)))
 
 
@@ -88,7 +92,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
 
     Args:
         model: Any module, on any device, the meta device too; it is only read.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
         batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes matter.
         train: True for the loss with its gradients; False for the loss in eval mode, as `make_eval_step` has it.
 
@@ -119,6 +123,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
+        frozen=ValueGuard(model, loss_fn).frozen,
     )
 
 

@@ -82,6 +82,13 @@ class FlatFunction:
         return found
 
     def _refuse_writes(self, graph: Captured[Any]) -> None:
+        if graph.graded:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in graph.graded)
+            raise NotImplementedError(
+                f"{self.what} leaves gradients in .grad of tensors that it closes over, of shapes {shapes}, where a "
+                "compiled function cannot put them. Use torch.autograd.grad within it, or jax_value_and_grad, and "
+                "return the gradients."
+            )
         if graph.written:
             raise NotImplementedError(
                 f"{self.what} writes in place to argument tensor {graph.written[0]} (in the order of the flattened "

@@ -1,16 +1,32 @@
 """A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic
 
 import torch
 
-from torch_shard._capture import Aux, Captured, Spec, TensorFn, capture, new_values
+from torch_shard._capture import (
+    Aux,
+    Captured,
+    Change,
+    Spec,
+    StaleTensor,
+    TensorFn,
+    capture,
+    depends_on_inputs,
+    made_buffers,
+    meaning,
+    new_values,
+)
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
+
+logger = logging.getLogger(__name__)
 
 
 class Program(Generic[Aux]):
@@ -35,7 +51,7 @@ class Program(Generic[Aux]):
     ) -> None:
         self._inner = inner
         self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
-        self._check_numbers(fn, specs, what)
+        self._check_next_call(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
         self.random = draws_random(self.graph.module)
@@ -56,19 +72,48 @@ class Program(Generic[Aux]):
     def _code(self, graph: Captured[Aux]) -> list[str]:
         return [graph.module.code, *(module.code for module in self._inner())]
 
-    def _check_numbers(self, fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> None:
-        """Refuse a callable that counts its calls in plain numbers, if its result depends on them."""
-        if not self.graph.changed:
+    def _check_next_call(self, fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> None:
+        """Refuse a callable whose next call is another program, for what this one has left on modules."""
+        changed = self.graph.changed
+        if not changed:
             return
         first = self._code(self.graph)
-        with new_values(self.graph.changed):
+        with new_values(changed), _explaining(changed, what):
+            made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
-        if self._code(second) != first:
-            names = ", ".join(change.path for change in self.graph.changed)
+        if not self._means_the_same(first, second):
+            names = ", ".join(change.what for change in changed)
             raise NotImplementedError(
-                f"{what} changes the plain attribute {names} on each call and depends on it, but a compiled program is "
+                f"{what} changes {names} on each call and depends on it, but a compiled program is "
                 "the same for every call. Make it a buffer (register_buffer, a tensor), which the program can carry."
             )
+        for change in changed:
+            if depends_on_inputs(change):
+                logger.warning(
+                    "forward writes %s; a compiled step does not keep such writes. Return the value in the metrics, or "
+                    "register a buffer.",
+                    change.what,
+                )
+
+    def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
+        return self._code(second) == first or (len(first) == 1 and meaning(second) == meaning(self.graph))
+
+
+@contextlib.contextmanager
+def _explaining(changes: Sequence[Change], what: str) -> Iterator[None]:
+    """Say by which attribute a tensor of one call comes back in the next."""
+    try:
+        yield
+    except StaleTensor as error:
+        change = next((change for change in changes if any(t is error.tensor for t in change.tensors)), None)
+        if change is None:
+            raise
+        name = change.name if isinstance(change.old, torch.Tensor) else change.path.rpartition(".")[2]
+        raise NotImplementedError(
+            f"{error.line}\n{what} reads {change.what}, a tensor, and writes it: it carries a "
+            "value from call to call, which a compiled program does only in a buffer. Register it in __init__: "
+            f"self.register_buffer({name!r}, tensor, persistent=False); forward stays as it is."
+        ) from error
 
 
 def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotImplementedError:

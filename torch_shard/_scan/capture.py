@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from torch import nn
 from torch.fx import GraphModule
 
-from torch_shard._capture import Aux, Contents, Spec, TensorFn, reached_by
+from torch_shard._capture import Aux, Spec, TensorFn
 from torch_shard._lowering import Program, draws_random
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.execute import Inputs, Result, execute
@@ -152,12 +152,10 @@ def capture_layers(
     """
     groups = repeats.groups(model)
     modules = {id(m): m for m in model.modules()}
-    containers = Contents(reached_by(model, loss_fn))
     while any(group.refused is None for group in groups):
         found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, what)
         if not isinstance(found, Restart):
             return *found, groups
-        containers.restore()
         found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     return Program(*joint(None), what), None, groups

@@ -24,8 +24,10 @@ from torch_shard._capture import (
     current_mode,
     equate,
     leave,
+    leaves_behind,
     num_draws,
     rehearse,
+    runs_user_backward,
     skip_draws,
     unknown_like,
 )
@@ -172,8 +174,12 @@ class LayerCall:
         capture_mode = current_mode()
         assert capture_mode is not None
         wanted = {id(tensor): fake for fake, tensor in capture_mode.standins() if fake.requires_grad}
+        fakes = list(wanted.values())
+        others = leaves_behind(chosen) if runs_user_backward(chosen) else []  # so that all of it runs
         with autocast_only(self._around.cast_backward):  # the layer may run within autocast, its backward pass after it
-            grads = torch.autograd.grad(chosen, list(wanted.values()), cotangents, allow_unused=True)
+            grads = torch.autograd.grad(chosen, [*fakes, *others], cotangents, allow_unused=True)[: len(fakes)]
+        if capture_mode.uses_grad or any(fake.grad is not None for fake in fakes):
+            self.record.refuse("it reads .grad, or gradients land in it")
         return {key: grad for key, grad in zip(wanted, grads, strict=True) if grad is not None}
 
     def _outside(self, key: int) -> int:

@@ -214,7 +214,11 @@ def replace_tensors(module: nn.Module, pairs: Iterable[tuple[torch.Tensor, torch
 def _as_kind_of(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return value
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    return marked_like(old, nn.Parameter(value, requires_grad=old.requires_grad))
+
+
+def marked_like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The new tensor, with the attributes that a user has given to the old one."""
     vars(new).update({name: mark for name, mark in vars(old).items() if not _OF_TENSORS.fullmatch(name)})
     return new
 

@@ -4,18 +4,17 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import Spec
-from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 from torch_shard._common.types import PyTree
+from torch_shard._train.batch_objects import TakenApart, is_static, take_apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +23,7 @@ class BatchSignature:
 
     tree: object
     leaves: tuple[object, ...]
+    """Of an object that JAX does not know a `TakenApart`, and its arrays after it."""
     order: Any = None
     """The keys of the batch's dicts in the order in which they were put in; JAX sorts them."""
 
@@ -34,20 +34,32 @@ class BatchSignature:
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
-        given = iter(tensors)
-        batch = jax.tree.unflatten(self.tree, [next(given) if isinstance(x, Spec) else x for x in self.leaves])
+        batch = jax.tree.unflatten(self.tree, list(self._rebuilt(tensors)))
         return _reordered(batch, self.order)
+
+    def _rebuilt(self, tensors: Sequence[torch.Tensor]) -> Iterator[PyTree]:
+        given, leaves = iter(tensors), iter(self.leaves)
+        for leaf in leaves:
+            if isinstance(leaf, TakenApart):
+                yield leaf.rebuild([next(given) for _, _ in zip(leaf.holes, leaves, strict=False)])
+            else:
+                yield next(given) if isinstance(leaf, Spec) else leaf
 
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
-    if any(type(leaf) in torch_pytree.SUPPORTED_NODES for leaf in leaves):
-        adopt_torch_nodes(batch)
-        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch))
-    _check_leaves(leaves)
-    signature = BatchSignature(tree, tuple(map(_describe, leaves)), _order(batch))
-    return [x for x, kind in zip(leaves, signature.leaves, strict=True) if isinstance(kind, Spec)], signature
+    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch, _is_iterator))
+    found, kinds = [], []
+    for number, leaf in enumerate(leaves):
+        kind = _describe(leaf)
+        if kind is None:
+            apart, arrays = take_apart(leaf, _paths(batch)[number])
+            kinds += [apart, *(_describe(array) for _, array in arrays)]
+            found += [array for _, array in arrays]
+        else:
+            kinds.append(kind)
+            found += [leaf] if isinstance(kind, Spec) else []
+    return found, BatchSignature(tree, tuple(kinds), _order(batch))
 
 
 def _order(batch: Any) -> Any:
@@ -65,18 +77,8 @@ def _reordered(batch: Any, order: Any) -> Any:
     return batch
 
 
-def _check_leaves(leaves: list[object]) -> None:
-    for leaf in leaves:
-        if _describe(leaf) is leaf and type(leaf).__hash__ is None:
-            kind = type(leaf).__name__
-            hint = f"jax.tree_util.register_dataclass({kind}) once" if dataclasses.is_dataclass(leaf) else "a dict"
-            raise TypeError(
-                f"The batch has a leaf of type {kind}, which is neither an array nor a container that JAX knows. Pass "
-                f"its parts in a tuple or a dict, or make it known: {hint}."
-            )
-
-
 def _describe(leaf: PyTree) -> object:
+    """What a program depends on in a leaf; None for an object to be taken apart."""
     if isinstance(leaf, torch.Tensor):
         return Spec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, np.ndarray):
@@ -85,10 +87,26 @@ def _describe(leaf: PyTree) -> object:
         return Spec(leaf.shape, captured_dtype(leaf.dtype))
     if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
         return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)
-    return leaf
+    return leaf if is_static(leaf) else None
 
 
-def leaf_paths(batch: PyTree) -> list[str]:
-    """Path of each leaf of a batch, for messages."""
-    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch))
+def array_paths(batch: PyTree) -> list[str]:
+    """Path of each array leaf of a batch, for messages."""
+    found: list[str] = []
+    for path, leaf in zip(_paths(batch), jax.tree.leaves(batch, _is_iterator), strict=True):
+        kind = _describe(leaf)
+        if kind is None:
+            found += [path + inner for inner, _ in take_apart(leaf, path)[1]]
+        elif isinstance(kind, Spec):
+            found.append(path)
+    return found
+
+
+def _paths(batch: PyTree) -> list[str]:
+    leaves = cast(list[tuple[tuple[object, ...], object]], jax.tree_util.tree_leaves_with_path(batch, _is_iterator))
     return ["batch" + jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def _is_iterator(node: object) -> bool:
+    """Tell what JAX is not to look into, nor to warn of."""
+    return isinstance(node, Iterator)

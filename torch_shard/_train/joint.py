@@ -6,22 +6,19 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import cast
 
 import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, TensorFn, note_modules
+from torch_shard._capture import Spec, TensorFn, binding, note, reached_by, runs_user_backward
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
-from torch_shard._sharding import LossFn, holdings
+from torch_shard._sharding import LossFn, holdings, marked_like
 from torch_shard._train.batch import BatchSignature
-
-T = TypeVar("T")
-
-RESERVED = ("loss", "grad_norm", "guard")
+from torch_shard._train.loss_result import split_loss
 
 Check = Callable[[], None] | None
 
@@ -42,7 +39,7 @@ class JointLoss:
 
     Args:
         model: Captured with the training flags that it has now, or in eval mode.
-        loss_fn: Returns a scalar, or a scalar and a dict of metrics.
+        loss_fn: Returns what `split_loss` takes.
         signature: Of the batch.
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
@@ -75,15 +72,16 @@ class JointLoss:
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
+            note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
                 if regions:
                     stack.enter_context(regions.active())
                 if not self._train:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
+                stack.enter_context(holding(self._model, self._tensors(given, regions)))
                 run = self._training if self._train else self._evaluation
-                check = regions.check if regions else None
-                found = call_with(self._model, lambda m: run(m, given, batch, check), self._tensors(given, regions))
+                found = run(given, batch, regions.check if regions else None)
                 if regions:
                     regions.check_used()
                 return found
@@ -110,38 +108,36 @@ class JointLoss:
         return found
 
     def _training(
-        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+        self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
         leaves = {name: t for name, t in given.items() if isinstance(name, Bundle) or name in self._held.trainable}
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree = self._forward(module, batch, check)
+        loss, metrics, tree = self._forward(batch, check)
         grads, without = self._gradients(loss, leaves)
-        buffers = self._buffers(module)
+        buffers = self._buffers()
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
         return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
 
     def _evaluation(
-        self, module: nn.Module, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
+        self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        loss, metrics, tree = self._forward(module, batch, check)
-        return [loss, *self._buffers(module), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
+        loss, metrics, tree = self._forward(batch, check)
+        return [loss, *self._buffers(), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
 
-    def _forward(
-        self, module: nn.Module, batch: Sequence[torch.Tensor], check: Check
-    ) -> tuple[torch.Tensor, list[torch.Tensor], object]:
+    def _forward(self, batch: Sequence[torch.Tensor], check: Check) -> tuple[torch.Tensor, list[torch.Tensor], object]:
         with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
-            out = self._loss_fn(module, self._signature.rebuild(batch))
+            out = self._loss_fn(self._model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
         leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
         return loss, [torch.as_tensor(x).detach() for x in leaves], tree
 
-    def _buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
+    def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
-        now = dict(module.named_buffers())
+        now = dict(self._model.named_buffers())
         for name, before in self._held.buffers.items():
             after = now.get(name)
             if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
@@ -179,42 +175,11 @@ def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
 
 
 def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    """Gradients; by `backward` where only that will do, which costs the capture a node for each."""
-    if not _has_reentrant_checkpoint(loss):
+    """Gradients; by `backward` where some may land in `.grad` only, which costs the capture a node for each."""
+    if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
         return torch.autograd.grad(loss, leaves, allow_unused=True)
     loss.backward()
     return [leaf.grad for leaf in leaves]
-
-
-def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    seen: set[torch.autograd.graph.Node] = set()
-    todo: list[torch.autograd.graph.Node | None] = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        todo += [after for after, _ in node.next_functions]
-    return False
-
-
-def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """Split what a loss function returned into a scalar and metrics, or say what it should return."""
-    pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
-    loss, metrics = cast(tuple[PyTree, PyTree], pair if len(pair) == 2 else (out, {}))
-    is_scalar = isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point()
-    if not is_scalar or not isinstance(metrics, dict):
-        found = f"{tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        also = "" if isinstance(metrics, dict) else f" and metrics of type {type(metrics).__name__}"
-        raise TypeError(
-            f"{caller()}: loss_fn must return a scalar floating-point tensor, or a pair of it and a dict of metrics; "
-            f"it returned {found}{also}. Reduce the loss with .mean() or .sum()."
-        )
-    if taken := [name for name in RESERVED if name in metrics]:
-        raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
-    return loss, cast(dict[str, PyTree], metrics)
 
 
 @contextlib.contextmanager
@@ -229,26 +194,26 @@ def eval_mode(module: nn.Module) -> Generator[None, None, None]:
             m.training = flag
 
 
-class _Around(nn.Module):
-    """A module and what is to run with it, so that `torch.func.functional_call` can swap the module's tensors."""
+@contextlib.contextmanager
+def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator[None, None, None]:
+    """Let a module hold other tensors, under all names of a tie.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[nn.Module], T]) -> T:
-        """Return what `run` returns."""
-        return run(self.model)
-
-
-def call_with(module: nn.Module, run: Callable[[nn.Module], T], tensors: Mapping[str, torch.Tensor]) -> T:
-    """Call `run(module)` with other tensors in the places of the module's own.
+    (`torch.func.functional_call` leaves its own tensors in a module that is registered under two names.)
 
     Args:
-        module: Left as it was.
-        run: Forward and backward: a backward pass may run parts of the module again.
-        tensors: By the names of `holdings`; every name of a tie gets the one tensor.
+        module: It gets its own back.
+        tensors: By the names of `holdings`.
     """
-    note_modules(module)
-    swapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    return torch.func.functional_call(_Around(module), swapped, (run,), tie_weights=True)
+    own = holdings(module).all
+    new = {id(own[name]): marked_like(own[name], tensor) for name, tensor in tensors.items()}
+    entries = [held for m in module.modules() for held in (m._parameters, m._buffers)]
+    places = [(held, name, t) for held in entries for name, t in held.items() if t is not None and id(t) in new]
+    for held, name, tensor in places:
+        held[name] = new[id(tensor)]
+        new[id(tensor)]._is_param = isinstance(tensor, nn.Parameter)  # as `isinstance` asks
+    try:
+        with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
+            yield
+    finally:
+        for held, name, tensor in places:
+            held[name] = tensor

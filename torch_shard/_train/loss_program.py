@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold
+from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, made_buffers
 from torch_shard._common.caller import caller
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
@@ -62,6 +62,8 @@ class LossProgram:
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
+        self.made_buffers = made_buffers(program.graph.changed)
+        """Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it."""
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""

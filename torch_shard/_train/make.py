@@ -36,7 +36,8 @@ def make_train_step(
     Args:
         model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at
             each call: after `model.eval()` the step runs in eval mode, as in torch.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, a pair of it and a dict of
+            metrics, or a dict or record with an entry `loss` (see the notes).
         optimizer: An optax gradient transformation.
         mesh: Devices with Auto axes, from `make_mesh`.
         plan: Which parameter and buffer is split how, by name.
@@ -62,6 +63,10 @@ def make_train_step(
             (of a number of bytes: where nothing fits); it does not need loops, `scan_layers=False` will do.
 
     Notes:
+        A dict, a named tuple, a dataclass or an output of Hugging Face's models will do as the result of `loss_fn` if
+        it has a `loss`: its other entries are metrics where they are numbers or tensors of one element, and left out
+        where they are not (logits, hidden states). To have those too, name them: `return out.loss, {"logits": ...}`.
+
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
         is a mean over rows, that is the loss of the whole batch. It is another one where `loss_fn` is a sum (it
         comes out divided by `n`), a mean over a number that differs between microbatches (tokens without padding:
@@ -122,7 +127,7 @@ def make_eval_step(
 
     Args:
         model: The module that the states belong to; its own training flags are left as they are.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, or a pair of it and a dict of metrics.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
         mesh: Devices with Auto axes, from `make_mesh`; those of the states.
         plan: Which parameter and buffer is split how, by name.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._train.batch import BatchSignature
+from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
@@ -49,11 +50,17 @@ class ProgramKey:
         if self.max_grad_norm != earlier.max_grad_norm:
             return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
         old, new = earlier.signature, self.signature
-        if new.tree != old.tree:
+        if new.tree != old.tree or len(new.leaves) != len(old.leaves):
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
         pairs = zip(old.leaves, new.leaves, strict=True)
-        changed = [f"{was} is now {now}" for was, now in pairs if was != now]
+        changed = [_difference(was, now) for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
+
+
+def _difference(was: object, now: object) -> str:
+    if isinstance(was, TakenApart) and isinstance(now, TakenApart):
+        return was.difference(now)
+    return f"{was} is now {now}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +102,7 @@ class StepProgram:
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
+        made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class StepProgram:
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
-        self.random, self.report = program.random, program.report
+        self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.fused: list[str] = []
         self.chosen: list[str] = []
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)

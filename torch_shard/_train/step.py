@@ -11,11 +11,12 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._lowering import capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings, shared_memory
-from torch_shard._train.batch import BatchSignature, flatten_batch, leaf_paths
+from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.loss_program import LossProgram, loss_program
@@ -135,11 +136,22 @@ class Step:
         """
         leaves, signature = flatten_batch(batch)
         if signature not in self._checked:
-            paths = [p for p, kind in zip(leaf_paths(batch), signature.leaves, strict=True) if hasattr(kind, "shape")]
+            paths = array_paths(batch)
             self.layout.check(leaves, paths)
             self._microbatches.check(leaves, paths)
+            self._say_rounded(paths, signature)
             self._checked.add(signature)
         return Placed(self.layout.put(leaves), signature)
+
+    def _say_rounded(self, paths: list[str], signature: BatchSignature) -> None:
+        wide = [p for p, s in zip(paths, signature.specs, strict=True) if s.dtype in (torch.float64, torch.complex128)]
+        if wide and not has_x64():
+            logger.warning(
+                "%s: %s: 64-bit floating point, of which JAX keeps 32 bits: values are rounded before loss_fn sees "
+                "them. Differences of large numbers (times) lose digits; make them before, or enable jax_enable_x64.",
+                self.caller,
+                ", ".join(wide),
+            )
 
     def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
         if list(holdings(self.model).all) != list(self._held.all):

@@ -243,10 +243,18 @@ class TrainStep(Step):
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
 
+        It also has the buffers that forward registers at its first call.
+
         Args:
             state: A state of this step; it is only read.
         """
-        return with_values(self.model, to_host_by_name(state.tensors))
+        model = with_values(self.model, to_host_by_name(state.tensors))
+        for name, buffer, persistent in (made for program in self.programs for made in program.made_buffers):
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            if (held := getattr(owner, leaf, None)) is None or held.numel() < buffer.numel():  # for longer batches
+                owner.register_buffer(leaf, buffer.clone(), persistent)
+        return model
 
 
 class EvalStep(Step):

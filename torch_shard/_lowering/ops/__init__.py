@@ -17,6 +17,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     linear_cross_entropy,
     losses,
     normalisation,
+    packed,
     pointwise,
     random,
     recurrent,

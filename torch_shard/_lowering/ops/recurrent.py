@@ -18,33 +18,53 @@ import torch.nn.functional as F
 from torch_shard._common.axes import vary_like
 from torch_shard._common.overrides import instead_of, is_plain
 from torch_shard._common.types import PyTree
+from torch_shard._lowering.ops.packed import Lengths
 from torch_shard._lowering.ops.registry import lowers
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 Tensors = list[torch.Tensor]
 
+Mask = torch.Tensor | None
+"""Which steps there are, (T, B), of padded sequences: a state passes the others as it is."""
+
 
 @torch.library.custom_op("torch_shard::recurrence", mutates_args=())
-def _recurrence(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool) -> Tensors:
+def _recurrence(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask) -> Tensors:
     raise NotImplementedError("only captured, never run")
 
 
 @_recurrence.register_fake
-def _recurrence_shapes(kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool) -> Tensors:
+def _recurrence_shapes(
+    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, mask: Mask
+) -> Tensors:
     return [gates.new_empty(len(gates), *s.shape) for s in state]
 
 
 @torch.library.custom_op("torch_shard::recurrence_backward", mutates_args=())
 def _backward(
-    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, outputs: Tensors, grads: Tensors
+    kind: str,
+    gates: torch.Tensor,
+    state: Tensors,
+    weights: Tensors,
+    reverse: bool,
+    mask: Mask,
+    outputs: Tensors,
+    grads: Tensors,
 ) -> Tensors:
     raise NotImplementedError("only captured, never run")
 
 
 @_backward.register_fake
 def _backward_shapes(
-    kind: str, gates: torch.Tensor, state: Tensors, weights: Tensors, reverse: bool, outputs: Tensors, grads: Tensors
+    kind: str,
+    gates: torch.Tensor,
+    state: Tensors,
+    weights: Tensors,
+    reverse: bool,
+    mask: Mask,
+    outputs: Tensors,
+    grads: Tensors,
 ) -> Tensors:
     return [torch.empty_like(t) for t in (gates, *state, *weights)]
 
@@ -56,33 +76,36 @@ class _Recurrence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, kind: str, num_state: int, reverse: bool, *tensors: torch.Tensor) -> tuple:
+    def forward(ctx: Any, kind: str, num_state: int, reverse: bool, mask: Mask, *tensors: torch.Tensor) -> tuple:
         gates, state, weights = tensors[0], list(tensors[1 : 1 + num_state]), list(tensors[1 + num_state :])
-        outputs = torch.ops.torch_shard.recurrence(kind, gates, state, weights, reverse)
-        ctx.options = kind, num_state, reverse
+        outputs = torch.ops.torch_shard.recurrence(kind, gates, state, weights, reverse, mask)
+        ctx.options = kind, num_state, reverse, mask
         ctx.save_for_backward(*tensors, *outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        kind, num_state, reverse = ctx.options
+        kind, num_state, reverse, mask = ctx.options
         tensors, outputs = ctx.saved_tensors[:-num_state], ctx.saved_tensors[-num_state:]
         if torch.is_grad_enabled():  # for a derivative of this derivative
-            wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad[3:], strict=True) if needed]
-            unrolled = _unrolled(kind, num_state, reverse, *tensors)
+            wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True) if needed]
+            unrolled = _unrolled(kind, num_state, reverse, mask, *tensors)
             found = iter(torch.autograd.grad(unrolled, wanted, grads, create_graph=True, materialize_grads=True))
-            return None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:])
+            return None, None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[4:])
         gates, state, weights = tensors[0], list(tensors[1 : 1 + num_state]), list(tensors[1 + num_state :])
-        options = kind, gates, state, weights, reverse, list(outputs), list(grads)
-        return None, None, None, *torch.ops.torch_shard.recurrence_backward(*options)
+        options = kind, gates, state, weights, reverse, mask, list(outputs), list(grads)
+        return None, None, None, None, *torch.ops.torch_shard.recurrence_backward(*options)
 
 
-def _unrolled(kind: str, num_state: int, reverse: bool, *tensors: torch.Tensor) -> Tensors:
+def _unrolled(kind: str, num_state: int, reverse: bool, mask: Mask, *tensors: torch.Tensor) -> Tensors:
     """The same in plain operators."""
     gates, state, weights = tensors[0], tensors[1 : 1 + num_state], tensors[1 + num_state :]
     steps: list[tuple[torch.Tensor, ...]] = []
-    for given in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
-        state = _cell(kind, given, state, weights)
+    for t in reversed(range(len(gates))) if reverse else range(len(gates)):
+        new = _cell(kind, gates[t], state, weights)
+        if mask is not None:
+            new = tuple(torch.where(mask[t, :, None], n, s) for n, s in zip(new, state, strict=True))
+        state = new
         steps.append(state)
     return [torch.stack(values) for values in zip(*(reversed(steps) if reverse else steps), strict=True)]
 
@@ -112,10 +135,13 @@ def split_weights(kind: str, state: Sequence[T], weights: Sequence[T]) -> tuple[
     return weights[0], (weights[1] if len(weights) == 2 + has_projection else None), projection
 
 
-def _direction(kind: str, x_TBC: torch.Tensor, state: Tensors, params: Tensors, reverse: bool, biased: bool) -> Tensors:
+def _direction(
+    kind: str, x_TBC: torch.Tensor, state: Tensors, params: Tensors, reverse: bool, biased: bool, mask: Mask
+) -> Tensors:
     w_ih, w_hh, *others = params
     gates = F.linear(x_TBC, w_ih, others.pop(0) if biased else None)
-    return _Recurrence.apply(kind, len(state), reverse, gates, *state, w_hh, *others)  # pyright: ignore
+    run = _Recurrence.apply if is_plain([x_TBC, *state, *params]) else _unrolled
+    return run(kind, len(state), reverse, mask, gates, *state, w_hh, *others)  # pyright: ignore
 
 
 def _net(
@@ -129,6 +155,7 @@ def _net(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    mask: Mask = None,
 ) -> tuple[torch.Tensor, ...]:
     states = list(hx) if kind == "lstm" else [hx]
     num_runs = num_layers * (1 + bidirectional)
@@ -139,7 +166,7 @@ def _net(
         for direction in range(1 + bidirectional):
             run = layer * (1 + bidirectional) + direction
             own = params[run * each : (run + 1) * each]
-            found = _direction(kind, x, [s[run] for s in states], own, direction == 1, biased)
+            found = _direction(kind, x, [s[run] for s in states], own, direction == 1, biased, mask)
             outputs.append(found[0])
             finals.append([steps[0 if direction else -1] for steps in found])
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -163,8 +190,16 @@ def _fits(args: tuple[PyTree, ...]) -> bool:
     )
 
 
+def _of_packed(kind: str, data: torch.Tensor, packed: Lengths, *others: Any) -> tuple[torch.Tensor, ...]:
+    mask = packed.mask_TB
+    out, *last = _net(kind, data.unflatten(0, mask.shape), *others, batch_first=False, mask=mask)
+    return out.flatten(0, 1), *last
+
+
 def _replacing(kind: str, composite: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        if len(args) == 9 and isinstance(args[1], Lengths):
+            return _of_packed(kind, *args)
         return _net(kind, *args) if not kwargs and _fits(args) else composite(*args, **kwargs)
 
     return call
@@ -193,28 +228,38 @@ def _gru(given, own):
 
 
 @lowers(torch.ops.torch_shard.recurrence.default)
-def recurrence(kind, gates, state, weights, reverse):
+def recurrence(kind, gates, state, weights, reverse, mask):
     """States after each step: `[h_TBP]`, for an LSTM `[h_TBP, c_TBH]`."""
     w_hh, bias, projection = split_weights(kind, state, weights)
 
     def step(state, given):
+        given, there = given
+        new = cell(state, given)
+        new = new if there is None else _held(there, new, state)
+        return new, new
+
+    def cell(state, given):
         own = _own(state[0], w_hh, bias)
         if kind == "lstm":
             _, _, _, o, c = _lstm(given + own, state[1])
             h = o * jnp.tanh(c)
-            state = (h if projection is None else h @ projection.T, c)
-        elif kind == "gru":
+            return (h if projection is None else h @ projection.T, c)
+        if kind == "gru":
             _, z, n, _ = _gru(given, own)
-            state = ((state[0] - n) * z + n,)
-        else:
-            state = (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
-        return state, state
+            return ((state[0] - n) * z + n,)
+        return (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
 
-    return list(jax.lax.scan(step, vary_like(tuple(state), gates, list(weights)), gates, reverse=reverse)[1])
+    start = vary_like(tuple(state), gates, list(weights))
+    return list(jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1])
+
+
+def _held(there, new, old):
+    """The new values of the sequences that have this step, the old ones of the others."""
+    return tuple(jnp.where(there[:, None], n, o) for n, o in zip(new, old, strict=True))
 
 
 @lowers(torch.ops.torch_shard.recurrence_backward.default)
-def recurrence_backward(kind, gates, state, weights, reverse, outputs, grads):
+def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, grads):
     """Gradients of `(gates, *state, *weights)`."""
     w_hh, bias, projection = split_weights(kind, state, weights)
     before = [_shifted(s, steps, reverse) for s, steps in zip(state, outputs, strict=True)]
@@ -222,8 +267,17 @@ def recurrence_backward(kind, gates, state, weights, reverse, outputs, grads):
     back = {"lstm": _lstm_back, "gru": _gru_back}.get(kind, _rnn_back)
     factors, step = back(kind, gates, own, before, outputs, w_hh, projection)
     start = vary_like(tuple(jnp.zeros_like(s) for s in state), list(grads), factors, w_hh, projection)
+
+    def masked_step(later, given):
+        given, there = given
+        earlier, found = step(later, given)
+        if there is None:
+            return earlier, found
+        passed = tuple(map(jnp.add, later, given[0]))
+        return _held(there, earlier, passed), _held(there, found, map(jnp.zeros_like, found))
+
     grad_state, (grad_given, grad_own, *for_projection) = jax.lax.scan(
-        step, start, (tuple(grads), factors), reverse=not reverse
+        masked_step, start, ((tuple(grads), factors), mask), reverse=not reverse
     )
     grad_weights = [jnp.einsum("tbg,tbp->gp", grad_own, before[0])]
     if bias is not None:

@@ -1,0 +1,210 @@
+"""After any capture, right, refused or raising in the middle, the user's model is to the bit what it was."""
+
+import contextlib
+import copy
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import torch_shard as ts
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables import layered, layers_with_effects, models, odd, semantics
+from tests.tables.cases import Case, chosen, make_mesh
+from tests.tables.semantics import WIDTH, built
+from torch_shard._scan import LayerOptions
+from torch_shard._train import flatten_batch
+from torch_shard._train.loss_program import loss_program
+
+
+def attributes(model: nn.Module) -> list[object]:
+    """All that a model holds, by identity; contents of containers and records too, in order."""
+    return [(path, *_within(vars(m), 4), vars(m).keys()) for path, m in model.named_modules(remove_duplicate=False)] + [
+        (name, p.grad, p.requires_grad, p.is_leaf, p._backward_hooks, p._version, sorted(vars(p)))
+        for name, p in model.named_parameters()
+    ]
+
+
+def _within(value: object, depth: int) -> Iterator[object]:
+    if depth and isinstance(value, dict | list | set | SimpleNamespace):
+        items = vars(value) if isinstance(value, SimpleNamespace) else value
+        pairs = items.items() if isinstance(items, dict) else enumerate(items)
+        for key, item in list(pairs):
+            yield key if isinstance(key, str | int) else id(key)
+            yield from _within(item, depth - 1)
+    elif isinstance(value, bool | int | float | str | None):
+        yield value
+    else:
+        yield id(value)
+
+
+class RegistersAtFirst(nn.Module):
+    """A causal mask made at the first call, a table that is filled lazily, a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.table, self.state = None, SimpleNamespace(calls=0, seen=[])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.tril(torch.ones(WIDTH, WIDTH)), persistent=False)
+        if self.table is None:
+            self.table = torch.arange(WIDTH) / WIDTH
+            self.register_buffer("slopes", 2.0 ** -torch.arange(WIDTH))
+        self.state.calls += 1
+        self.state.seen.append(x.shape)
+        return self.a(x) @ self.mask + self.table * self.slopes
+
+
+class UnderTwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right, self.weights = self.left, [self.left.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(torch.tanh(self.left(x))) + x @ self.weights[0]
+
+
+def test_what_forward_makes_of_constants_is_a_constant_and_is_exported() -> None:
+    case = built(lambda: nn.Sequential(*(RegistersAtFirst() for _ in range(3))))
+    model, eager = case.model(), case.model()
+    trajectory = eager_trajectory(case, 2)
+    for wanted in trajectory:
+        wanted["held"] = {name: value for name, value in wanted["held"].items() if name in model.state_dict()}
+    before = attributes(model)
+    step = assert_follows(case, model, trajectory, (4, 2))
+    assert attributes(model) == before
+    x = torch.ones(2, WIDTH)
+    wanted = eager(x)
+    exported = step.export(step.init())
+    assert exported.state_dict().keys() == eager.state_dict().keys()
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(exported.get_buffer(name), buffer)
+    torch.testing.assert_close(exported(x), wanted)
+
+
+def test_a_module_under_two_names_is_whole_afterwards() -> None:
+    case = built(UnderTwoNames)
+    model = case.model()
+    before = attributes(model)
+    step = assert_follows(case, model, eager_trajectory(case, 2), (4, 2))
+    assert attributes(model) == before
+    batch = case.batches(1)[0]
+    loss = step.evaluation()(step.init(), batch)["loss"]
+    torch.testing.assert_close(torch.tensor(float(loss)), case.loss_fn(model, batch).detach())
+    found = ts.compare_with_torch(model, case.loss_fn, batch, mesh=make_mesh((1, 1)), plan=case.plan)
+    found.raise_if_different()
+
+
+class ReadsTheOther(nn.Module):
+    """One block writes what another reads in the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) if self.memory is None else self.first(x) + self.memory
+        y = self.second(h)
+        self.memory = y.mean(0).detach()
+        return y
+
+
+class GrowsAParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.late = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.late is None:
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return self.late(self.a(x))
+
+
+class BufferOfTheBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("mean", x.mean(0))
+        return self.a(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (ReadsTheOther, r"reads the plain attribute memory, a tensor, and writes it.*register_buffer\('memory'"),
+        (GrowsAParameter, r"adds late to a module, with parameters"),
+        (BufferOfTheBatch, r"registers the buffer mean.*register it in __init__"),
+    ],
+)
+def test_what_a_program_cannot_carry_is_refused_and_taken_back(build: type[nn.Module], message: str) -> None:
+    case = built(build)
+    model = case.model()
+    before = attributes(model)
+    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
+        assert_follows(case, model, eager_trajectory(case, 1), (1, 1))
+    assert attributes(model) == before
+
+
+class Injected(Exception):
+    """What a failure in the midst of the user's code is."""
+
+
+class FailsAt(TorchFunctionMode):
+    """Raises at the torch call of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.calls, self.number = itertools.count(), number
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if next(self.calls) == self.number:
+            raise Injected
+        return func(*args, **(kwargs or {}))
+
+
+def _cases() -> Iterator[Case]:
+    for value in [v for table in (models, semantics, odd, layers_with_effects, layered) for v in vars(table).values()]:
+        yield from (case for case in (value if isinstance(value, list) else ()) if isinstance(case, Case))
+    yield from (built(build) for build in (RegistersAtFirst, UnderTwoNames, ReadsTheOther))
+
+
+ALL = {f"{number} {case.name}": case for number, case in enumerate(_cases())}
+SHOWN = list(ALL)[::12]  # in the default run
+
+
+@pytest.mark.parametrize("name", chosen(ALL, SHOWN))
+@pytest.mark.parametrize("fails", [False, True])
+def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
+    case = ALL[name]
+    model, (batch,) = case.model(), case.batches(1)
+    counting = FailsAt(-1)
+
+    def loss_fn(model: nn.Module, batch: object) -> object:
+        with counting:
+            return case.loss_fn(model, batch)
+
+    if fails:
+        copied = copy.deepcopy(model)
+        loss_fn(copied, batch)
+        counting.number = random.Random(name).randrange(next(counting.calls))
+        counting.calls = itertools.count()
+    before = attributes(model)
+    with contextlib.suppress(Injected, NotImplementedError):
+        capture_loss(model, loss_fn, batch)
+    assert attributes(model) == before
+
+
+def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
+    _, signature = flatten_batch(batch)
+    loss_program(model, loss_fn, signature, train=True, layers=LayerOptions())

@@ -1,0 +1,168 @@
+"""Batches that are objects: taken apart into arrays, and put together for the loss as they were."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+import torch_shard as ts
+from tests.oracles.errors import refuses
+from tests.tables.cases import BATCH, WHOLE, make_mesh
+
+
+class Plain:
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y, self.scale = x, y, 2
+
+    def inputs(self) -> torch.Tensor:
+        return self.x * self.scale
+
+
+class Slots:
+    __slots__ = ("__y", "x")
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.__y = x, y
+
+    @property
+    def y(self) -> torch.Tensor:
+        return self.__y
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """It has a hash, and Python's `==`: no constant for that."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frozen)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Sub(dict[str, torch.Tensor]):
+    """A dict with attributes for its keys."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Store:
+    """Holds its data a level down, with a way back to what holds it, as batches of graphs do."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.inner = Plain(x, y)
+        self.inner.parent = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    x = property(lambda self: self.inner.parent.inner.x)
+    y = property(lambda self: self.inner.y)
+
+
+class User(collections.UserDict[str, torch.Tensor]):
+    x = property(lambda self: self["x"])
+    y = property(lambda self: self["y"])
+
+
+class Output(BaseModelOutput):
+    x = property(lambda self: self.last_hidden_state)
+    y = property(lambda self: self.hidden_states[0])
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "object": Plain,
+    "slots": Slots,
+    "dataclass": Record,
+    "frozen with a hash": Frozen,
+    "named tuple": Pair,
+    "subclass of dict": lambda x, y: Sub(x=x, y=y),
+    "with a way back": Store,
+    "UserDict": lambda x, y: User(x=x, y=y),
+    "BatchEncoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
+    "ModelOutput": lambda x, y: Output(last_hidden_state=x, hidden_states=(y,)),
+    "in containers": lambda x, y: {"of": [Plain(x, y)], "scale": 2.0},
+}
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    scale = 1.0
+    if type(batch) is dict:
+        batch, scale = batch["of"][0], batch["scale"]
+    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, User, Output, BatchEncoding))
+    x = batch.inputs() if isinstance(batch, Plain) else batch["x"] if isinstance(batch, BatchEncoding) else batch.x
+    return F.mse_loss(model(x), batch["y"] if isinstance(batch, BatchEncoding) else batch.y) * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_batch_counts_in_one_program(kind: str) -> None:
+    torch.manual_seed(0)
+    model, make = nn.Linear(8, 4), KINDS[kind]
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state = step.init()
+    for _ in range(2):
+        batch = make(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+        state, metrics = step(state, batch)
+        torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
+    assert step.num_compiles == 1
+    state, metrics = step(state, step.put(batch))
+    torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
+
+
+def test_plain_values_of_an_object_are_a_part_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 4)
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    state, batch = step.init(), Plain(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    with caplog.at_level(logging.INFO):
+        for batch.scale in (2, 3):
+            state, metrics = step(state, batch)
+            torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
+    assert "compiles again: in the batch, .scale was 2 and is 3" in caplog.text
+
+
+class WithIterator(Plain):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        super().__init__(x, y)
+        self.rows = iter([1, 2, 3])
+
+
+def test_what_is_no_array_may_be_there_and_is_refused_where_it_is_read() -> None:
+    model, batch = nn.Linear(8, 4), WithIterator(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    _, metrics = step(step.init(), batch)
+    torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
+    reads = ts.make_train_step(
+        model, lambda m, b: loss_fn(m, b) * next(b.rows), optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE
+    )
+    with refuses(r"reads batch\.rows, of type list_iterator, which is neither an array nor", NotImplementedError):
+        reads(reads.init(), batch)
+
+
+def test_what_cannot_be_taken_apart_is_refused_by_name() -> None:
+    step = ts.make_train_step(nn.Linear(8, 4), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    with refuses(r"batch\['x'\] is of type list_iterator, which is neither an array", TypeError):
+        step(step.init(), {"x": iter([1])})

@@ -1,0 +1,58 @@
+"""What a captured program means, for comparison: what follows from Python's numbers alone stands in it as a value."""
+
+import itertools
+from collections.abc import Hashable
+
+import torch
+from torch.fx import Node
+
+from torch_shard._capture.data_dependence import Constants
+from torch_shard._capture.inputs import is_literal
+from torch_shard._capture.trace import Captured
+from torch_shard._common.fx import args_of, fill_in, is_random
+
+
+def meaning(captured: Captured) -> tuple[Hashable, ...]:
+    """The operators of a program in order; programs with equal ones compute the same.
+
+    A causal mask is the same whether the program builds it or has it given.
+    """
+    graph = captured.module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    closure = dict(zip(inputs[len(inputs) - len(captured.closure) :], captured.closure, strict=True))
+    constants = Constants(graph, None, {node: t for node, t in closure.items() if is_literal(t)})
+    names: dict[Node, str] = {}
+    numbers = itertools.count()
+
+    def name(node: Node) -> str:
+        if node not in names:
+            value = constants.value(node)
+            names[node] = _bits(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
+        return names[node]
+
+    found: list[Hashable] = []
+    for node in graph.nodes:
+        if node in closure and not is_literal(closure[node]):
+            names[node] = f"closure {id(closure[node])}"
+        elif node.op == "placeholder":
+            name(node)
+        elif node.op != "call_function" or not isinstance(constants.value(node), torch.Tensor):
+            place = node.meta.get("random_place") if is_random(node) else None
+            found.append(
+                (str(node.target), repr(fill_in((args_of(node), node.kwargs), lambda n: _Name(name(n)))), place)
+            )
+            name(node)
+    return tuple(found)
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _bits(value: torch.Tensor) -> str:
+    values = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    digest = hash(values.view(torch.uint8).numpy().tobytes())
+    return f"{value.dtype} {tuple(value.shape)} {digest:x}"

@@ -1,0 +1,66 @@
+"""What a loss function may return: a loss, a loss with metrics, or a mapping or record that has both."""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
+
+RESERVED = ("loss", "grad_norm", "guard")
+
+
+def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+    """Split what a loss function returned into a scalar and metrics, or say what it should return.
+
+    Args:
+        out: A tensor of one element; a pair of it and a dict of metrics; or a mapping, a named tuple or a dataclass
+            that has it as `loss`, whose other entries are metrics where they are one number each.
+    """
+    pair = cast(tuple[PyTree, ...], out) if isinstance(out, tuple) else ()
+    is_pair = len(pair) == 2 and isinstance(pair[1], dict)
+    entries = None if is_pair else _entries(out)
+    loss, metrics = cast(tuple[PyTree, dict[str, PyTree]], pair if is_pair else (out, {}))
+    if entries is not None:
+        loss, metrics = entries.get("loss"), _scalars(entries)
+    if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()):
+        raise TypeError(
+            f"{caller()}: loss_fn must return a scalar (a floating-point tensor of one element), a pair of it and a "
+            f"dict of metrics, or a dict or record that has it as `loss`; it returned {_described(out, entries)}. "
+            "Reduce the loss with .mean() or .sum()."
+        )
+    if taken := [name for name in RESERVED if name in metrics]:
+        raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
+    return loss.reshape(()), metrics
+
+
+def _entries(out: Any) -> dict[str, PyTree] | None:
+    """The entries of a mapping, or of a record that has a loss (a named tuple, a dataclass); None of anything else."""
+    if isinstance(out, Mapping):  # and so Hugging Face's outputs
+        return dict(cast(Mapping[str, PyTree], out))
+    fields = [f.name for f in dataclasses.fields(out)] if dataclasses.is_dataclass(out) else getattr(out, "_fields", ())
+    return {name: getattr(out, name) for name in fields} if "loss" in fields else None
+
+
+def _scalars(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Those besides the loss that are one number each, as scalars; predictions and the like are no metrics."""
+    numbers = {n: v for n, v in entries.items() if n != "loss" and isinstance(v, torch.Tensor | int | float)}
+    tensors = {name: torch.as_tensor(value) for name, value in numbers.items()}
+    return {name: tensor.reshape(()) for name, tensor in tensors.items() if tensor.numel() == 1}
+
+
+def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
+    """What a loss function returned, for an error."""
+    if isinstance(out, torch.Tensor):
+        return f"{tuple(out.shape)} {out.dtype}"
+    if entries is not None:
+        held = f"loss is {_described(entries['loss'], None)}" if "loss" in entries else "it has no loss"
+        return f"{type(out).__name__} of {', '.join(map(str, entries)) or 'nothing'}, where {held}"
+    if isinstance(out, tuple) and len(pair := cast(tuple[Any, ...], out)) == 2:
+        return f"{_described(pair[0], None)} and metrics of type {type(pair[1]).__name__}"
+    return type(cast(object, out)).__name__
