@@ -42,6 +42,17 @@ def linear(x: torch.Tensor) -> torch.Tensor:
     return F.linear(x[x[:, 0] > 0], LINEAR * x.sum()).tanh().sum()
 
 
+def edges(x: torch.Tensor) -> torch.Tensor:
+    """A message along each edge that is no loop, and along all loops, to the largest of each node."""
+    index = torch.tensor([[0, 1, 2, 3, 3, 5], [1, 1, 0, 2, 3, 4]])
+    chosen = (x[:, 0] > 0) | (index[0] != index[1])
+    index = torch.cat([index[:, chosen], torch.arange(6).repeat(2, 1)], 1)
+    messages = x[index[0]].sin()
+    to = index[1][:, None].expand_as(messages)
+    largest = torch.zeros(6, 4).scatter_reduce(0, to, messages.detach(), "amax", include_self=False)
+    return torch.zeros(6, 4).scatter_add(0, to, messages - largest[index[1]]).square().sum()
+
+
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x[x > 0].mean(),
     "sum": lambda x: x[x > 0].sum(),
@@ -79,16 +90,21 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows written": rows_written,
     "contrast": contrast,
     "linear": linear,
+    "joined": lambda x: torch.cat([x[x[:, 0] > 0], x[:2]]).sin().mean(),
+    "two joined": lambda x: torch.cat([x[x > 0], x[x < -0.5]]).sin().sum(),
+    "scattered": lambda x: torch.zeros(6, 4).index_add(0, torch.nonzero(x[:, 1] > 0)[:, 0], x[x[:, 1] > 0]).exp().sum(),
+    "edges": edges,
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_selection_that_is_reduced_equals_eager_torch(name: str) -> None:
+    compiled = ts.jax_value_and_grad(CASES[name])
     for x in (X, NOTHING, ALL):
         leaf = x.clone().requires_grad_()
         wanted = CASES[name](leaf)
         (wanted_grad,) = torch.autograd.grad(wanted, leaf)
-        found, grad = ts.jax_value_and_grad(CASES[name])(x)
+        found, grad = compiled(x)
         torch.testing.assert_close(found.cpu(), wanted.detach(), equal_nan=True)
         torch.testing.assert_close(grad.cpu(), wanted_grad, equal_nan=True)
 

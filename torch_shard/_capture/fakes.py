@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.data_dependence import Constants, DataDependence
+from torch_shard._capture.constants import Constants
+from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal

@@ -1,4 +1,4 @@
-"""Masks by which a captured callable selects: one that is computed twice is one, and PyTorch's own rules for what is selected."""
+"""Masks by which a captured callable selects: which are one, which are constants, and what becomes of the rest."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,9 @@ import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_shard._capture.constants import writes
 from torch_shard._capture.ragged import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
@@ -29,10 +31,15 @@ class Masks:
 
     Args:
         node_of: The node of a traced tensor.
+        values_of: The value of a mask that is a constant, in a list; None of any other.
     """
 
-    def __init__(self, node_of: Callable[[torch.Tensor], Node | None]) -> None:
-        self._node_of = node_of
+    def __init__(
+        self,
+        node_of: Callable[[torch.Tensor], Node | None],
+        values_of: Callable[[torch.Tensor], list[torch.Tensor] | None],
+    ) -> None:
+        self._node_of, self._values_of = node_of, values_of
         self._found: list[tuple[Node, torch.Tensor]] = []
 
     def unify(self, func: Operator, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
@@ -43,8 +50,18 @@ class Masks:
         if func is aten.nonzero.default:
             return func, (self._first(args[0]),)
         if func in _INDEXED:
-            return func, (args[0], [self._first(i) if _is_mask(i) else i for i in args[1]], *args[2:])
+            return func, (args[0], [i for index in args[1] for i in self._places(index)], *args[2:])
         return func, args
+
+    def _places(self, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """The indices for one index: as many as the dims of a mask, if that is a constant."""
+        if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
+            return [index]
+        if index.ndim and (values := self._values_of(index)) is not None:
+            with _disable_current_modes():
+                places = values[0].nonzero(as_tuple=True)
+            return [aten.lift_fresh_copy.default(place) for place in places]
+        return [self._first(index)]
 
     def _first(self, mask: torch.Tensor) -> torch.Tensor:
         node = self._node_of(mask)
@@ -57,26 +74,17 @@ class Masks:
         return mask
 
 
-def _is_mask(index: object) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
-
-
 def _is_same(a: Any, b: Any) -> bool:
     """Tell whether two nodes compute the same of the same."""
     if a is b or not isinstance(a, Node):
         return a is b or (type(a) is type(b) and a == b)
     if isinstance(b, Node) and a.op == b.op == "get_attr":
         return a.target == b.target
-    if not isinstance(b, Node) or a.op != "call_function" or a.target != b.target or is_random(a) or _writes(a):
+    if not isinstance(b, Node) or a.op != "call_function" or a.target != b.target or is_random(a) or writes(a):
         return False
     ours, ours_tree = torch_pytree.tree_flatten((a.args, a.kwargs))
     theirs, theirs_tree = torch_pytree.tree_flatten((b.args, b.kwargs))
     return ours_tree == theirs_tree and all(map(_is_same, ours, theirs))
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _written_since(earlier: Node, later: Node) -> bool:
@@ -91,7 +99,7 @@ def _written_since(earlier: Node, later: Node) -> bool:
     node = earlier
     while node is not later:
         node = node.next
-        if _writes(node) and any(_storages(source) & storages for source in node.all_input_nodes):
+        if writes(node) and any(_storages(source) & storages for source in node.all_input_nodes):
             return True
     return False
 

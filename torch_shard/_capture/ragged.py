@@ -2,8 +2,8 @@
 
 PyTorch's tracer writes `x[mask].mean()` down with a size that is a symbol. Here each such tensor has all the places
 that the mask has, in their order, and what stands in the places that it leaves out means nothing: operators element by
-element and row by row work on it as it is, and those that join rows leave these places out. So the result is that of the
-selection to the last operator, also where the mask selects nothing. What cannot be done so is refused.
+element and row by row work on it as it is, and those that join rows leave these places out. So the result is that of
+the selection to the last operator, also where the mask selects nothing. What cannot be done so is refused.
 """
 
 import math
@@ -60,7 +60,7 @@ class WithMasks(Interpreter):
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self._masks: dict[object, _T] = {}
-        self._selected_by: dict[object, Node] = {}
+        self._selected_by: dict[object, Node | tuple[object, ...]] = {}
 
     def run_node(self, n: Node) -> Any:
         """The value of a node: a tensor with all places, or a `Count`."""
@@ -76,26 +76,35 @@ class WithMasks(Interpreter):
             error.place = _place(n)
             raise
 
-    def learn(self, size: Any, mask: _T, by: Node) -> None:
-        """Note what an unknown size counts: the places of a mask."""
-        symbol = _symbol(size)
-        if size.node.shape_env.deferred_runtime_asserts or self._selected_by.setdefault(symbol, by) is not by:
+    def learn(self, size: Any, mask: _T, by: Node | tuple[object, ...]) -> None:
+        """Note what an unknown size counts: the places of a mask, or of several one after the other."""
+        symbol = size.node.expr
+        if not symbol.is_symbol and not isinstance(by, tuple):
+            raise UnknownSizeError(f"a size {size}")
+        if size.node.shape_env.deferred_runtime_asserts or self._selected_by.setdefault(symbol, by) != by:
             raise UnknownSizeError("what has as many elements only for some values")  # which PyTorch would check then
         self._masks.setdefault(symbol, mask)
 
     def is_selected_by(self, size: Any, mask: Node) -> bool:
         """Tell whether a size counts the places of a mask, or of what it is broadcast to."""
-        found = self._selected_by.get(_symbol(size))
-        while found is not None and found is not mask and aten_name(found) == "expand":
+        found = self._selected_by.get(size.node.expr)
+        while isinstance(found, Node) and found is not mask and aten_name(found) == "expand":
             found = args_of(found)[0]
         return found is mask
 
     def mask(self, size: Any) -> _T:
         """Which places of a dim of this size count."""
-        times, symbol = _multiple(size)
-        if (mask := self._masks.get(symbol)) is None:  # of the capture around this one
-            raise UnknownSizeError("a layer")
-        return mask if times == 1 else mask.repeat_interleave(times)
+        expr = size.node.expr
+        times, part = (1, expr) if expr in self._masks else expr.primitive()
+        if part not in self._masks or int(times) != times:
+            raise UnknownSizeError(f"a size {size}")
+        return self._masks[part] if times == 1 else self._masks[part].repeat_interleave(int(times))
+
+    def parts(self, size: Any) -> list[tuple[Any, int]]:
+        """What was put together to a dim: the size of each part, and the number of its places."""
+        found = self._selected_by.get(size.node.expr)
+        parts = found if isinstance(found, tuple) else ()
+        return [(part, part if isinstance(part, int) else len(self._masks[part])) for part in parts]
 
     def count(self, size: Any) -> Count:
         """A size as a number."""
@@ -146,21 +155,6 @@ def _sizes(node: Node) -> list[torch.SymInt]:
     values = value if isinstance(value, (tuple, list)) else [value]
     found = [v for v in values if isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool))]
     return [*found, *(s for v in values if isinstance(v, _T) for s in v.shape if isinstance(s, torch.SymInt))]
-
-
-def _symbol(size: Any) -> object:
-    times, symbol = _multiple(size)
-    if times != 1:
-        raise UnknownSizeError(f"a size {size}")
-    return symbol
-
-
-def _multiple(size: Any) -> tuple[int, object]:
-    """A size as a number of times one symbol."""
-    times, symbol = size.node.expr.as_coeff_Mul()
-    if not symbol.is_symbol or not times.is_Integer:
-        raise UnknownSizeError(f"a size {size}")
-    return int(times), symbol
 
 
 def _ragged_dims(node: Any) -> list[int]:
@@ -224,8 +218,7 @@ def _view(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
         first, second = (_only_ragged(shape) for shape in (before, after))
         if math.prod(before[:first]) != math.prod(after[:second]):
             raise UnknownSizeError("a view that cuts the selected elements")
-        _multiple(after[second])
-    return args[0].reshape([s if isinstance(s, int) else len(run.mask(s)) for s in after])
+        return args[0].reshape([s if isinstance(s, int) else len(run.mask(s)) for s in after])
 
 
 def _only_ragged(shape: Sequence[Any]) -> int:
@@ -363,21 +356,20 @@ def _put_rows(run: WithMasks, source: Node, indices: Sequence[Any], values: Node
 
 
 def _masked_scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    source, by, values = args_of(node)
+    _, by, values = args_of(node)
     if not _is_ragged(values) or not run.is_selected_by(values.meta["val"].shape[0], by):
         raise UnknownSizeError("masked_scatter of what another mask has selected")
     return torch.where(args[1], args[2].reshape(args[0].shape), args[0])
 
 
-def _rows_by_index(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
-    """`gather` and `scatter`: an index that does not count is 0, so that it is one."""
-    target: Any = node.target
+def _gather(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+    """An index that does not count is 0, so that it is one."""
     source, dim, index = args_of(node)[:3]
+    dim = dim % max(1, args[0].ndim)
     _require_known(source, [dim])
-    _require_known(index, [dim])
-    if _ragged_dims(source) != _ragged_dims(index):
+    if [d for d in _ragged_dims(index) if d != dim] != _ragged_dims(source):
         raise UnknownSizeError("an index of another size")
-    return target(args[0], dim, run.filled(index), *args[3:], **kwargs)
+    return torch.gather(args[0], dim, run.filled(index))
 
 
 def _embedding(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
@@ -403,12 +395,52 @@ def _index_add(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     return target(args[0], dim, run.filled(index), run.filled(values, [dim]), **kwargs)
 
 
-def _scatter_add(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+def _scatter(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+    """Places that do not count write to one row more, which is then cut off."""
     target: Any = node.target
-    source, dim, index, values = args_of(node)
-    if _is_ragged(source):
-        raise UnknownSizeError("scatter_add into a selection")
-    return target(args[0], dim, run.filled(index), run.filled(values))
+    source, dim, index = args_of(node)[:3]
+    if _is_ragged(source):  # each row into its own
+        _require_known(source, [dim])
+        _require_known(index, [dim])
+        if _ragged_dims(source) != _ragged_dims(index):
+            raise UnknownSizeError("an index of another size")
+        return target(args[0], dim, run.filled(index), *args[3:], **kwargs)
+    size = args[0].shape[dim]
+    wide = torch.cat([args[0], args[0].narrow(dim, 0, 1)], dim)
+    new = target(wide, dim, run.filled(index, fill=size), *args[3:], **kwargs).narrow(dim, 0, size)
+    return args[0].copy_(new) if aten_name(node).endswith("_") else new
+
+
+def _cat(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+    parts, dim = args_of(node)[0], (*args_of(node)[1:], 0)[0]
+    sizes = [part.meta["val"].shape[dim] for part in parts]
+    if not any(isinstance(size, torch.SymInt) for size in sizes):
+        return _sized(run, node, args, kwargs)
+    masks = [torch.ones(s, dtype=torch.bool) if isinstance(s, int) else run.mask(s) for s in sizes]
+    order = tuple(s if isinstance(s, int) else s.node.expr for s in sizes)
+    run.learn(node.meta["val"].shape[dim], torch.cat(masks), order)
+    return torch.cat(args[0], dim)
+
+
+def _slice(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
+    """Along what was put together, whole parts of it: so the gradient goes back."""
+    source, dim, start, end, step = (*args_of(node), *(0, 0, None, 1)[len(args) - 1 :])
+    if dim % args[0].ndim not in _ragged_dims(source):
+        return _sized(run, node, args, kwargs)
+    parts = run.parts(source.meta["val"].shape[dim])
+    ends, places = [0], [0]
+    for part, length in parts:
+        ends, places = [*ends, ends[-1] + part], [*places, places[-1] + length]
+    first, last = (_expression(bound) for bound in (start, end))
+    if first not in ends or last not in ends or step != 1:
+        raise UnknownSizeError("along the selected elements")
+    low, high = places[ends.index(first)], places[ends.index(last)]
+    return args[0].narrow(dim, low, high - low)
+
+
+def _expression(bound: Any) -> Any:
+    size = bound.meta["val"] if isinstance(bound, Node) else bound
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _sym_size(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> Any:
@@ -449,7 +481,7 @@ def _nothing(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> None:
 
 
 _ALONG_DIMS: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "flip", "cat", "select", "slice", "unbind"), (1, 0)),
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "flip", "select", "unbind"), (1, 0)),
     **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "prod", "squeeze"), (1, None)),
     **dict.fromkeys(("split", "split_with_sizes", "select_backward", "slice_backward"), (2, 0)),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), (2, None)),
@@ -477,12 +509,14 @@ _RULES: dict[str, Rule] = {
     "arange": _arange,
     **dict.fromkeys(("index_put", "index_put_", "_unsafe_index_put"), _index_put),
     "masked_scatter": _masked_scatter,
-    **dict.fromkeys(("gather", "scatter"), _rows_by_index),
+    "gather": _gather,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "index_select": _index_select,
     **dict.fromkeys(("index_add", "index_add_"), _index_add),
-    "scatter_add": _scatter_add,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), _scatter),
+    "cat": _cat,
+    "slice": _slice,
     "sym_size": _sym_size,
     "sym_numel": _sym_numel,
     **dict.fromkeys(("full", "scalar_tensor"), _number),

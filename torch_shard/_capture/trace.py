@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
@@ -71,6 +72,7 @@ class Captured(Generic[Aux]):
         skipped: Places of checks of values, which a compiled program does not make.
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
+        specialised: Buffers and closed-over tensors for whose values alone it is.
     """
 
     module: torch.fx.GraphModule
@@ -83,6 +85,7 @@ class Captured(Generic[Aux]):
     skipped: list[str]
     graded: list[torch.Tensor]
     axes: dict[str, int]
+    specialised: tuple[Asked, ...]
 
     @property
     def num_nodes(self) -> int:
@@ -172,6 +175,7 @@ def _capture(
         aux=aux[0],
         changed=[],
         skipped=values.skipped,
+        specialised=values.specialised,
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
         axes=capture_mode.axes,
     )
