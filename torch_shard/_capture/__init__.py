@@ -2,6 +2,7 @@
 
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
+from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
 from torch_shard._capture.fakes import (
     StaleTensor,
@@ -28,7 +29,7 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
-from torch_shard._capture.inputs import FAR, is_literal
+from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
@@ -38,7 +39,6 @@ from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
 __all__ = [
     "DEVICE_OF",
-    "FAR",
     "NUMBERS",
     "ActiveRegions",
     "Aux",
@@ -61,12 +61,14 @@ __all__ = [
     "bound_tensors",
     "capture",
     "casting",
+    "clocks_noted",
     "current_mode",
     "current_user_line",
     "depends_on_inputs",
     "drawing_along",
     "equate",
     "flags_hold",
+    "generator_states",
     "give_values",
     "hold",
     "in_transform",

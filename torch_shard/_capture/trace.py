@@ -26,7 +26,7 @@ from torch_shard._capture.environment import capture_environment, reference_kern
 from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
-from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, return_writes
+from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
@@ -67,6 +67,7 @@ class Captured(Generic[Aux]):
         changed: Numbers, strings, tensors and hooks that the callable left on modules; they have been put back.
         skipped: Places of checks of values, which a compiled program does not make.
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
+        num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
     """
 
@@ -79,6 +80,7 @@ class Captured(Generic[Aux]):
     changed: list[Change]
     skipped: list[str]
     graded: list[torch.Tensor]
+    num_draws: int | None
     axes: dict[str, int]
 
     @property
@@ -167,7 +169,8 @@ def _capture(
         aux=aux[0],
         changed=[],
         skipped=values.skipped,
-        graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
+        graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
+        num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,
     )
 

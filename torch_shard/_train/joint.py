@@ -6,20 +6,18 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import cast
 
-import jax
 import torch
 from torch import nn
 
 from torch_shard._capture import MetricCall, MetricCalls, Spec, TensorFn, binding, note, reached_by, runs_user_backward
 from torch_shard._common.caller import caller
-from torch_shard._common.types import PyTree
+from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
-from torch_shard._sharding import LossFn, holdings, marked_like
+from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.loss_result import split_loss
-from torch_shard._train.metric_updates import as_metric
+from torch_shard._train.loss_result import as_metric, split_loss
+from torch_shard._train.metric_updates import for_objects
 
 Check = Callable[[], None] | None
 
@@ -138,9 +136,8 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        metrics = {**metrics, **as_metric(objects.tensors)}
-        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
-        return loss, [torch.as_tensor(x).detach() for x in leaves], tree, objects.calls
+        leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
+        return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
@@ -161,7 +158,8 @@ class JointLoss:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
-                "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
+                "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
+                "or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
         without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
@@ -213,11 +211,11 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
     """
     own = holdings(module).all
     new = {id(own[name]): marked_like(own[name], tensor) for name, tensor in tensors.items()}
-    entries = [held for m in module.modules() for held in (m._parameters, m._buffers)]
-    places = [(held, name, t) for held in entries for name, t in held.items() if t is not None and id(t) in new]
+    places = [place for place in entry_places(module) if id(place[2]) in new]
     for held, name, tensor in places:
         held[name] = new[id(tensor)]
-        new[id(tensor)]._is_param = isinstance(tensor, nn.Parameter)  # as `isinstance` asks
+        if isinstance(tensor, nn.Parameter):
+            mark_parameter(new[id(tensor)])
     try:
         with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
             yield
