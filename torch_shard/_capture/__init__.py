@@ -3,7 +3,8 @@
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
-from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws
+from torch_shard._capture.constants import Asked
+from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws, specialise
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -41,6 +42,7 @@ __all__ = [
     "DEVICE_OF",
     "NUMBERS",
     "ActiveRegions",
+    "Asked",
     "Aux",
     "Captured",
     "Change",
@@ -89,6 +91,7 @@ __all__ = [
     "repeating",
     "runs_user_backward",
     "skip_draws",
+    "specialise",
     "unknown_like",
     "untraced",
 ]

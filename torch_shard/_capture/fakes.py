@@ -20,10 +20,12 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.data_dependence import Constants, DataDependence
+from torch_shard._capture.constants import Constants
+from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
@@ -50,7 +52,8 @@ def is_fake(value: object) -> bool:
 @contextlib.contextmanager
 def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     """The fakes of one capture, and what stands for tensors that are none."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     part = functools.partial
     capture_mode = CaptureMode(
         part(_is_of_capture, mode),

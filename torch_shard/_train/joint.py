@@ -10,14 +10,24 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 from torch import nn
 
-from torch_shard._capture import MetricCall, MetricCalls, Spec, TensorFn, binding, note, reached_by, runs_user_backward
+from torch_shard._capture import (
+    MetricCall,
+    MetricCalls,
+    Spec,
+    TensorFn,
+    binding,
+    note,
+    reached_by,
+    runs_user_backward,
+    specialise,
+)
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_result import as_metric, split_loss
-from torch_shard._train.metric_updates import for_objects
+from torch_shard._train.metric_updates import as_calls
 
 Check = Callable[[], None] | None
 
@@ -43,6 +53,7 @@ class JointLoss:
         signature: Of the batch.
         compute_dtype: What products run in, by autocast; None for what torch gives.
         train: With gradients; otherwise in eval mode and without.
+        buffer: The value of a buffer by name, where Python asks for it; that of the model's own without.
     """
 
     def __init__(
@@ -53,7 +64,9 @@ class JointLoss:
         *,
         compute_dtype: torch.dtype | None = None,
         train: bool,
+        buffer: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
+        self._buffer = buffer
         self._model, self._loss_fn, self._signature = model, loss_fn, signature
         self._compute_dtype, self._train = compute_dtype, train
         self._held = holdings(model)
@@ -72,6 +85,7 @@ class JointLoss:
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
+            specialise({name: (given[name], self._value(name)) for name in self._held.buffers if name in given})
             note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
                 if regions:
@@ -87,6 +101,10 @@ class JointLoss:
                 return found
 
         return joint, [*map(self._spec, named), *self._signature.specs]
+
+    def _value(self, name: str) -> Callable[[], torch.Tensor]:
+        own = self._held.buffers[name]
+        return lambda: own if self._buffer is None else self._buffer(name).to(own.dtype)
 
     def _spec(self, given: GraphInput) -> Spec:
         if isinstance(given, Bundle):
@@ -136,7 +154,7 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
+        leaves, tree = flatten({**metrics, **as_calls(objects.tensors)})
         return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:
