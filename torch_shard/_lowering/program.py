@@ -1,6 +1,7 @@
 """A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -82,6 +83,9 @@ class Program(Generic[Aux]):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
         if not self._means_the_same(first, second):
+            if len(first) > 1 and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
+                self.graph = dataclasses.replace(second, changed=changed)
+                return
             names = ", ".join(change.what for change in changed)
             raise NotImplementedError(
                 f"{what} changes {names} on each call and depends on it, but a compiled program is "
@@ -97,6 +101,11 @@ class Program(Generic[Aux]):
 
     def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
         return self._code(second) == first or (len(first) == 1 and meaning(second) == meaning(self.graph))
+
+
+def _is_of_constants(change: Change) -> bool:
+    """Tell whether a callable has left nothing but tensors that depend on no input, and the names of buffers."""
+    return change.name == "_non_persistent_buffers_set" or bool(change.tensors and not depends_on_inputs(change))
 
 
 @contextlib.contextmanager

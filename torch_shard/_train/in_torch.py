@@ -71,7 +71,7 @@ def in_float64(
 
 
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """The loss and the metrics of a batch; objects of the loss that gather metrics are not updated."""
+    """The loss and the metrics of a batch."""
     dtype = step.options.compute_dtype
     with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(), MetricCalls().noted():
         return split_loss(step.loss_fn(model, batch))

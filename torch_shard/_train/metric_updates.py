@@ -3,9 +3,7 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
-import contextvars
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import jax
 import torch
@@ -23,24 +21,9 @@ def for_objects(tensors: Sequence[Sequence[torch.Tensor]]) -> dict[str, PyTree]:
     return {CALLS: [[tensor[None] for tensor in call] for call in tensors]} if tensors else {}
 
 
-_UPDATES = contextvars.ContextVar("updates metric objects", default=True)
-
-
-@contextlib.contextmanager
-def objects_kept() -> Generator[None, None, None]:
-    """Take steps within that leave metric objects as they are: they only compare."""
-    token = _UPDATES.set(False)
-    try:
-        yield
-    finally:
-        _UPDATES.reset(token)
-
-
 def update_objects(calls: Sequence[MetricCall], metrics: dict[str, PyTree], num_microbatches: int) -> None:
     """Make the calls, in order, with what a step has given, and take that out of its metrics."""
     given: list[list[jax.Array]] = metrics.pop(CALLS, [])
-    if not _UPDATES.get():
-        return
     leading = 1 if num_microbatches > 1 else 0  # the last of the leading dims
     hosts = [[to_host(array).flatten(0, leading) for array in arrays] for arrays in given]
     for index in range(num_microbatches):
