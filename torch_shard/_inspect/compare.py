@@ -1,5 +1,6 @@
 """Training by eager torch and by a step of ours side by side: compare_with_torch, and the table it returns."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -18,6 +19,7 @@ from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mes
 from torch_shard._train import (
     ROUNDING,
     Comparison,
+    Difference,
     TrainState,
     TrainStep,
     Values,
@@ -27,6 +29,7 @@ from torch_shard._train import (
     eager_copy,
     eager_gradients,
     eager_loss,
+    in_float64,
     make_train_step,
     numbers_of,
 )
@@ -126,11 +129,20 @@ def compare_batches(
     keys = {**in_torch[-1], **on_mesh[-1]}
     rows = [difference_of(key, in_torch, None if random else on_one, on_mesh) for key in keys]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
+    tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
+    if not random and dtypes == {torch.float32} and any(not row.worst <= tolerance for row in rows):
+
+        def again(model: torch.nn.Module, batches: Sequence[PyTree]) -> Sequence[Difference]:
+            options = {"mesh": mesh, "plan": plan, "optimizers": optimizers, "batch_spec": batch_spec}
+            return compare_batches(model, loss_fn, batches, **options).rows
+
+        exact = in_float64(step, step.init(), batches, again)
+        rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
         reference="one device" if random else "eager torch",
         mesh=f"mesh {describe_mesh(mesh)}",
-        tolerance=max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes),
+        tolerance=tolerance,
         losses=tuple(float(values["loss", "loss"]) for values in in_torch),
     )
 

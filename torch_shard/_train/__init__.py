@@ -1,8 +1,8 @@
 """The compiled step: loss program, state, optimiser update, microbatches."""
 
 from torch_shard._train.batch import flatten_batch
-from torch_shard._train.comparison import ROUNDING, Comparison, Values, array_of, difference_of, numbers_of
-from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss
+from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
+from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, in_float64
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
@@ -16,6 +16,7 @@ __all__ = [
     "KINDS",
     "ROUNDING",
     "Comparison",
+    "Difference",
     "EvalStep",
     "JointLoss",
     "LossShape",
@@ -33,6 +34,7 @@ __all__ = [
     "eager_gradients",
     "eager_loss",
     "flatten_batch",
+    "in_float64",
     "make_eval_step",
     "make_train_step",
     "numbers_of",

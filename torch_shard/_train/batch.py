@@ -34,6 +34,11 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
+    @property
+    def paths(self) -> list[str]:
+        """Path of each array leaf, for messages."""
+        return array_paths(self.rebuild([torch.empty(spec.shape, device="meta") for spec in self.specs]))
+
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         batch = jax.tree.unflatten(self.tree, list(self._rebuilt(tensors)))
@@ -51,7 +56,7 @@ class BatchSignature:
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
     leaves, tree = flatten(batch, _is_iterator)
-    found, kinds = [], []
+    found, kinds = list[PyTree](), list[object]()
     for number, leaf in enumerate(leaves):
         try:
             kind = _describe(leaf)

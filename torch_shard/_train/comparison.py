@@ -1,7 +1,7 @@
 """Values of a step beside their references: how far apart they are, as a table."""
 
 # JAX annotates its functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
 import io

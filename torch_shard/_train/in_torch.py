@@ -4,19 +4,25 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 import contextlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import torch
 from torch import nn
 
 from torch_shard._common.types import PyTree
-from torch_shard._train.comparison import Values, array_of
+from torch_shard._device import to_cpu
+from torch_shard._train.comparison import Difference, Values, array_of
 from torch_shard._train.loss_result import split_loss
 from torch_shard._train.state import TrainState
+from torch_shard._train.step import Placed
 
 if TYPE_CHECKING:
     from torch_shard._train.train_step import TrainStep
+
+logger = logging.getLogger(__name__)
 
 
 def eager_copy(step: "TrainStep", state: TrainState) -> nn.Module:
@@ -28,6 +34,39 @@ def eager_copy(step: "TrainStep", state: TrainState) -> nn.Module:
         for hook in (parameter._backward_hooks or {}).values():
             model.get_parameter(name).register_hook(hook)  # which a copy loses
     return model
+
+
+def host_batch(arrays: Sequence[jax.Array], placed: Placed) -> list[torch.Tensor]:
+    """The leaves of a batch on the mesh as torch has them: JAX may hold 64 bits in 32."""
+    return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
+
+
+def in_float64(
+    step: "TrainStep",
+    state: TrainState,
+    batches: Sequence[PyTree],
+    compare: Callable[[nn.Module, list[PyTree]], Sequence[Difference]],
+) -> dict[tuple[str, str], float]:
+    """Differences by kind and name where a model and its batches are repeated in float64; empty where they cannot be.
+
+    Args:
+        step: In float32.
+        state: Of it.
+        batches: Of it.
+        compare: Gives the differences for a model and batches in float64.
+    """
+    try:
+        with jax.enable_x64(True):
+            wide = list[PyTree]()
+            for batch in batches:
+                placed = batch if isinstance(batch, Placed) else step.put(batch)
+                tensors = host_batch(placed.arrays, placed)
+                wide.append(placed.signature.rebuild([t.double() if t.dtype == torch.float32 else t for t in tensors]))
+            rows = compare(eager_copy(step, state).double(), wide)
+            return {(row.kind, row.name): row.mesh for row in rows}
+    except Exception:
+        logger.info("The loss cannot be repeated in float64.", exc_info=True)
+        return {}
 
 
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:

@@ -14,7 +14,7 @@ from torch_shard._capture import Spec, TensorFn, binding, note, reached_by, runs
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
-from torch_shard._sharding import LossFn, holdings, marked_like
+from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_result import as_metric, split_loss
 
@@ -205,11 +205,11 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
     """
     own = holdings(module).all
     new = {id(own[name]): marked_like(own[name], tensor) for name, tensor in tensors.items()}
-    entries = [held for m in module.modules() for held in (m._parameters, m._buffers)]
-    places = [(held, name, t) for held in entries for name, t in held.items() if t is not None and id(t) in new]
+    places = [place for place in entry_places(module) if id(place[2]) in new]
     for held, name, tensor in places:
         held[name] = new[id(tensor)]
-        new[id(tensor)]._is_param = isinstance(tensor, nn.Parameter)  # as `isinstance` asks
+        if isinstance(tensor, nn.Parameter):
+            mark_parameter(new[id(tensor)])
     try:
         with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
             yield

@@ -44,6 +44,7 @@ from torch_shard._scan import (
 from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
+from torch_shard._train.last_used import LastUsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class _Inputs:
         return None if found is None else StackRow(*found)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[object, LossProgram]]" = weakref.WeakKeyDictionary()
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()
 
 
 def loss_program(
@@ -211,8 +212,9 @@ def loss_program(
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
-    programs = _CAPTURED.setdefault(model, {})
-    if key not in programs or programs[key].outdated():
+    programs = _CAPTURED.setdefault(model, LastUsed())
+    program = programs.use(key)
+    if program is None or program.outdated():
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
@@ -227,8 +229,9 @@ def loss_program(
         after = generator_states(reached_by(model, loss_fn))
         if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
             _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-        programs[key] = LossProgram(captured, model, guard)
-    return programs[key]
+        program = LossProgram(captured, model, guard)
+        programs.keep(key, program)
+    return program
 
 
 @contextlib.contextmanager

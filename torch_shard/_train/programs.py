@@ -6,7 +6,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
+
+MANY_SHAPES = 3
+"""A short last batch makes two."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
@@ -55,6 +58,19 @@ class ProgramKey:
         pairs = zip(old.leaves, new.leaves, strict=True)
         changed = [_difference(was, now) for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
+
+    def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
+        """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
+        alike = [other.signature.specs for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
+        shapes = [list(dict.fromkeys(spec.shape for spec in specs)) for specs in zip(*alike, strict=True)]
+        if not any(len(seen) >= MANY_SHAPES for seen in shapes):
+            return {}
+        pairs = zip(self.signature.paths, shapes, strict=True)
+        return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
+
+    def _apart_from_leaves(self) -> tuple[object, ...]:
+        signature = self.signature
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.max_grad_norm
 
 
 def _difference(was: object, now: object) -> str:

@@ -2,11 +2,11 @@
 
 # optax has no stubs. JAX and PyTorch annotate some of their functions in part.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import contextlib
 import dataclasses
-import logging
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +18,7 @@ import torch
 from jax.sharding import Sharding
 
 from torch_shard._common.types import PyTree
-from torch_shard._device import DrawsAlike, to_cpu
+from torch_shard._device import DrawsAlike
 from torch_shard._sharding import as_dicts, describe_mesh
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -29,15 +29,13 @@ from torch_shard._train.comparison import (
     difference_of,
     numbers_of,
 )
-from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss
+from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
 from torch_shard._train.step import Placed, Step
 
 if TYPE_CHECKING:
     from torch_shard._train.train_step import TrainStep
-
-logger = logging.getLogger(__name__)
 
 _ROUNDED = 1e-4  # of the largest: an optimiser such as Adam makes a whole step of a gradient that is only rounding
 
@@ -73,8 +71,7 @@ class GradientStep(Step):
     def microbatches(self, placed: Placed) -> list[PyTree]:
         """The batch, or the microbatches of it, with CPU tensors as torch has them."""
         arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
-        pairs = zip(arrays, placed.signature.specs, strict=True)
-        parts = self._microbatches.on_host([to_cpu(array).to(spec.dtype) for array, spec in pairs])
+        parts = self._microbatches.on_host(host_batch(arrays, placed))
         return [placed.signature.rebuild(tensors) for tensors in parts]
 
 
@@ -85,7 +82,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: fl
     dtypes = {p.dtype for p in step.model.parameters()} | {step.options.compute_dtype or torch.float32}
     tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
     if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
-        exact = _in_float64(step, state, placed)
+        exact = in_float64(step, state, [placed], functools.partial(_again, step))
         rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
     rows += _updates(step, state, placed, max_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
@@ -107,6 +104,11 @@ def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Differen
     found |= {("buffer", name): array_of(buffer) for name, buffer in {**out["buffers"], **out["written"]}.items()}
     wanted = _in_torch(step, state, placed, out)
     return [difference_of(key, [wanted], None, [found]) for key in {**wanted, **found}]
+
+
+def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> list[Difference]:
+    wide = type(step)(model, step.loss_fn, step.optimizer, step.options)
+    return _rows(wide, wide.init(), wide.put(batches[0]))
 
 
 def _in_torch(step: "TrainStep", state: TrainState, placed: Placed, out: dict[str, PyTree]) -> Values:
@@ -137,22 +139,6 @@ def _together(*values: PyTree) -> torch.Tensor:
     """A metric of the microbatches as the step gives it."""
     stacked = torch.stack([torch.as_tensor(value) for value in values])
     return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
-
-
-def _in_float64(step: "TrainStep", state: TrainState, placed: Placed) -> dict[tuple[str, str], float]:
-    """The differences where both compute in float64, by kind and name; empty where they cannot."""
-    try:
-        with jax.enable_x64(True):
-            model = eager_copy(step, state).double()
-            wide = type(step)(model, step.loss_fn, step.optimizer, step.options)
-            tensors = [to_cpu(array) for array in placed.arrays]
-            pairs = zip(tensors, placed.signature.specs, strict=True)
-            cast_to = [t.double() if s.dtype == torch.float32 else t.to(s.dtype) for t, s in pairs]
-            again = wide.put(placed.signature.rebuild(cast_to))
-            return {(row.kind, row.name): row.mesh for row in _rows(wide, wide.init(), again)}
-    except Exception:
-        logger.info("TrainStep.prove: the loss cannot be repeated in float64.", exc_info=True)
-        return {}
 
 
 def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm: float | None) -> list[Difference]:

@@ -20,10 +20,12 @@ from torch_shard._sharding import LossFn, ResolvedPlan, check_current_mesh, hold
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
+from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
+from torch_shard._train.pace import Pace
 from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState
 
@@ -68,14 +70,16 @@ class Step:
         self._modules = list(model.modules())
         self._params = list(self._held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
-        self._programs: dict[ProgramKey, StepProgram] = {}
+        self._programs = LastUsed[ProgramKey, StepProgram]()
+        self._warned = False
         self._layouts: dict[BatchSignature, BatchLayout] = {}
+        self._pace = Pace(options.mesh)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
-        """The programs compiled so far, to be looked at: `loops`, `collectives`, `memory`, `compiled`.
+        """The last 32 programs, as they were used, to be looked at: `loops`, `collectives`, `memory`, `compiled`.
 
         Example:
             >>> import optax, torch, torch_shard as ts
@@ -105,7 +109,7 @@ class Step:
         leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
-        program = self._programs.get(key)
+        program = self._programs.use(key)
         reason = program.outdated() if program else None
         if program is None or reason:
             placed = (batch if leaves is None else self.put(batch)).arrays
@@ -113,10 +117,24 @@ class Step:
             if self._programs:
                 reason = reason or key.difference(list(self._programs)[-1])
                 logger.info("%s compiles again: %s", self.caller, reason)
-            self._programs[key] = program
+            self._programs.keep(key, program)
             self.num_compiles += 1
+            self._warn_of_shapes(key)
             return program, placed
         return program, batch.arrays if leaves is None else self._place(batch, leaves, signature)
+
+    def _warn_of_shapes(self, key: ProgramKey) -> None:
+        """Say once that leaves of the batch keep changing their shapes."""
+        if self._warned or not (found := key.varying(self._programs)):
+            return
+        self._warned = True
+        logger.warning(
+            "%s: each new shape of a batch is compiled, which takes time, and kept, which takes memory (the last %d "
+            "programs): %s. Pad to one size, or to a few; leave a short last batch out (drop_last=True).",
+            self.caller,
+            KEPT,
+            "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
+        )
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:

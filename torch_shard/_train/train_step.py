@@ -161,7 +161,9 @@ class TrainStep(Step):
         check_max_grad_norm(max_grad_norm)
         self._check_state(state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
-        return program(self._normal(state), arrays)
+        state, metrics = program(self._normal(state), arrays)
+        self._pace.follow(metrics["loss"])
+        return state, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
@@ -334,7 +336,9 @@ class EvalStep(Step):
         """
         self._check_state(state)
         program, arrays = self._prepare(batch)
-        return program(state, arrays)
+        metrics = program(state, arrays)
+        self._pace.follow(metrics["loss"])
+        return metrics
 
     def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
         """That of a training step; what does not divide over the mesh goes whole to each device."""
