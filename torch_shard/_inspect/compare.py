@@ -32,6 +32,7 @@ from torch_shard._train import (
     in_float64,
     make_train_step,
     numbers_of,
+    objects_kept,
 )
 
 
@@ -151,6 +152,7 @@ def _keep_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
+@objects_kept()
 def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     state, found = step.init(), []
     with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not

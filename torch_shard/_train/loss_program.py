@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,16 +15,19 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import (
+    MetricCall,
     ModuleFlags,
     PlainAttributes,
     ValueGuard,
     clocks_noted,
     flags_hold,
     generator_states,
+    give_values,
     made_buffers,
     reached_by,
 )
 from torch_shard._common.caller import caller
+from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
@@ -86,10 +89,43 @@ class LossProgram:
         other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
         return other
 
+    def unfit(self, buffer: Callable[[str], torch.Tensor], among: Collection[str]) -> str | None:
+        """Say which buffer has another value than that for which the program was made; None if all have it.
+
+        Args:
+            buffer: Gives the value of one by name.
+            among: Those to look at, of `asked`.
+        """
+        for asked in self.program.graph.specialised:
+            if asked.name in among and not torch.equal(buffer(asked.name).to(asked.value.dtype), asked.value):
+                return f"the buffer {asked.name}, whose value the model asks for, has another value"
+        return None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Buffers for whose values alone the program was made."""
+        return tuple(asked.name for asked in self.program.graph.specialised if asked.name is not None)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Those of `asked` that the program leaves as they are."""
+        shape, graph = self.program.graph.aux, self.program.graph
+        outputs = outputs_of(graph.module.graph)[1 + len(shape.grads) :]
+        inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+        kept = [n for n, out in zip(shape.buffers, outputs, strict=False) if out is inputs[self.inputs.index(n)]]
+        return tuple(name for name in self.asked if name in kept and name not in self.written)
+
+    @property
+    def train(self) -> bool:
+        """Whether it has gradients."""
+        return bool(self.program.graph.aux.grads)
+
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
+        if any(asked.name is None and not asked.holds() for asked in self.program.graph.specialised):
+            return "a tensor whose value the loss asks for was written to"
         if (name := self._guard.changed()) is not None:
             return f"{name}, which the loss reads, has another value"
         changed = self._attributes.changed()
@@ -106,6 +142,11 @@ class LossProgram:
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
+
+    @property
+    def calls(self) -> list[MetricCall]:
+        """What metric objects are to be given after each run, in order."""
+        return self.program.graph.aux.calls
 
     @property
     def buffers(self) -> list[str]:
@@ -197,6 +238,7 @@ def loss_program(
     compute_dtype: torch.dtype | None = None,
     train: bool,
     layers: LayerOptions,
+    buffer: Callable[[str], torch.Tensor],
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -207,6 +249,7 @@ def loss_program(
         compute_dtype: Dtype of products, if it is not that of the parameters.
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
+        buffer: The value of a buffer by name, where Python asks for it.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
@@ -214,12 +257,15 @@ def loss_program(
     key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
-    if program is None or program.outdated():
-        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
+    if program is None or program.outdated() or program.unfit(buffer, program.asked):
+        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, buffer=buffer)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
-        with clocks_noted() as clocks, _told(what, signature):
+        with contextlib.ExitStack() as stack:
+            stack.callback(give_values)
+            clocks = stack.enter_context(clocks_noted())
+            stack.enter_context(_told(what, signature))
             captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")

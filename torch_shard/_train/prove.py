@@ -31,6 +31,7 @@ from torch_shard._train.comparison import (
 )
 from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.metric_updates import CALLS, objects_kept
 from torch_shard._train.state import TrainState
 from torch_shard._train.step import Placed, Step
 
@@ -48,7 +49,9 @@ class GradientStep(Step):
     def __call__(self, state: TrainState, placed: Placed) -> dict[str, PyTree]:
         """Give them by name."""
         program, arrays = self._prepare(placed, state)
-        return program(state, arrays)
+        out = program(state, arrays)
+        out["metrics"].pop(CALLS, None)
+        return out
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
@@ -75,6 +78,7 @@ class GradientStep(Step):
         return [placed.signature.rebuild(tensors) for tensors in parts]
 
 
+@objects_kept()
 def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
     placed = batch if isinstance(batch, Placed) else step.put(batch)

@@ -1,5 +1,6 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
+import collections
 import dataclasses
 import logging
 import operator
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
@@ -31,6 +33,9 @@ from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+MOST_VALUES = 4
+"""Of a buffer that Python asks for, before it counts as one that changes with the steps."""
 
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
@@ -75,6 +80,7 @@ class Step:
         self._warned = False
         self._layouts: dict[BatchSignature, BatchLayout] = {}
         self._pace = Pace(options.mesh)
+        self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -111,7 +117,7 @@ class Step:
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
         program = self._programs.use(key)
-        reason = program.outdated() if program else None
+        reason = (program.outdated() or self._unfit(key, program, state)) if program else None
         if program is None or reason:
             placed = (batch if leaves is None else self.put(batch)).arrays
             program = self._compile(key, placed, state)
@@ -136,6 +142,22 @@ class Step:
             KEPT,
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
+
+    def _unfit(self, key: ProgramKey, program: StepProgram, state: TrainState | None) -> str | None:
+        """Say which buffer, whose value Python asks for, has another one in this state."""
+        reason = program.unfit(state) if state is not None else None
+        self._num_unfit[key] += reason is not None
+        if self._num_unfit[key] > MOST_VALUES:
+            raise NotImplementedError(
+                f"{self.caller}: {reason}, for the {MOST_VALUES}th time, and each value needs a program of its own. "
+                "A value that changes with the steps has to be worked on as a tensor: torch.where(condition, a, b) "
+                "instead of `if`, arithmetic on the tensor instead of .item()."
+            )
+        return reason
+
+    def _buffer(self, state: TrainState | None, name: str) -> torch.Tensor:
+        array = None if state is None else state.buffers[name]
+        return to_host(array) if isinstance(array, jax.Array) else self._held.buffers[name]
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
@@ -207,7 +229,14 @@ class Step:
             compute_dtype=self.options.compute_dtype,
             train=self.train,
             layers=self.layers,
+            buffer=lambda name: self._buffer(state, name),
         )
+        if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
+            raise NotImplementedError(
+                f"{self.caller}: Python in the model asks for the value of {', '.join({*loss.asked} - {*loss.kept})}, "
+                "which forward writes, so that the next of several microbatches may need another program. Use "
+                "accumulate_steps=1."
+            )
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
             assert state is not None

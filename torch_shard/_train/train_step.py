@@ -25,6 +25,7 @@ from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.metric_updates import update_objects
 from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
@@ -163,6 +164,7 @@ class TrainStep(Step):
         program, arrays = self._prepare(batch, state, max_grad_norm)
         state, metrics = program(self._normal(state), arrays)
         self._pace.follow(metrics["loss"])
+        update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
@@ -338,6 +340,7 @@ class EvalStep(Step):
         program, arrays = self._prepare(batch)
         metrics = program(state, arrays)
         self._pace.follow(metrics["loss"])
+        update_objects(program.calls, metrics, 1)
         return metrics
 
     def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
