@@ -725,7 +725,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "ts.jax_vmap(torch.relu, out_axes=5)(x)": "ValueError: jax_vmap: result has shape (4,) in each row, in which out_axes cannot put a dim 5.",
         "ts.jax_vmap(torch.relu, axis_name=5)(x)": "TypeError: jax_vmap: axis_name must be a string, got 5.",
         'ts.jax_vmap(torch.relu, axis_size="8")(x)': "TypeError: jax_vmap: axis_size must be an int, got '8'.",
-        "ts.jax_vmap(torch.relu, axis_size=True)(x)": "ValueError: jax_vmap: axis_size must be an int, got True.",
+        "ts.jax_vmap(torch.relu, axis_size=True)(x)": "TypeError: jax_vmap: axis_size must be an int, got True.",
         "ts.jax_vmap(torch.relu, axis_size=-1, in_axes=None)(x)": "ValueError: jax_vmap: axis_size must be a positive integer, got -1.",
         "ts.jax_vmap(torch.relu, axis_size=7)(x)": "ValueError: jax_vmap: the mapped dims must have one size, got argument 0: 8, axis_size: 7.",
         'ts.jax_vmap(torch.relu, fold_in_axes="i")(x)': "ValueError: jax_vmap: fold_in_axes='i' names 'i', which is not the axis_name here.",
