@@ -1,12 +1,15 @@
 """Wrong arguments of every public name are refused in our words, before anything is traced."""
 
+import contextlib
 import re
+import time
 import traceback
 import warnings
 
 import pytest
+import torch
 
-from tests.tables.bad_calls import RAISED, REFUSED, call
+from tests.tables.bad_calls import ACCEPTED, RAISED, REFUSED, X, call, make
 
 
 def raised_by(text: str) -> Exception:
@@ -44,3 +47,30 @@ def test_an_error_of_the_users_own_code_says_for_which_batch():
         assert type(error).__name__ == kind, text
         if not text.startswith("ts.explain_capture"):
             assert any("_step: the loss was captured, once, for a batch of " in note for note in error.__notes__), text
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_is_right_is_accepted(text):
+    call(text)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_changes_nothing():
+    losses = []
+    for mode in (contextlib.nullcontext, torch.autograd.detect_anomaly):
+        torch.manual_seed(0)
+        step = make()
+        with mode():
+            losses.append(float(step(step.init(seed=0), X)[1]["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_a_clock_that_changes_nothing_is_harmless():
+    def timed(model, batch):
+        start = time.perf_counter()
+        loss = model(batch).square().mean()
+        model.elapsed = time.perf_counter() - start
+        return loss
+
+    step = make(loss_fn=timed)
+    step(step.init(seed=0), X)

@@ -179,7 +179,15 @@ MADE: dict[str, Callable[[], Any]] = {
 
 NAMES: dict[str, Any] = {
     **{"ts": ts, "cli": run_cli, "collectives": collectives, "jax": jax, "jnp": jnp, "np": np, "optax": optax},
-    **{"torch": torch, "nn": nn, "P": P, "random": random, "re": re, "Checkpointer": ts.Checkpointer},
+    **{
+        "functools": functools,
+        "torch": torch,
+        "nn": nn,
+        "P": P,
+        "random": random,
+        "re": re,
+        "Checkpointer": ts.Checkpointer,
+    },
     **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, restore, fit, compare)},
     **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws, infers)},
     **{fn.__name__: fn for fn in (in_inference, in_explicit)},
@@ -716,8 +724,8 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.jax_vmap(torch.relu, out_axes="0")(x)': "TypeError: jax_vmap: out_axes must be an int, None, or a pytree of them, got '0'.",
         "ts.jax_vmap(torch.relu, out_axes=5)(x)": "ValueError: jax_vmap: result has shape (4,) in each row, in which out_axes cannot put a dim 5.",
         "ts.jax_vmap(torch.relu, axis_name=5)(x)": "TypeError: jax_vmap: axis_name must be a string, got 5.",
-        'ts.jax_vmap(torch.relu, axis_size="8")(x)': "TypeError: jax_vmap: axis_size must be an int or None, got str.",
-        "ts.jax_vmap(torch.relu, axis_size=True)(x)": "ValueError: jax_vmap: axis_size must be a positive integer, got True.",
+        'ts.jax_vmap(torch.relu, axis_size="8")(x)': "TypeError: jax_vmap: axis_size must be an int, got '8'.",
+        "ts.jax_vmap(torch.relu, axis_size=True)(x)": "TypeError: jax_vmap: axis_size must be an int, got True.",
         "ts.jax_vmap(torch.relu, axis_size=-1, in_axes=None)(x)": "ValueError: jax_vmap: axis_size must be a positive integer, got -1.",
         "ts.jax_vmap(torch.relu, axis_size=7)(x)": "ValueError: jax_vmap: the mapped dims must have one size, got argument 0: 8, axis_size: 7.",
         'ts.jax_vmap(torch.relu, fold_in_axes="i")(x)': "ValueError: jax_vmap: fold_in_axes='i' names 'i', which is not the axis_name here.",
@@ -1023,3 +1031,24 @@ RAISED: dict[str, str] = {
     'ts.explain_capture(model, mse, "text")': "TypeError",
 }
 """Calls in which the user's own code raises, and the class: the error stays torch's, and a note says for which batch."""
+
+ACCEPTED = (
+    "step.init(seed=2**32 - 1)",
+    "step.init(seed=np.int64(3))",
+    "restore(step=np.int64(0), params_only=True, seed=np.uint32(7))",
+    "fit(seed=np.int32(3), steps=np.int64(1))",
+    "make(batch_spec=P(('batch',)))",
+    "make(loss_fn=functools.partial(mse))",
+    "make(loss_fn=lambda *args: mse(*args))",
+    "make(loss_fn=torch.nn.Module())",
+    "ts.Checkpointer(folder, keep=None)",
+    "ts.Checkpointer(f'{folder}/to/be/made')",
+    "in_inference(lambda: evaluate(state, x))",
+    "in_explicit(lambda: step.init(seed=0))",
+    "run(lambda model, batch: (mse(model, batch), {'a': np.float64(0.1), 'b': True, 'c': np.ones(2), 'd': 3}))",
+    "ts.make_mesh(jax.devices()[:2], batch=2)",
+    "ts.jax_jit(torch.relu, static_argnums=(), donate_argnums=0)(x)",
+    "ts.jax_view('text')",
+    "ts.debug_print('{:.3f} {x[0]} {}', x[0, 0], 5, x=x)",
+)
+"""Calls that are near to the refused ones, and right."""

@@ -1,6 +1,7 @@
 """Settings of PyTorch while a callable is captured."""
 
 import contextlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,12 +15,35 @@ from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import ATTRIBUTES
 from torch_shard._common.patching import patched
 
+logger = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def capture_environment() -> Iterator[None]:
     """For the time that the callable itself runs."""
     unchecked = patched(torch.distributions.Distribution, "_validate_args", lambda _: False)  # checks of values
-    with cumulative_batch_norms(), autocast_on_fakes(), _substituted(), _compiled_functions_run_plainly(), unchecked:
+    with (
+        cumulative_batch_norms(),
+        autocast_on_fakes(),
+        _substituted(),
+        _compiled_functions_run_plainly(),
+        _without_anomaly_mode(),
+        unchecked,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_anomaly_mode() -> Iterator[None]:
+    """Without `torch.autograd.detect_anomaly`, which looks at values, and a capture has none."""
+    if not torch.is_anomaly_enabled():
+        yield
+        return
+    logger.warning(
+        "torch.autograd.detect_anomaly does nothing in a compiled program, which cannot raise. To stop at what is not "
+        "finite, use fit, or step(state, batch, max_grad_norm=math.inf)."
+    )
+    with torch.autograd.set_detect_anomaly(False):
         yield
 
 

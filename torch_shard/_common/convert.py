@@ -123,7 +123,7 @@ def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tu
         TypeError: There is such a dict.
     """
     try:
-        return jax.tree.flatten(tree, is_leaf)
+        return cast(tuple[list[PyTree], object], jax.tree.flatten(tree, is_leaf))
     except ValueError as error:
         keys = _unsortable(tree)
         if keys is None:
@@ -136,14 +136,15 @@ def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tu
 
 def _unsortable(node: Any) -> list[object] | None:
     """Find the keys of a dict in a tree that cannot be sorted."""
+    inner = cast(list[object], list(node)) if isinstance(node, list | tuple) else []
     if isinstance(node, dict):
+        held = cast(dict[Any, object], node)
         try:
-            sorted(node)
+            sorted(held)
         except TypeError:
-            return list(node)
-        node = list(node.values())
-    inner = map(_unsortable, node) if isinstance(node, list | tuple) else ()
-    return next((keys for keys in inner if keys is not None), None)
+            return list(held)
+        inner = list(held.values())
+    return next((keys for keys in map(_unsortable, inner) if keys is not None), None)
 
 
 def adopt_torch_nodes(tree: PyTree) -> None:

@@ -47,7 +47,7 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     Raises:
         TypeError: torch has no such dtype.
     """
-    found = None if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
+    found = None if jnp.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
     if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")
     return found

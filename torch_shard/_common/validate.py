@@ -146,7 +146,7 @@ def check_options(transform: Callable[..., object], options: Mapping[str, object
     Args:
         transform: As `jax.jit`.
         options: By name.
-        ours: Names that it knows, and that are not among ours.
+        ours: Names of arguments that it is given by ourselves.
 
     Raises:
         TypeError: It does not know some of them; all are listed.
@@ -170,7 +170,7 @@ def named(what: str) -> Generator[None, None, None]:
     try:
         yield
     except kinds as error:
-        kind = next(kind for kind in kinds if isinstance(error, kind))
+        kind = next(kind for kind in kinds if issubclass(type(error), kind))
         raise kind(f"{caller()}: {what}: {error}") from error
 
 

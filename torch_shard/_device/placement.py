@@ -192,7 +192,7 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     array = value.jax() if isinstance(value, JaxTensor) else value
-    if array.is_deleted():
+    if isinstance(array, jax.Array) and array.is_deleted():
         raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
     return to_host(array)
 

@@ -6,7 +6,7 @@ allows, take torch tensors of the CPU or the jax device, numpy arrays and Python
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ class _TorchGradient:
                 f"jax_value_and_grad: with has_aux=True {self.__qualname__}() must return a pair of a scalar and "
                 f"anything else, it returned {type(out).__name__}."
             )
-        value, aux = out if self.has_aux else (out, None)
+        value, aux = cast(tuple[PyTree, PyTree], out) if self.has_aux else (out, None)
         _check_scalar(value, self.__qualname__)
         grads = [_gradients(value, given[position], again) for position in positions]
         result = grads[0] if isinstance(self.argnums, int) else tuple(grads)

@@ -318,7 +318,7 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
     names_of: dict[str, list[str]] = {}
     for name, file in _read_index(path).items():
         names_of.setdefault(file, []).append(name)
-    missing = [file for file in names_of if not (path.parent / file).is_file()]
+    missing = [file for file in names_of if not _is_file(path.parent / file)]
     if missing:
         raise FileNotFoundError(
             f"{caller()}: {path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or "
@@ -339,6 +339,13 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
         listed = "\n".join(f"  {fault}." for fault in faults)
         raise ValueError(f"{caller()}: {path} does not fit its files. Fetch them again.\n\n{listed}")
     return ManyFiles(str(path), list(files.values()))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # of a name that is too long
+        return False
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -61,7 +61,7 @@ def as_devices(devices: object) -> list[Device]:
     Raises:
         ValueError: They are something else.
     """
-    found: list[Any] = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
+    found: list[Any] = list(cast(Sequence[Any], devices)) if isinstance(devices, Sequence | np.ndarray) else [devices]
     if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
         raise ValueError(
             f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "

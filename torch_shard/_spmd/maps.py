@@ -14,7 +14,7 @@ from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.caller import caller, public, speaks_as
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
-from torch_shard._common.validate import as_positions, check_count, check_kind, check_options
+from torch_shard._common.validate import as_positions, check_count, check_kind, check_options, is_integer
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
 from torch_shard._sharding import as_devices, check_mesh
 from torch_shard._spmd.check_maps import (
@@ -74,7 +74,8 @@ def jax_vmap(
     if axis_name is not None:
         check_axis_name(axis_name)
     check_axes("out_axes", out_axes)
-    check_kind("axis_size", axis_size, int | None)
+    if not (axis_size is None or is_integer(axis_size)):
+        raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
     if axis_size is not None:
         check_count("axis_size", axis_size)
     check_options(jax.vmap, kwargs, ("fun",))

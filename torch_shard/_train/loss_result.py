@@ -78,10 +78,9 @@ def as_metric(value: PyTree) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value.detach()
-    if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
-        value = value.astype(np.float32)  # as torch takes a float
+    is_wide = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64
     try:
-        found = torch.as_tensor(value)
+        found = torch.as_tensor(np.asarray(value, np.float32) if is_wide else value)  # as torch takes a float
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{caller()}: metrics must be tensors or numbers, but loss_fn returns {value!r:.99} among them. A compiled "

@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 
 import jax
 import torch
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
@@ -320,7 +321,7 @@ class Step:
         """
         hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
         check_kind("state", state, TrainState, hint=hint)
-        if isinstance(state.step, jax.core.Tracer):
+        if isinstance(state.step, Tracer):
             raise NotImplementedError(
                 f"{self.caller}: the state is traced by a jax.jit or another transform around the call. A step is a "
                 "compiled program by itself: call it outside."
