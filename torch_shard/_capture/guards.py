@@ -161,7 +161,8 @@ class ValueGuard:
             for name, value in vars(module).items()
             if is_record(value)
         }
-        forwards = [types.MethodType(type(module).forward, module) for module in model.modules()]
+        found = ((module, inspect.getattr_static(type(module), "forward", None)) for module in model.modules())
+        forwards = [types.MethodType(fn, module) for module, fn in found if isinstance(fn, types.FunctionType)]
         readers = [
             *_of_function(loss_fn),
             *_followed([loss_fn, *(forward for forward in forwards if _is_own(forward))]),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import _reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
 
@@ -154,6 +155,9 @@ def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tens
     return copied.requires_grad_(tensor.requires_grad)
 
 
+_APPLY = nn.Module._apply
+
+
 @instead_of_attribute(nn.Module, "_apply")
 def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """`module.to(...)`, `.cpu()`, `.float()` and their kin within a capture, where all tensors are on one device.
@@ -161,6 +165,9 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     Raises:
         NotImplementedError: They would change a dtype, and so the model itself.
     """
+    capture_mode = current_mode()
+    if capture_mode is None or not capture_mode.side_effects.knows(module):  # one that is made within
+        return _APPLY(module, fn, recurse)
     for tensor in itertools.chain(module.parameters(recurse), module.buffers(recurse)):
         with torch.no_grad():
             moved = fn(tensor)

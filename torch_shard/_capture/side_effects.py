@@ -116,6 +116,10 @@ class SideEffects:
         else:
             self._look_into(name, value, _DEPTH)
 
+    def knows(self, module: nn.Module) -> bool:
+        """Tell whether a module was there before the callable ran."""
+        return id(module) in self._before
+
     def training(self, module: nn.Module) -> bool:
         """The training flag that a module had."""
         noted = self._before.get(id(module))
