@@ -155,9 +155,6 @@ def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tens
     return copied.requires_grad_(tensor.requires_grad)
 
 
-_APPLY = nn.Module._apply
-
-
 @instead_of_attribute(nn.Module, "_apply")
 def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """`module.to(...)`, `.cpu()`, `.float()` and their kin within a capture, where all tensors are on one device.
@@ -167,7 +164,7 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     """
     capture_mode = current_mode()
     if capture_mode is None or not capture_mode.side_effects.knows(module):  # one that is made within
-        return _APPLY(module, fn, recurse)
+        return _convert(module, fn)
     for tensor in itertools.chain(module.parameters(recurse), module.buffers(recurse)):
         with torch.no_grad():
             moved = fn(tensor)
@@ -177,6 +174,20 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
                 f"{tensor.device} to {moved.dtype} on {moved.device} within the captured function, which would change "
                 "the model itself. Convert the model before the step is made, or use torch.autocast."
             )
+    return module
+
+
+def _convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """What PyTorch does, by new tensors: it swaps fakes in place, which nobody else may know of then."""
+    new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    entries: list[Any] = [held for m in module.modules() for held in (m._parameters, m._buffers)]
+    for held, name, tensor in [(held, name, t) for held in entries for name, t in held.items() if t is not None]:
+        if id(tensor) not in new:
+            with torch.no_grad():
+                moved = fn(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter) and moved is not tensor
+            new[id(tensor)] = tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        held[name] = new[id(tensor)][1]
     return module
 
 
