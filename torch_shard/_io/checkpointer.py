@@ -17,6 +17,7 @@ from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_directory, check_kind
 from torch_shard._io.integrity import find_damage, seal, sync_directory
+from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (
     HEAD,
     TENSORS,
@@ -175,8 +176,10 @@ class Checkpointer:
         head = head_of(state, metrics or {})
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
-        self._orbax.save(partial, args=to_save(flatten(state)), force=True)
-        self._pending = self._worker.submit(self._finish, step, partial, head)
+        finish_at_exit(self)
+        with uninterrupted():
+            self._orbax.save(partial, args=to_save(flatten(state)), force=True)
+            self._pending = self._worker.submit(self._finish, step, partial, head)
         if not self.asynchronous:
             self.wait()
         return True
@@ -212,8 +215,8 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        error = pending.exception()
+        error = self._pending.exception()  # an interrupt leaves it pending
+        self._pending = None
         if agree(error is not None):
             self._orbax = make_orbax()
             steps = self.steps()
@@ -228,8 +231,14 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._claimed = False
-            self._lock.release()
+            if self._pending is None:  # else an interrupt came, and the directory is still written to
+                self._claimed = False
+                self._lock.release()
+
+    def finish(self) -> None:
+        """Wait as the interpreter does at its end: without an error, which nobody could catch."""
+        if self._pending is not None and (error := self._pending.exception()) is not None:
+            logger.error("Checkpointer: a checkpoint could not be written to %s: %s", self.directory, error)
 
     def __enter__(self) -> "Checkpointer":
         return self
