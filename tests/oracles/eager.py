@@ -1,6 +1,7 @@
 """The oracle: what eager torch does over some steps, and the comparison of a compiled run with it."""
 
 import copy
+import time
 from typing import Any
 
 import jax
@@ -55,13 +56,32 @@ def assert_close(found: Any, wanted: np.ndarray, rtol: float, floor: float, name
     np.testing.assert_allclose(found, wanted, rtol=0, atol=rtol * largest + floor, err_msg=name)
 
 
-def assert_follows(case: Case, model: torch.nn.Module, trajectory: list[dict[str, Any]], sizes: Any) -> Any:
-    """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it."""
+def assert_follows(
+    case: Case,
+    model: torch.nn.Module,
+    trajectory: list[dict[str, Any]],
+    sizes: Any,
+    *,
+    seconds: list[float] | None = None,
+) -> Any:
+    """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it.
+
+    Args:
+        case: The model's, with its batches, its loss and its plan.
+        model: Of the case.
+        trajectory: Of eager torch.
+        sizes: Of the mesh.
+        seconds: Gets the time of each step.
+    """
     step = ts.make_train_step(model, case.loss_fn, optimizer(), mesh=make_mesh(sizes), plan=case.plan)
     state = step.init(seed=0)
     for batch, wanted in zip(case.batches(len(trajectory)), trajectory, strict=True):
+        start = time.perf_counter()
         state, metrics = step(state, batch)
-        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=case.rtol)
+        loss = np.asarray(metrics["loss"])
+        if seconds is not None:
+            seconds.append(time.perf_counter() - start)
+        np.testing.assert_allclose(loss, wanted["loss"], rtol=case.rtol)
         grads = state.opt_state[0]
         assert {n for n, g in grads.items() if np.any(g)} <= set(wanted["grads"])
         # A bias before a batch norm has no gradient but rounding, which scales with the other gradients.

@@ -6,20 +6,25 @@ import operator
 import pathlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torch_shard._capture.checks import leads_only_to_raise
+from torch_shard._capture.constants import Asked, Constants
+from torch_shard._capture.function_mode import current_mode
+from torch_shard._capture.masks import SELECTIONS, Masks
 from torch_shard._capture.provenance import current_user_line
-from torch_shard._common.fx import args_of, is_random
-from torch_shard._common.overrides import instead_of_attribute
+from torch_shard._capture.ragged import PLACE
+from torch_shard._common.fx import args_of
+from torch_shard._common.overrides import instead_of, instead_of_attribute
 from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
@@ -33,6 +38,17 @@ _LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 
 _MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent.parent))
+
+
+_LARGEST = 1 << 20  # elements of a buffer whose value Python may ask for
+
+_OF_UNKNOWN_SIZE = frozenset(
+    {aten.nonzero.default, aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_consecutive.default}
+)
+
+
+def _tensors(args: PyTree) -> list[torch.Tensor]:
+    return [t for t in torch_pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
 
 
 class DataDependence(TorchDispatchMode):
@@ -51,6 +67,11 @@ class DataDependence(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
+        self._masks = Masks(node_of, lambda mask: self.values([mask]))
+        self._given: dict[Node, tuple[str, Callable[[], torch.Tensor]]] | None = None
+        self._top: torch.nn.Module | None = None
+        self._inputs: dict[Any, Asked] = {}
+        self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
@@ -62,6 +83,8 @@ class DataDependence(TorchDispatchMode):
         """Number of random operators that have run; a checkpoint sets it back to draw the same numbers again."""
 
     def __enter__(self) -> "DataDependence":
+        if not _CURRENT.stack:
+            _CURRENT.made = list(filter(_is_alive, _CURRENT.made))
         _CURRENT.stack.append(self)
         return super().__enter__()
 
@@ -76,6 +99,9 @@ class DataDependence(TorchDispatchMode):
             answer = self._answer(func, args)
             if answer is not None:
                 return answer
+        func, args = self._masks.unify(func, args)
+        if func in _OF_UNKNOWN_SIZE and (values := self.values(_tensors(args))) is not None:
+            return self._literal(func, values, args, kwargs)
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -83,7 +109,19 @@ class DataDependence(TorchDispatchMode):
             raise
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
+        made = result if isinstance(result, list | tuple) else [result]
+        _CURRENT.made += [weakref.ref(tensor) for tensor in made if isinstance(tensor, torch.Tensor)]
+        if func in SELECTIONS and (node := self._node_of(result)) is not None:
+            node.meta[PLACE] = current_user_line()
         return result
+
+    def _literal(self, func: Operator, values: list[torch.Tensor], args: PyTree, kwargs: PyTree) -> PyTree:
+        """The result of an operator on values that are known, as a constant of the program."""
+        of = iter(values)
+        with _disable_current_modes(), torch.no_grad():
+            known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
+            result = func(*known, **(kwargs or {}))
+        return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
 
     def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
@@ -98,13 +136,78 @@ class DataDependence(TorchDispatchMode):
         node = self._node_of(tensor)
         if node is None:
             return None
-        self._constants = self._constants or Constants(node.graph, self._root())
+        value, sources = self._computed(node)
+        return None if sources else value
+
+    def _constants_of(self, node: Node) -> Constants:
+        if self._constants is None:
+            self._top = self._root()
+            self._constants = Constants(node.graph, self._top, given=self._input)
+        return self._constants
+
+    def specialise(self, buffers: Mapping[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]) -> None:
+        """Let Python ask for the values of buffers and of what the callable closes over.
+
+        Args:
+            buffers: By name, the fake of each in the capture, and what gives its value.
+        """
+        nodes = {name: self._node_of(fake) for name, (fake, _) in buffers.items()}
+        self._given = {node: (name, buffers[name][1]) for name, node in nodes.items() if node is not None}
+
+    @property
+    def specialised(self) -> tuple[Asked, ...]:
+        """What Python has asked for."""
+        return tuple(self._asked.values())
+
+    def values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The values of tensors, if all are known; the program is then for these alone."""
+        nodes = [self._node_of(tensor) for tensor in tensors]
+        found = [self._met(t) if node is None else self._computed(node) for node, t in zip(nodes, tensors, strict=True)]
+        if not found or any(value is None for value, _ in found):
+            return None
+        self._asked |= {key: self._inputs[key] for _, keys in found for key in keys}
+        return [value for value, _ in found if value is not None]
+
+    def _computed(self, node: Node) -> tuple[torch.Tensor | None, set[Any]]:
+        """The value of a node, and the inputs that it comes from."""
+        constants = self._constants_of(node)
         with _disable_current_modes(), torch.no_grad():
-            return self._constants.value(node)
+            return constants.value(node), constants.sources([node])
+
+    def _met(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, set[Any]]:
+        """The value of a tensor that the trace meets for the first time, if the callable closes over it."""
+        mode = current_mode()
+        original = tensor if mode is None or self._given is None else mode.original(tensor)
+        if original is tensor:
+            return None, set()
+        return self._read(id(original), None, original), {id(original)}
+
+    def _input(self, node: Node) -> torch.Tensor | None:
+        """The value of an input of the capture, if Python may ask for it."""
+        if self._given is None:
+            return None
+        if node in self._given:
+            name, read = self._given[node]
+            return self._read(node, name, read()) if node.meta["val"].numel() <= _LARGEST else None
+        mode = current_mode()
+        if node.op != "get_attr" or mode is None:
+            return None
+        standin = getattr(self._top, str(node.target))
+        original = mode.original(standin)
+        return None if original is standin else self._read(node, None, original)
+
+    def _read(self, key: object, name: str | None, tensor: torch.Tensor) -> torch.Tensor | None:
+        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.numel() > _LARGEST:
+            return None
+        if tensor.requires_grad:
+            return None
+        with _disable_current_modes():
+            value = tensor.clone()
+            self._inputs[key] = Asked(name, tensor, value, tensor._version)
+            return value.clone()
 
     def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
-        values = [value for tensor in args if (value := self.known(tensor)) is not None]
-        if len(values) == len(args):
+        if (values := self.values(args)) is not None:
             with _disable_current_modes():
                 return func(*values)
         frame = _asking_frame()
@@ -116,17 +219,46 @@ class DataDependence(TorchDispatchMode):
         return truth
 
 
+def specialise(buffers: Mapping[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]) -> None:
+    """Let Python ask for the values of buffers in the capture under way: by name, the fake, and what gives it."""
+    _CURRENT.stack[-1].specialise(buffers)
+
+
 class _Current(threading.local):
     def __init__(self) -> None:
         self.stack: list[DataDependence] = []
+        self.made: list[weakref.ref[torch.Tensor]] = []
 
 
 _CURRENT = _Current()
 
 
+def _is_alive(made: "weakref.ref[torch.Tensor]") -> bool:
+    return made() is not None
+
+
+def left_over() -> list[torch.Tensor]:
+    """The tensors of captures in this thread that somebody still holds."""
+    return [tensor for made in _CURRENT.made if (tensor := made()) is not None]
+
+
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the capture under way that depends on no input of it, or None."""
     return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None
+
+
+@instead_of(torch.Tensor.tolist)
+def tolist(tensor: torch.Tensor) -> Any:
+    """The numbers of a tensor whose value is known."""
+    values = _CURRENT.stack[-1].values([tensor])
+    return torch.Tensor.tolist(tensor) if values is None else values[0].tolist()
+
+
+@instead_of(torch.Tensor.numpy)
+def numpy(tensor: torch.Tensor, **options: Any) -> Any:
+    """A copy of a tensor whose value is known."""
+    values = _CURRENT.stack[-1].values([tensor])
+    return torch.Tensor.numpy(tensor, **options) if values is None else values[0].clone().numpy()
 
 
 def skip_draws(count: int) -> int:
@@ -193,57 +325,3 @@ def _asking_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
         frame = frame.f_back
     return frame
-
-
-class Constants:
-    """The values of the tensors in a growing graph that depend on no input: no argument, closure or random number."""
-
-    def __init__(
-        self, graph: Graph, root: torch.nn.Module | None, known: Mapping[Node, torch.Tensor] = MappingProxyType({})
-    ) -> None:
-        self._graph, self._root = graph, root
-        self._values: dict[Node, PyTree] = dict(known)
-        self._unknown: set[int] = set()  # storages that something unknown was written to
-        self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
-
-    def value(self, node: Node) -> torch.Tensor | None:
-        """The value of a node, or None."""
-        while self._last.next is not self._graph._root:  # pyright: ignore[reportAttributeAccessIssue]
-            self._last = self._last.next
-            self._run(self._last)
-        return self._known(node)
-
-    def _known(self, node: Node) -> PyTree:
-        value = self._values.get(node)
-        return None if _storages(value) & self._unknown else value
-
-    def _literal(self, node: Node) -> torch.Tensor | None:
-        """Value that `torch.tensor(...)` of Python numbers has written down in the graph."""
-        found = getattr(self._root, str(node.target)) if node.op == "get_attr" else node.meta.get("value")
-        return found if type(found) is torch.Tensor else None
-
-    def _run(self, node: Node) -> None:
-        inputs = node.all_input_nodes
-        if node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
-            self._values[node] = literal.clone()
-        elif node.op == "call_function" and not is_random(node) and not _is_opaque(node):
-            if all(self._known(i) is not None for i in inputs):
-                args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
-                self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-            elif _writes(node):
-                self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
-
-
-def _is_opaque(node: Node) -> bool:
-    """Tell whether only JAX can run it."""
-    return getattr(node.target, "namespace", "") == "torch_shard"
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _storages(value: PyTree) -> set[int]:
-    tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors}

@@ -20,10 +20,12 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     set_proxy_slot,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_shard._capture.data_dependence import Constants, DataDependence
+from torch_shard._capture.constants import Constants
+from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
@@ -50,7 +52,8 @@ def is_fake(value: object) -> bool:
 @contextlib.contextmanager
 def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     """The fakes of one capture, and what stands for tensors that are none."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     part = functools.partial
     capture_mode = CaptureMode(
         part(_is_of_capture, mode),
@@ -206,7 +209,7 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return _revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
-    value = _constant(tensor)
+    value = constant_of(tensor)
     if value is None:
         raise StaleTensor(tensor, current_user_line())
     note_literal(value)
@@ -218,10 +221,10 @@ def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
     _SAME[fake] = captured
 
 
-def _constant(fake: FakeTensor) -> torch.Tensor | None:
+def constant_of(fake: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
     fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
-    earlier: Any = getattr(fake.fake_mode, "tracer", None)
+    earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
         return None
     node: torch.fx.Node = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]

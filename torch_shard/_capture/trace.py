@@ -18,16 +18,20 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
+from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
+from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
@@ -69,6 +73,7 @@ class Captured(Generic[Aux]):
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
         num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
+        specialised: Buffers and closed-over tensors for whose values alone it is.
     """
 
     module: torch.fx.GraphModule
@@ -82,6 +87,7 @@ class Captured(Generic[Aux]):
     graded: list[torch.Tensor]
     num_draws: int | None
     axes: dict[str, int]
+    specialised: tuple[Asked, ...]
 
     @property
     def num_nodes(self) -> int:
@@ -146,7 +152,9 @@ def _capture(
         return list(outputs)
 
     with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
-        with_views = make_fx(traced, decomposition_table=OPERATORS, _allow_non_fake_inputs=True)(*fakes)
+        with_views = make_fx(
+            traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
+        )(*fakes)
     _refuse_swallowed(with_views.graph, values.asked)
     if explain:
         explain_backward(with_views)
@@ -169,6 +177,7 @@ def _capture(
         aux=aux[0],
         changed=[],
         skipped=values.skipped,
+        specialised=values.specialised,
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
         num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,
@@ -177,8 +186,11 @@ def _capture(
 
 def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
+    ragged = is_ragged(graph)
 
     def replay(*args: torch.Tensor) -> PyTree:
+        if ragged:
+            return WithMasks(graph).run(*args)
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
@@ -218,6 +230,12 @@ def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shap
 _VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointer", ".numpy() is not supported")
 
 
+_AFTER_A_SELECTION = (
+    " What a mask has selected may be worked on element by element or row by row, and then be reduced or written back; "
+    "here it meets {}."
+)
+
+
 _INSTEAD = (
     ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
     "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
@@ -239,9 +257,13 @@ def _errors_for_users() -> Iterator[None]:
     except Exception as error:
         if "We only support functionalizing operators" in str(error):
             raise NotImplementedError(f"An operator that writes in place cannot be captured: {error}") from error
-        shape_depends = isinstance(error, DynamicOutputShapeException)
+        shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):
             raise
         asks = "the shape of a result depends on the values" if shape_depends else "Python needs the value"
-        raise NotImplementedError(f"{user_frame(error)}\nHere {asks} of a tensor{_INSTEAD}") from error
+        unknown = error if isinstance(error, UnknownSizeError) else None
+        raise NotImplementedError(
+            f"{unknown.place if unknown else user_frame(error)}\nHere {asks} of a tensor{_INSTEAD}"
+            f"{_AFTER_A_SELECTION.format(str(unknown).splitlines()[0]) if unknown else ''}"
+        ) from error

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_directory, check_kind
+from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
@@ -57,7 +57,10 @@ def fit(
             JAX is multithreaded, so start workers by `DataLoader(..., multiprocessing_context="forkserver")`: after a
             plain fork, of which JAX warns, they must not touch JAX.
         steps: Number of batches of the whole run, not of this call.
-        eval_loader: Batches for evaluation, taken whole each time: at the end, and every `eval_every` batches.
+        eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
+            metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
+            mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
+            mesh is evaluated whole on each device, for one compilation more.
         eval_every: Batches from one evaluation to the next; None for the end alone.
         eval_step: By default the loss of `step` in eval mode.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
@@ -71,7 +74,8 @@ def fit(
             Only a skipped batch counts as seen: after the others a resumed run meets it again.
         max_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
             over the state.
-        seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
+        seed: Of the order of the data, from 0 to 2**32 - 1: each epoch of `loader` draws from `(seed, epoch)`, whatever
+            was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
         prove_steps: So many steps of this call are first compared with eager torch on the CPU, as `step.prove` does,
             by its own random numbers. A difference ends the run before that step. Steps after them cost nothing more.
@@ -108,12 +112,13 @@ def fit(
         20
     """
     _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
-    if not isinstance(prove_steps, int) or prove_steps < 0:
+    if not is_integer(prove_steps) or prove_steps < 0:
         raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
     _check_on_bad_step(on_bad_step)
-    _check_seed(seed)
+    seed = check_seed(seed)
     check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
+    check_kind("progress", progress, bool | Console)
     _check_evaluation(eval_loader, eval_every, eval_step)
     batches = Batches(loader, seed=seed)
     evaluation = None
@@ -138,21 +143,16 @@ def fit(
         return run.run(state, start)
 
 
-def _check_numbers(**numbers: object) -> None:
+def _check_numbers(eval_every: object, **numbers: object) -> None:
     for name, value in numbers.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not is_count and not (name == "eval_every" and value is None):
-            raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
+        check_count(name, value)
+    if eval_every is not None:
+        check_count("eval_every", eval_every)
 
 
 def _check_on_bad_step(on_bad_step: object) -> None:
     if on_bad_step not in ON_BAD_STEP:
         raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
-
-
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"fit: seed must be an integer, 0 or more, got {seed!r}.")
 
 
 def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:

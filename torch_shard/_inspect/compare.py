@@ -12,9 +12,11 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture import MetricCalls
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
+from torch_shard._common.validate import check_call, check_count
+from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
 from torch_shard._train import (
     ROUNDING,
     Comparison,
@@ -23,6 +25,7 @@ from torch_shard._train import (
     TrainStep,
     Values,
     array_of,
+    check_optimizer,
     difference_of,
     eager_copy,
     eager_gradients,
@@ -77,10 +80,15 @@ def compare_with_torch(
         ... )
         >>> found.raise_if_different()
     """
-    if steps < 1:
-        raise ValueError(f"compare_with_torch: steps must be at least 1, got {steps}.")
+    check_mesh(mesh)
+    check_count("steps", steps)
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        check_call(
+            "torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1) is one."
+        )
     optimizers = (optimizer or optax.sgd(1e-2), torch_optimizer or functools.partial(torch.optim.SGD, lr=1e-2))
     return compare_batches(
         model,
@@ -146,7 +154,8 @@ def _keep_gradients() -> optax.GradientTransformation:
 
 def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     state, found = step.init(), []
-    with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
+    # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
+    with jax.default_matmul_precision("highest"), MetricCalls().noted():
         for batch in batches:
             state, metrics = step(state, batch)
             (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)  # of `_keep_gradients`, and of the optimizer

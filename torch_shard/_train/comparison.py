@@ -1,7 +1,7 @@
 """Values of a step beside their references: how far apart they are, as a table."""
 
 # JAX annotates its functions in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
 import io
@@ -15,8 +15,10 @@ from jax.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 
+from torch_shard._common.caller import speaks_as
 from torch_shard._common.convert import host_array
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
 
 MAX_ROWS = 30
@@ -80,6 +82,7 @@ class Comparison:
     tolerance: float
     losses: tuple[float, ...]
 
+    @speaks_as("raise_if_different")
     def raise_if_different(self, rtol: float | None = None) -> None:
         """Raise if anything differs by more than `rtol`.
 
@@ -90,6 +93,8 @@ class Comparison:
         Raises:
             AssertionError: With the names and how far they are apart.
         """
+        if rtol is not None:
+            check_number("rtol", rtol)
         limit = self.tolerance if rtol is None else rtol
         beyond = [row for row in self.rows if not row.worst <= limit]
         if beyond:

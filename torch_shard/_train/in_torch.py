@@ -12,6 +12,7 @@ import jax
 import torch
 from torch import nn
 
+from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
 from torch_shard._train.comparison import Difference, Values, array_of
@@ -72,7 +73,8 @@ def in_float64(
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """The loss and the metrics of a batch."""
     dtype = step.options.compute_dtype
-    with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+    casting = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
+    with casting, MetricCalls().noted():  # metric objects count the steps of the run alone
         return split_loss(step.loss_fn(model, batch))
 
 

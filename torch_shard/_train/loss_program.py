@@ -3,18 +3,31 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, made_buffers
+from torch_shard._capture import (
+    MetricCall,
+    ModuleFlags,
+    PlainAttributes,
+    ValueGuard,
+    clocks_noted,
+    flags_hold,
+    generator_states,
+    give_values,
+    made_buffers,
+    reached_by,
+)
 from torch_shard._common.caller import caller
+from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import Program, capture_settings, compiler_options
@@ -76,10 +89,43 @@ class LossProgram:
         other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
         return other
 
+    def unfit(self, buffer: Callable[[str], torch.Tensor], among: Collection[str]) -> str | None:
+        """Say which buffer has another value than that for which the program was made; None if all have it.
+
+        Args:
+            buffer: Gives the value of one by name.
+            among: Those to look at, of `asked`.
+        """
+        for asked in self.program.graph.specialised:
+            if asked.name in among and not torch.equal(buffer(asked.name).to(asked.value.dtype), asked.value):
+                return f"the buffer {asked.name}, whose value the model asks for, has another value"
+        return None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Buffers for whose values alone the program was made."""
+        return tuple(asked.name for asked in self.program.graph.specialised if asked.name is not None)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Those of `asked` that the program leaves as they are."""
+        shape, graph = self.program.graph.aux, self.program.graph
+        outputs = outputs_of(graph.module.graph)[1 + len(shape.grads) :]
+        inputs = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+        kept = [n for n, out in zip(shape.buffers, outputs, strict=False) if out is inputs[self.inputs.index(n)]]
+        return tuple(name for name in self.asked if name in kept and name not in self.written)
+
+    @property
+    def train(self) -> bool:
+        """Whether it has gradients."""
+        return bool(self.program.graph.aux.grads)
+
     def outdated(self) -> str | None:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
+        if any(asked.name is None and not asked.holds() for asked in self.program.graph.specialised):
+            return "a tensor whose value the loss asks for was written to"
         if (name := self._guard.changed()) is not None:
             return f"{name}, which the loss reads, has another value"
         changed = self._attributes.changed()
@@ -96,6 +142,11 @@ class LossProgram:
     def grads(self) -> list[str]:
         """Parameters that `run` gives gradients of."""
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
+
+    @property
+    def calls(self) -> list[MetricCall]:
+        """What metric objects are to be given after each run, in order."""
+        return self.program.graph.aux.calls
 
     @property
     def buffers(self) -> list[str]:
@@ -187,6 +238,7 @@ def loss_program(
     compute_dtype: torch.dtype | None = None,
     train: bool,
     layers: LayerOptions,
+    buffer: Callable[[str], torch.Tensor],
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -197,6 +249,7 @@ def loss_program(
         compute_dtype: Dtype of products, if it is not that of the parameters.
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
+        buffer: The value of a buffer by name, where Python asks for it.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
@@ -204,27 +257,50 @@ def loss_program(
     key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
-    if program is None or program.outdated():
-        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train)
+    if program is None or program.outdated() or program.unfit(buffer, program.asked):
+        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, buffer=buffer)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
-        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        drawn = generator_states(reached_by(model, loss_fn))
+        try:
+            with clocks_noted() as clocks, _told(what, signature):
+                captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        finally:
+            give_values()
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-            _refuse_counting(joint, what, name)
+            _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more
+        if clocks:
+            _refuse_counting(joint, what, f"reads {clocks[0]}")
+        after = generator_states(reached_by(model, loss_fn))
+        if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
+            _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
         program = LossProgram(captured, model, guard)
         programs.keep(key, program)
     return program
 
 
-def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
-    """Refuse a loss that depends on a value that it changes with each call: two captures then differ."""
+@contextlib.contextmanager
+def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
+    """Let an error of the user's own code say that it ran for a capture, and on what."""
+    try:
+        yield
+    except Exception as error:
+        shown = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in signature.specs[:9]) or "no arrays"
+        note = f"{what} was captured, once, for a batch of {shown}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _refuse_counting(joint: JointLoss, what: str, does: str) -> None:
+    """Refuse a loss that depends on a value that differs with each call: two captures then differ."""
     captures = [joint(None) for _ in range(2)]
     first, second = (Program(fn, specs, what).graph.module.code for fn, specs in captures)
     if first != second:
         raise NotImplementedError(
-            f"{what} changes {name} on each call and depends on it, but a compiled program is the same for every "
-            "call. Pass it in the batch, or make it a buffer of the model."
+            f"{what} {does} and depends on it, but a compiled program is the same for every call. Pass it in the "
+            "batch, or make it a buffer of the model."
         )
 
 

@@ -13,8 +13,10 @@ import jax
 import torch
 from jax.sharding import NamedSharding
 
+from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
+from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
@@ -115,6 +117,7 @@ class StepProgram:
     Attributes:
         without_grad: Trainable parameters that the loss does not reach.
         random: Whether it draws random numbers.
+        calls: What metric objects are to be given after each run.
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
@@ -128,11 +131,13 @@ class StepProgram:
         self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
+        self.calls = program.calls
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.fused: list[str] = []
         self.chosen: list[str] = []
+        self._seen: dict[str, jax.Array] = {}  # stored arrays with the values for which the program was made
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
 
     @property
@@ -178,6 +183,21 @@ class StepProgram:
         """Memory of one device while the program runs."""
         return _memory(self.lower(state, arrays).compile()).peak
 
+    def unfit(self, state: TrainState) -> str | None:
+        """Say which buffer of a state has another value than that for which the program was made.
+
+        What the program has handed on itself is not read again, as reading waits for the step before.
+        """
+        unseen = [name for name in self._program.asked if self._is_new(state, name)]
+        reason = self._program.unfit(lambda name: to_host(state.buffers[name]), unseen)
+        if reason is None:
+            self._seen |= {name: _stored(state, name) for name in unseen}
+        return reason
+
+    def _is_new(self, state: TrainState, name: str) -> bool:
+        array = _stored(state, name)
+        return isinstance(array, jax.Array) and not array.is_deleted() and self._seen.get(name) is not array
+
     def _closure(self) -> list[jax.Array]:
         """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
         return [self._value(position, tensor) for position, tensor in enumerate(self._tensors)]
@@ -189,6 +209,12 @@ class StepProgram:
         return placed[1]
 
     def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
+        out = self._run(state, arrays)
+        if self._program.asked and self._program.train:
+            self._seen = {name: _stored(out[0], name) for name in self._program.kept}
+        return out
+
+    def _run(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
         closure = self._closure() if self._tensors else []
         if self._cold is None:
             return self._jitted(state, arrays, closure)
@@ -197,6 +223,12 @@ class StepProgram:
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
         return out
+
+
+def _stored(state: TrainState, name: str) -> Any:
+    """The stored array in which a buffer is."""
+    row = state.buffers.row(name) if isinstance(state.buffers, Stacks) else None
+    return state.buffers[name] if row is None else row[0]
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:

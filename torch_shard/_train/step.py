@@ -1,26 +1,30 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
+import collections
 import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
+from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_kind, named
+from torch_shard._device import BatchLayout
 from torch_shard._lowering import capture_settings
-from torch_shard._sharding import LossFn, ResolvedPlan, holdings, shared_memory
+from torch_shard._sharding import LossFn, ResolvedPlan, check_current_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
+from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.pace import Pace
@@ -28,6 +32,9 @@ from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+MOST_VALUES = 4
+"""Of a buffer that Python asks for, before it counts as one that changes with the steps."""
 
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
@@ -50,7 +57,7 @@ class Step:
     @speaks_as(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
         check_kind("model", model, torch.nn.Module)
-        check_kind("loss_fn", loss_fn, Callable)
+        check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
         self._held = holdings(model)
@@ -70,8 +77,9 @@ class Step:
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._programs = LastUsed[ProgramKey, StepProgram]()
         self._warned = False
-        self._checked: set[BatchSignature] = set()
+        self._layouts: dict[BatchSignature, BatchLayout] = {}
         self._pace = Pace(options.mesh)
+        self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -103,11 +111,12 @@ class Step:
     ) -> tuple[StepProgram, list[jax.Array]]:
         """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
+        check_current_mesh()
         leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
         program = self._programs.use(key)
-        reason = program.outdated() if program else None
+        reason = (program.outdated() or self._unfit(key, program, state)) if program else None
         if program is None or reason:
             placed = (batch if leaves is None else self.put(batch)).arrays
             program = self._compile(key, placed, state)
@@ -118,7 +127,7 @@ class Step:
             self.num_compiles += 1
             self._warn_of_shapes(key)
             return program, placed
-        return program, batch.arrays if leaves is None else self.layout.put(leaves)
+        return program, batch.arrays if leaves is None else self._place(batch, leaves, signature)
 
     def _warn_of_shapes(self, key: ProgramKey) -> None:
         """Say once that leaves of the batch keep changing their shapes."""
@@ -132,6 +141,22 @@ class Step:
             KEPT,
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
+
+    def _unfit(self, key: ProgramKey, program: StepProgram, state: TrainState | None) -> str | None:
+        """Say which buffer, whose value Python asks for, has another one in this state."""
+        reason = program.unfit(state) if state is not None else None
+        self._num_unfit[key] += reason is not None
+        if self._num_unfit[key] > MOST_VALUES:
+            raise NotImplementedError(
+                f"{self.caller}: {reason}, for the {MOST_VALUES}th time, and each value needs a program of its own. "
+                "A value that changes with the steps has to be worked on as a tensor: torch.where(condition, a, b) "
+                "instead of `if`, arithmetic on the tensor instead of .item()."
+            )
+        return reason
+
+    def _buffer(self, state: TrainState | None, name: str) -> torch.Tensor:
+        array = None if state is None else state.buffers[name]
+        return to_host(array) if isinstance(array, jax.Array) else self._held.buffers[name]
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
@@ -153,13 +178,32 @@ class Step:
             ValueError: It does not divide over the mesh.
         """
         leaves, signature = flatten_batch(batch)
-        if signature not in self._checked:
+        return Placed(self._place(batch, leaves, signature), signature)
+
+    def _place(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> list[jax.Array]:
+        """The array leaves of a batch, on the mesh."""
+        if signature not in self._layouts:
             paths = array_paths(batch)
-            self.layout.check(leaves, paths)
-            self._microbatches.check(leaves, paths)
+            self._layouts[signature] = self._choose_layout(leaves, paths)
             self._say_rounded(paths, signature)
-            self._checked.add(signature)
-        return Placed(self.layout.put(leaves), signature)
+        layout = self._layouts[signature]
+        try:
+            return layout.put(leaves)
+        except (TypeError, OverflowError, NotImplementedError):
+            for leaf, path in zip(leaves, array_paths(batch), strict=True):
+                with named(path):
+                    layout.put([leaf])
+            raise
+
+    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
+        """Where the leaves of such a batch go, at these paths in it.
+
+        Raises:
+            ValueError: They do not divide over the mesh.
+        """
+        self.layout.check(leaves, paths)
+        self._microbatches.check(leaves, paths)
+        return self.layout
 
     def _say_rounded(self, paths: list[str], signature: BatchSignature) -> None:
         wide = [p for p, s in zip(paths, signature.specs, strict=True) if s.dtype in (torch.float64, torch.complex128)]
@@ -184,7 +228,14 @@ class Step:
             compute_dtype=self.options.compute_dtype,
             train=self.train,
             layers=self.layers,
+            buffer=lambda name: self._buffer(state, name),
         )
+        if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
+            raise NotImplementedError(
+                f"{self.caller}: Python in the model asks for the value of {', '.join({*loss.asked} - {*loss.kept})}, "
+                "which forward writes, so that the next of several microbatches may need another program. Use "
+                "accumulate_steps=1."
+            )
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
             assert state is not None
@@ -259,6 +310,40 @@ class Step:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse what is no state, and one that is used up.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It was donated.
+            NotImplementedError: A program of the user's is being compiled.
+        """
+        hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
+        check_kind("state", state, TrainState, hint=hint)
+        if isinstance(state.step, jax.core.Tracer):
+            raise NotImplementedError(
+                f"{self.caller}: the state is traced by a jax.jit or another transform around the call. A step is a "
+                "compiled program by itself: call it outside."
+            )
+        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
+            raise ValueError(
+                f"{self.caller}: this state was donated to an earlier call of the step. Go on with the state that "
+                "the call returned: state, metrics = step(state, batch)."
+            )
+
+    def _check_names(self, state: TrainState) -> None:
+        """Refuse the state of another model.
+
+        Raises:
+            ValueError: It lacks entries; all are listed.
+        """
+        found = state.tensors
+        if missing := [name for name in self._held.all if name not in found]:
+            raise ValueError(
+                f"{self.caller}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
+                "step.init or Checkpointer.restore made for this model."
+            )
+
     def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
         return state
@@ -266,5 +351,6 @@ class Step:
     @speaks_as(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
+        self._check_state(state)
         program, arrays = self._prepare(batch, state)
         return program.lower(self._normal(state), arrays)

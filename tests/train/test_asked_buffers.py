@@ -1,0 +1,166 @@
+"""Python that asks a buffer for its value: the program is for that value, and another one for another."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.eager import agrees_with_torch
+
+MESH = {"batch": 4, "model": 2}
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Base(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 4)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+
+class Starts(Base):
+    """A scale that is set from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(started=torch.tensor(False), scale=torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if not self.started:
+            self.scale.copy_(1 / y.detach().std(0))
+            self.started.fill_(True)
+        return y * self.scale
+
+
+class Sums(Base):
+    """Rows are summed into as many as a buffer of their places has."""
+
+    def __init__(self) -> None:
+        super().__init__(place=torch.tensor([0, 1, 1, 2, 0, 2, 3, 3]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = int(self.place.max()) + 1
+        return torch.zeros(size, 4).index_add(0, self.place, self.layer(x))
+
+
+class Picks(Base):
+    """Columns by a mask in a buffer, reshaped."""
+
+    def __init__(self) -> None:
+        super().__init__(kept=torch.tensor([True, False, True, True, False, True]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[:, : self.kept.sum().item()] * x[:, self.kept].view(8, -1)
+
+
+class Lists(Base):
+    def __init__(self) -> None:
+        super().__init__(sizes=torch.tensor([2, 3, 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(self.sizes.tolist(), 1)
+        return self.layer(x) * torch.stack([part.sum(1) for part in parts], 1).sum(1, keepdim=True)
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        super().__init__(count=torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layer(x) * (1 if self.count.item() > 2 else 2)
+
+
+def step_of(model: nn.Module, **options: Any) -> Any:
+    mesh, plan = ts.make_mesh(**MESH), ts.ShardingPlan({}, default=P())
+    return ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=mesh, plan=plan, **options)
+
+
+@pytest.mark.parametrize("kind", [Starts, Sums, Picks, Lists])
+def test_equals_eager_torch(kind: type[nn.Module]) -> None:
+    agrees_with_torch(kind(), loss_fn, [X, X + 1, X - 1])
+
+
+def test_a_flag_that_changes_compiles_once_more() -> None:
+    step = step_of(Starts())
+    state = step.init(seed=0)
+    for _ in range(4):
+        state, _ = step(state, X)
+    assert step.num_compiles == 2
+
+
+def test_a_value_that_stays_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(Sums())
+    state, _ = step(step.init(seed=0), X)
+    monkeypatch.setattr("torch_shard._train.programs.to_host", None)  # reading waits for the step before
+    for _ in range(3):
+        state, _ = step(state, X)
+    assert step.num_compiles == 1
+
+
+def test_another_state_with_another_value_has_its_own_program() -> None:
+    step = step_of(Sums())
+    state = step.init(seed=0)
+    other = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    state = dataclasses.replace(state, buffers={"place": ts.jax_view(other.to("jax")).astype("int32")})
+    _, metrics = step(state, X)
+    model = Sums()
+    model.place.copy_(other)
+    torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, X).detach())
+
+
+def test_a_value_that_changes_with_each_step_is_refused() -> None:
+    step = step_of(Counts())
+    state = step.init(seed=0)
+    for _ in range(5):
+        state, _ = step(state, X)
+    with pytest.raises(NotImplementedError, match="the buffer count, whose value the model asks for"):
+        step(state, X)
+
+
+def test_microbatches_that_may_need_several_programs_are_refused() -> None:
+    step = step_of(Starts(), accumulate_steps=2)
+    with pytest.raises(NotImplementedError, match=r"make_train_step: .*started.* accumulate_steps=1"):
+        step(step.init(seed=0), X)
+
+
+def test_an_evaluation_asks_too() -> None:
+    model = Sums()
+    step = step_of(model)
+    state = step.init(seed=0)
+    wanted = loss_fn(copy.deepcopy(model), X).item()
+    assert float(step.evaluation()(state, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
+
+
+class ByAttribute(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = torch.tensor([1, 2, 3])  # a plain attribute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.layer(x[:, :n].repeat(1, 6)[:, :6]) for n in self.grid.tolist())  # pyright: ignore
+
+
+def test_an_attribute_that_is_asked_for_may_be_written() -> None:
+    model = ByAttribute()
+    step = step_of(model)
+    state, metrics = step(step.init(seed=0), X)
+    assert float(metrics["loss"]) == pytest.approx(loss_fn(ByAttribute(), X).item(), rel=1e-5)
+    model.grid[0] = 4
+    torch_model = step.export(state)
+    wanted = loss_fn(torch_model, X).item()
+    state, metrics = step(state, X)
+    assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+    assert step.num_compiles == 2

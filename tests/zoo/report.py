@@ -1,0 +1,129 @@
+"""Runs the zoo row by row, each in a process, and writes what came out: `python -m tests.zoo.report --write`."""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+STEPS, MESHES = 3, ((1, 1), (4, 2))
+LIMIT_S = 300  # for a row, so that one that hangs ends
+
+
+def outcome(row: Any) -> dict[str, Any]:
+    """Train a row on each mesh beside eager torch, and say what came out."""
+    from tests.oracles.eager import assert_follows, eager_trajectory
+
+    try:
+        row = row.split()
+        trajectory = eager_trajectory(row, STEPS)
+    except Exception as error:
+        return {"result": "eager torch fails", "said": _said(error)}
+    seconds: list[float] = []
+    for sizes in MESHES:
+        try:
+            assert_follows(row, row.model(), trajectory, sizes, seconds=seconds)
+        except AssertionError as error:
+            return {"result": "wrong", "mesh": sizes, "said": _said(error)}
+        except Exception as error:
+            kind = "refused" if _is_ours(error) else "crashed"
+            return {"result": kind, "mesh": sizes, "error": type(error).__name__, "said": _said(error)}
+    return {"result": "right", "first_step_s": [round(s, 1) for s in seconds[::STEPS]]}
+
+
+def _said(error: BaseException) -> str:
+    return "\n".join(line for line in str(error).splitlines() if line.strip())[:2000]
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Tell whether an error was raised by this package itself."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and "torch_shard" in frame.tb_frame.f_code.co_filename
+
+
+def work(names: list[str], out: pathlib.Path) -> None:
+    """Run rows one after the other; each is noted before it starts and when it is done."""
+    import jax
+    import torch
+
+    torch.set_num_threads(1)  # as many threads as cores wait for each other where others work too
+    jax.config.update("jax_num_cpu_devices", 8)
+    warnings.simplefilter("ignore")
+    from tests.zoo.table import NAMED
+
+    for name in names:
+        _note(out, name, {"result": "the process ended"})
+        missing = NAMED[name].missing
+        start = time.perf_counter()
+        found = {"result": "skipped", "said": missing} if missing else outcome(NAMED[name])
+        found["total_s"] = round(time.perf_counter() - start, 1)
+        _note(out, name, found)
+        sys.stdout.write(f"{name}: {found['result']} {found.get('first_step_s', '')} {found['total_s']}\n")
+
+
+def _read(out: pathlib.Path) -> dict[str, Any]:
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def _note(out: pathlib.Path, name: str, found: dict[str, Any]) -> None:
+    text = json.dumps({**_read(out), name: found}, indent=1)
+    part = out.with_suffix(".part")
+    part.write_text(text)
+    part.replace(out)
+
+
+def run(names: list[str], out: pathlib.Path) -> dict[str, Any]:
+    """Run rows in a process that is started again where a row ends it."""
+    left = list(names)
+    while left:
+        known = _read(out)
+        for name in left:
+            known.pop(name, None)
+        out.write_text(json.dumps(known, indent=1))
+        child = subprocess.Popen([sys.executable, "-m", "tests.zoo.report", "--work", str(out), *left])
+        _wait(child, out, left)
+        done = _read(out)
+        left = [name for name in left if name not in done]
+    return _read(out)
+
+
+def _wait(child: subprocess.Popen[bytes], out: pathlib.Path, names: list[str]) -> None:
+    last, since = 0, time.monotonic()
+    while child.poll() is None:
+        time.sleep(0.5)
+        done = sum(name in _read(out) for name in names)
+        if done != last:
+            last, since = done, time.monotonic()
+        if time.monotonic() - since > LIMIT_S:
+            child.kill()
+            child.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of rows; all without any")
+    parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=pathlib.Path, help="where the results go as JSON")
+    parser.add_argument("--again", action="store_true", help="leave out the rows that --out has as right")
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.names, options.work)
+        os._exit(0)  # some packages leave threads behind
+    from tests.zoo.table import NAMED
+
+    names = [n for n in NAMED if not options.names or any(part in n for part in options.names)]
+    out = options.out or pathlib.Path(tempfile.mkdtemp()) / "zoo.json"
+    if options.again:
+        names = [n for n in names if _read(out).get(n, {}).get("result") != "right"]
+    run(names, out)
+
+
+if __name__ == "__main__":
+    main()
