@@ -188,10 +188,10 @@ class Checkpointer:
         head = head_of(state, _as_numbers({} if metrics is None else metrics))
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
-        finish_at_exit(self)
         with uninterrupted():
             self._orbax.save(partial, args=to_save(flatten(state)), force=True)
             self._pending = self._worker.submit(self._finish, step, partial, head)
+            finish_at_exit(self._pending)
         if not self.asynchronous:
             self.wait()
         return True
@@ -246,11 +246,6 @@ class Checkpointer:
             if self._pending is None:  # else an interrupt came, and the directory is still written to
                 self._claimed = False
                 self._lock.release()
-
-    def finish(self) -> None:
-        """Wait as the interpreter does at its end: without an error, which nobody could catch."""
-        if self._pending is not None and (error := self._pending.exception()) is not None:
-            logger.error("Checkpointer: a checkpoint could not be written to %s: %s", self.directory, error)
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -1,23 +1,18 @@
 """Ctrl-C and the end of the interpreter, neither of which may cut a checkpoint short."""
 
+import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Generator
-from typing import Protocol
 
+logger = logging.getLogger(__name__)
 
-class Saver(Protocol):
-    """Something that writes in the background."""
-
-    def finish(self) -> None:
-        """Wait until it has written, whatever came of it."""
-
-
-_SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
+_WRITING: weakref.WeakSet[concurrent.futures.Future[None]] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -36,14 +31,10 @@ def uninterrupted() -> Generator[None, None, None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def finish_at_exit(saver: Saver) -> None:
-    """Let it finish before the interpreter ends.
-
-    Args:
-        saver: Kept weakly; while it writes, its own thread holds it.
-    """
+def finish_at_exit(writing: concurrent.futures.Future[None]) -> None:
+    """Let this be done before the interpreter ends; an error that nobody has asked for by then is logged."""
     _listen()
-    _SAVERS.add(saver)
+    _WRITING.add(writing)
 
 
 @functools.cache
@@ -51,12 +42,13 @@ def _listen() -> None:
     # The only hook that comes before Python stops taking work for threads, which orbax still has to give them; `atexit`
     # comes after that. `concurrent.futures` uses it too, earlier, so that its own is called after this one.
     threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]
-    os.register_at_fork(after_in_child=_SAVERS.clear)  # their threads are the parent's
+    os.register_at_fork(after_in_child=_WRITING.clear)  # their threads are the parent's
 
 
 def _finish_all() -> None:
-    savers = list(_SAVERS)
-    if savers and threading.current_thread() is threading.main_thread():
+    writing = list(_WRITING)
+    if writing and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it was heard: the interpreter ends
-    for saver in savers:
-        saver.finish()
+    for future in writing:
+        if (error := future.exception()) is not None:
+            logger.error("A checkpoint could not be written: %s", error)
