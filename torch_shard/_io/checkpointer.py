@@ -18,6 +18,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
+from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (
     HEAD,
     TENSORS,
@@ -187,8 +188,10 @@ class Checkpointer:
         head = head_of(state, _as_numbers({} if metrics is None else metrics))
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
-        self._orbax.save(partial, args=to_save(flatten(state)), force=True)
-        self._pending = self._worker.submit(self._finish, step, partial, head)
+        with uninterrupted():
+            self._orbax.save(partial, args=to_save(flatten(state)), force=True)
+            self._pending = self._worker.submit(self._finish, step, partial, head)
+            finish_at_exit(self._pending)
         if not self.asynchronous:
             self.wait()
         return True
@@ -224,8 +227,8 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        error = pending.exception()
+        error = self._pending.exception()  # an interrupt leaves it pending
+        self._pending = None
         if agree(error is not None):
             self._orbax = make_orbax()
             steps = self.steps()
@@ -240,8 +243,9 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._claimed = False
-            self._lock.release()
+            if self._pending is None:  # else an interrupt came, and the directory is still written to
+                self._claimed = False
+                self._lock.release()
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -1,0 +1,81 @@
+"""Ctrl-C, and ends without `close`, while a checkpoint is written."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import optax
+import pytest
+import torch
+
+import torch_shard as ts
+from tests.tables.cases import WHOLE
+
+PROGRAM = """
+import os, signal, sys, optax, torch, torch_shard as ts
+from jax.sharding import PartitionSpec as P
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+plan = ts.ShardingPlan({}, default=P())
+step = ts.make_train_step(torch.nn.Linear(4, 4), loss_fn, optax.adam(0.1), mesh=ts.make_mesh(batch=1), plan=plan)
+ts.Checkpointer(sys.argv[1]).save(step.init())
+if sys.argv[2] == "interrupted":
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("end", ["ended", "interrupted"])
+def test_a_program_that_does_not_close_leaves_a_whole_checkpoint(end, tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if end == "ended" else -signal.SIGINT), done.stderr[-2000:]
+    assert done.stderr == "" or done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert ts.Checkpointer(tmp_path).steps() == [0]
+
+
+@pytest.fixture
+def step():
+    return ts.make_train_step(
+        torch.nn.Linear(4, 4), lambda model, x: model(x).sum(), optax.adam(0.1), mesh=ts.make_mesh(batch=1), plan=WHOLE
+    )
+
+
+def test_an_interrupt_waits_for_the_state_to_be_taken_over(step, tmp_path, monkeypatch):
+    state = step.init()
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer._orbax.save
+
+        def interrupted(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGINT)
+            return save(*args, **kwargs)
+
+        monkeypatch.setattr(checkpointer._orbax, "save", interrupted)
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(state)
+        assert signal.getsignal(signal.SIGINT) is before
+        assert not checkpointer.save(state)  # it is saved
+    checkpointer.restore(step, step=0)
+
+
+def test_an_interrupted_wait_forgets_nothing(step, tmp_path, monkeypatch):
+    checkpointer = ts.Checkpointer(tmp_path)
+    checkpointer.save(step.init())
+    pending, interrupts = checkpointer._pending, iter([KeyboardInterrupt])
+
+    class Interrupted:
+        def exception(self):
+            for interrupt in interrupts:
+                raise interrupt
+            return pending.exception()
+
+    checkpointer._pending = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    with pytest.raises(BlockingIOError):
+        ts.Checkpointer(tmp_path).claim()  # it is still written to
+    checkpointer.close()
+    assert checkpointer.steps() == [0]
