@@ -57,7 +57,12 @@ def assert_close(found: Any, wanted: np.ndarray, rtol: float, floor: float, name
 
 
 def assert_follows(
-    case: Case, model: torch.nn.Module, trajectory: list[dict[str, Any]], sizes: Any, *, seconds: list[float] | None = None
+    case: Case,
+    model: torch.nn.Module,
+    trajectory: list[dict[str, Any]],
+    sizes: Any,
+    *,
+    seconds: list[float] | None = None,
 ) -> Any:
     """A training step on a mesh gives the losses, gradients, parameters and buffers of `trajectory`; returns it.
 

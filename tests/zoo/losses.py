@@ -103,7 +103,9 @@ def _similarity(kind: str, size: int = 8, **options: Any) -> Row:
         loss = getattr(pytorch_msssim, kind)(data_range=1.0, channel=1, **options)
         return With(lambda x, y: 1 - loss(x, y), nn.Sequential(small_conv(), nn.Sigmoid()))
 
-    return Row(kind, build, lambda: (torch.randn(BATCH, 3, size, size), torch.rand(BATCH, 1, size, size)), loss_fn=through)
+    return Row(
+        kind, build, lambda: (torch.randn(BATCH, 3, size, size), torch.rand(BATCH, 1, size, size)), loss_fn=through
+    )
 
 
 def _functional(name: str, net: Any, batch: Any, **options: Any) -> Row:
@@ -135,7 +137,9 @@ def _net() -> nn.Module:
 
 
 SIMILARITY = [
-    *rows("pytorch_msssim", _similarity("SSIM", win_size=5), _similarity("MS_SSIM", 40, win_size=3, weights=[0.5, 0.5])),
+    *rows(
+        "pytorch_msssim", _similarity("SSIM", win_size=5), _similarity("MS_SSIM", 40, win_size=3, weights=[0.5, 0.5])
+    ),
     *rows(
         "torchmetrics",
         _functional("image.structural_similarity_index_measure", _positive, _pictures, data_range=1.0),
@@ -167,7 +171,9 @@ def _classes() -> torch.Tensor:
 
 
 OF_CLASSES = [
-    *rows("info_nce", Row("InfoNCE", _info_nce, lambda: (torch.randn(BATCH, 6), torch.randn(BATCH, 6)), loss_fn=through)),
+    *rows(
+        "info_nce", Row("InfoNCE", _info_nce, lambda: (torch.randn(BATCH, 6), torch.randn(BATCH, 6)), loss_fn=through)
+    ),
     *rows(
         "timm",
         _timm_loss("LabelSmoothingCrossEntropy", _classes, smoothing=0.1),

@@ -87,7 +87,9 @@ class _Molecules(nn.Module):
         super().__init__()
         import torch_geometric.nn as gnn
 
-        self.net = gnn.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=4, interaction_graph=_all_pairs)
+        self.net = gnn.SchNet(
+            hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=4, interaction_graph=_all_pairs
+        )
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         atoms = torch.ones(BATCH * NODES, dtype=torch.long)
@@ -149,7 +151,11 @@ class _Equivariant(nn.Module):
 class _Ode(nn.Module):
     def __init__(self, method: str, adjoint: bool = False, buffer: bool = False, **options: Any) -> None:
         super().__init__()
-        self.field, self.method, self.adjoint = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), method, adjoint
+        self.field, self.method, self.adjoint = (
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+            method,
+            adjoint,
+        )
         self.options = options
         self.register_buffer("times", torch.linspace(0, 1, 5) if buffer else None)
 
@@ -159,7 +165,9 @@ class _Ode(nn.Module):
         times = torch.linspace(0.0, 1.0, 5) if self.times is None else self.times
         if self.adjoint:
             params = tuple(self.field.parameters())
-            return torchdiffeq.odeint_adjoint(self._velocity, x, times, method=self.method, adjoint_params=params, **self.options)[-1]
+            return torchdiffeq.odeint_adjoint(
+                self._velocity, x, times, method=self.method, adjoint_params=params, **self.options
+            )[-1]
         return torchdiffeq.odeint(self._velocity, x, times, method=self.method, **self.options)[-1]
 
     def _velocity(self, time: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -197,10 +205,30 @@ def _likelihood(model: nn.Module, batch: Any) -> torch.Tensor:
 
 ZUKO = rows(
     "zuko",
-    Row("NSF", _of("zuko.flows", "NSF", 3, 2, transforms=2, hidden_features=(8, 8)), lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)), loss_fn=_likelihood),
-    Row("MAF", _of("zuko.flows", "MAF", 3, 2, transforms=2, hidden_features=(8, 8)), lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)), loss_fn=_likelihood),
-    Row("GMM", _of("zuko.flows", "GMM", 3, 2, components=2), lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)), loss_fn=_likelihood),
-    Row("NICE", _of("zuko.flows", "NICE", 4, 2, transforms=2, hidden_features=(8, 8)), lambda: (torch.randn(BATCH, 4), torch.randn(BATCH, 2)), loss_fn=_likelihood),
+    Row(
+        "NSF",
+        _of("zuko.flows", "NSF", 3, 2, transforms=2, hidden_features=(8, 8)),
+        lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)),
+        loss_fn=_likelihood,
+    ),
+    Row(
+        "MAF",
+        _of("zuko.flows", "MAF", 3, 2, transforms=2, hidden_features=(8, 8)),
+        lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)),
+        loss_fn=_likelihood,
+    ),
+    Row(
+        "GMM",
+        _of("zuko.flows", "GMM", 3, 2, components=2),
+        lambda: (torch.randn(BATCH, 3), torch.randn(BATCH, 2)),
+        loss_fn=_likelihood,
+    ),
+    Row(
+        "NICE",
+        _of("zuko.flows", "NICE", 4, 2, transforms=2, hidden_features=(8, 8)),
+        lambda: (torch.randn(BATCH, 4), torch.randn(BATCH, 2)),
+        loss_fn=_likelihood,
+    ),
 )
 
 
@@ -219,20 +247,89 @@ def _of_numbers_first(model: nn.Module, batch: Any) -> torch.Tensor:
 TABLES = [
     *rows(
         "tab_transformer_pytorch",
-        Row("TabTransformer", _of("tab_transformer_pytorch", "TabTransformer", mlp_act=nn.ReLU(), categories=(3, 3), num_continuous=3, dim=16, dim_out=1, depth=1, heads=2, dim_head=8, attn_dropout=0.0, ff_dropout=0.0, num_residual_streams=1), _table, loss_fn=_of_table),
-        Row("FTTransformer", _of("tab_transformer_pytorch", "FTTransformer", categories=(3, 3), num_continuous=3, dim=16, dim_out=1, depth=1, heads=2, dim_head=8, attn_dropout=0.0, ff_dropout=0.0, num_residual_streams=1), _table, loss_fn=_of_table),
+        Row(
+            "TabTransformer",
+            _of(
+                "tab_transformer_pytorch",
+                "TabTransformer",
+                mlp_act=nn.ReLU(),
+                categories=(3, 3),
+                num_continuous=3,
+                dim=16,
+                dim_out=1,
+                depth=1,
+                heads=2,
+                dim_head=8,
+                attn_dropout=0.0,
+                ff_dropout=0.0,
+                num_residual_streams=1,
+            ),
+            _table,
+            loss_fn=_of_table,
+        ),
+        Row(
+            "FTTransformer",
+            _of(
+                "tab_transformer_pytorch",
+                "FTTransformer",
+                categories=(3, 3),
+                num_continuous=3,
+                dim=16,
+                dim_out=1,
+                depth=1,
+                heads=2,
+                dim_head=8,
+                attn_dropout=0.0,
+                ff_dropout=0.0,
+                num_residual_streams=1,
+            ),
+            _table,
+            loss_fn=_of_table,
+        ),
     ),
     *rows(
         "rtdl_revisiting_models",
-        Row("FTTransformer", _of("rtdl_revisiting_models", "FTTransformer", n_cont_features=3, cat_cardinalities=[3, 3], d_out=1, n_blocks=1, d_block=16, attention_n_heads=2, attention_dropout=0.0, ffn_d_hidden_multiplier=2, ffn_dropout=0.0, residual_dropout=0.0), _table, loss_fn=_of_numbers_first),
+        Row(
+            "FTTransformer",
+            _of(
+                "rtdl_revisiting_models",
+                "FTTransformer",
+                n_cont_features=3,
+                cat_cardinalities=[3, 3],
+                d_out=1,
+                n_blocks=1,
+                d_block=16,
+                attention_n_heads=2,
+                attention_dropout=0.0,
+                ffn_d_hidden_multiplier=2,
+                ffn_dropout=0.0,
+                residual_dropout=0.0,
+            ),
+            _table,
+            loss_fn=_of_numbers_first,
+        ),
     ),
 ]
 
 OTHERS = [
     *rows("egnn_pytorch", Row("EGNN", _Egnn, pairs(4, 8, out=(4, 11)))),
     *rows("e3nn", Row("FullyConnectedTensorProduct", _Equivariant, pairs(10, out=(4,)))),
-    *rows("neuralop", Row("FNO", _of("neuralop.models", "FNO", n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2), pairs(1, 8, 8))),
-    *rows("siren_pytorch", Row("SirenNet", _of("siren_pytorch", "SirenNet", dim_in=2, dim_hidden=16, dim_out=1, num_layers=2), regression(2, out=1))),
+    *rows(
+        "neuralop",
+        Row(
+            "FNO",
+            _of("neuralop.models", "FNO", n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2),
+            pairs(1, 8, 8),
+        ),
+    ),
+    *rows(
+        "siren_pytorch",
+        Row(
+            "SirenNet",
+            _of("siren_pytorch", "SirenNet", dim_in=2, dim_hidden=16, dim_out=1, num_layers=2),
+            regression(2, out=1),
+        ),
+    ),
 ]
 
 
@@ -243,7 +340,10 @@ class _Process(nn.Module):
         super().__init__()
         import gpytorch
 
-        self.mean, self.kernel = gpytorch.means.ConstantMean(), gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        self.mean, self.kernel = (
+            gpytorch.means.ConstantMean(),
+            gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()),
+        )
         self.likelihood = gpytorch.likelihoods.GaussianLikelihood()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,12 @@ def _seen() -> Any:
     words = torch.randint(10, VOCAB, (BATCH, 4))
     placeholder = torch.tensor([3, 2, 4]).expand(BATCH, 3)
     ids = torch.cat([placeholder, words], 1)
-    return {"input_ids": ids, "labels": ids, "mm_token_type_ids": (ids == 2).int(), "pixel_values": torch.randn(BATCH, 4, 3 * 2 * 8 * 8)}
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "mm_token_type_ids": (ids == 2).int(),
+        "pixel_values": torch.randn(BATCH, 4, 3 * 2 * 8 * 8),
+    }
 
 
 def _looks(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -147,9 +152,21 @@ def _looks(model: nn.Module, batch: Any) -> torch.Tensor:
 def _qwen_vl() -> nn.Module:
     import transformers
 
-    text = {**_WIDTHS, "vocab_size": VOCAB, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    text = {
+        **_WIDTHS,
+        "vocab_size": VOCAB,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=2, vision_start_token_id=3, vision_end_token_id=4, video_token_id=5)
+    config = transformers.Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=2,
+        vision_start_token_id=3,
+        vision_end_token_id=4,
+        video_token_id=5,
+    )
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
@@ -164,16 +181,108 @@ TRANSFORMERS = rows(
     _hf("EsmForMaskedLM", "EsmConfig", _words, pad_token_id=1, mask_token_id=2, token_dropout=True, **_TEXT),
     _hf("LongformerForMaskedLM", "LongformerConfig", _words, attention_window=4, pad_token_id=1, **_TEXT),
     _hf("BigBirdForMaskedLM", "BigBirdConfig", _words, attention_type="original_full", **_TEXT),
-    _hf("XLNetLMHeadModel", "XLNetConfig", _words, vocab_size=VOCAB, d_model=32, n_layer=2, n_head=2, d_inner=32, dropout=0.0),
-    _hf("FunnelForMaskedLM", "FunnelConfig", _words, vocab_size=VOCAB, d_model=32, n_head=2, d_head=16, d_inner=32, block_sizes=[1, 1], hidden_dropout=0.0, attention_dropout=0.0),
-    _hf("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", _words, vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, dropout_rate=0.0, router_jitter_noise=0.0, decoder_start_token_id=0),
+    _hf(
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        _words,
+        vocab_size=VOCAB,
+        d_model=32,
+        n_layer=2,
+        n_head=2,
+        d_inner=32,
+        dropout=0.0,
+    ),
+    _hf(
+        "FunnelForMaskedLM",
+        "FunnelConfig",
+        _words,
+        vocab_size=VOCAB,
+        d_model=32,
+        n_head=2,
+        d_head=16,
+        d_inner=32,
+        block_sizes=[1, 1],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
+    _hf(
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        _words,
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=16,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=2,
+        num_experts=2,
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+        decoder_start_token_id=0,
+    ),
     _hf("Wav2Vec2ForCTC", "Wav2Vec2Config", _speech, ctc_loss_reduction="mean", **_SPEECH),
     _hf("HubertForCTC", "HubertConfig", _speech, ctc_loss_reduction="mean", **_SPEECH),
-    _hf("Wav2Vec2ForPreTraining", "Wav2Vec2Config", _contrast, num_negatives=3, num_codevectors_per_group=8, codevector_dim=8, proj_codevector_dim=8, **{**_SPEECH, "mask_time_prob": 0.05}),
-    _hf("VideoMAEForPreTraining", "VideoMAEConfig", _video, num_frames=4, tubelet_size=2, decoder_hidden_size=16, decoder_intermediate_size=16, decoder_num_hidden_layers=1, decoder_num_attention_heads=2, **_PATCHES),
-    _hf("BeitForMaskedImageModeling", "BeitConfig", _beit, vocab_size=16, use_mask_token=True, drop_path_rate=0.0, **_PATCHES),
-    _hf("SegformerForSemanticSegmentation", "SegformerConfig", _segment, depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], decoder_hidden_size=16, num_labels=3, hidden_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0),
-    _hf("PatchTSTForPrediction", "PatchTSTConfig", _series, num_input_channels=2, context_length=16, patch_length=4, patch_stride=4, prediction_length=4, d_model=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, head_dropout=0.0),
+    _hf(
+        "Wav2Vec2ForPreTraining",
+        "Wav2Vec2Config",
+        _contrast,
+        num_negatives=3,
+        num_codevectors_per_group=8,
+        codevector_dim=8,
+        proj_codevector_dim=8,
+        **{**_SPEECH, "mask_time_prob": 0.05},
+    ),
+    _hf(
+        "VideoMAEForPreTraining",
+        "VideoMAEConfig",
+        _video,
+        num_frames=4,
+        tubelet_size=2,
+        decoder_hidden_size=16,
+        decoder_intermediate_size=16,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        **_PATCHES,
+    ),
+    _hf(
+        "BeitForMaskedImageModeling",
+        "BeitConfig",
+        _beit,
+        vocab_size=16,
+        use_mask_token=True,
+        drop_path_rate=0.0,
+        **_PATCHES,
+    ),
+    _hf(
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        _segment,
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 2, 2],
+        sr_ratios=[4, 2, 1, 1],
+        decoder_hidden_size=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    ),
+    _hf(
+        "PatchTSTForPrediction",
+        "PatchTSTConfig",
+        _series,
+        num_input_channels=2,
+        context_length=16,
+        patch_length=4,
+        patch_stride=4,
+        prediction_length=4,
+        d_model=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=16,
+        head_dropout=0.0,
+    ),
     _hf("TimeSeriesTransformerForPrediction", "TimeSeriesTransformerConfig", _autoformer, **_SERIES),
     _hf("AutoformerForPrediction", "AutoformerConfig", _autoformer, label_length=2, moving_average=3, **_SERIES),
     Row("Qwen2VLForConditionalGeneration", _qwen_vl, _seen, loss_fn=_looks),
@@ -187,7 +296,9 @@ def _adapted(kind: str, **options: Any) -> Row:
 
         fields = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
         certain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields, **certain, bos_token_id=0, eos_token_id=0))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**fields, **certain, bos_token_id=0, eos_token_id=0)
+        )
         return peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
 
     return Row(kind, build, _words, loss_fn=_output_loss)
@@ -199,7 +310,9 @@ PEFT = rows(
     "peft",
     _adapted("LoraConfig", r=4, lora_alpha=8, **_TARGETS),
     _adapted("AdaLoraConfig", init_r=4, target_r=2, total_step=10, **_TARGETS),
-    _adapted("IA3Config", feedforward_modules=["mlp.c_proj"], target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True),
+    _adapted(
+        "IA3Config", feedforward_modules=["mlp.c_proj"], target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True
+    ),
     _adapted("PrefixTuningConfig", num_virtual_tokens=4),
     _adapted("PromptTuningConfig", num_virtual_tokens=4),
     _adapted("VeraConfig", r=4, **_TARGETS),
@@ -235,7 +348,9 @@ def _sequence_to_sequence() -> nn.Module:
     import x_transformers as x
 
     part = {"num_tokens": VOCAB, "depth": 1, "heads": 2, "max_seq_len": 16, "attn_dim_head": 16}
-    return x.XTransformer(dim=32, **{f"enc_{k}": v for k, v in part.items()}, **{f"dec_{k}": v for k, v in part.items()})
+    return x.XTransformer(
+        dim=32, **{f"enc_{k}": v for k, v in part.items()}, **{f"dec_{k}": v for k, v in part.items()}
+    )
 
 
 def _from_pair(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -278,34 +393,126 @@ _LM: dict[str, Any] = {"num_tokens": VOCAB, "dim": 32, "depth": 2, "heads": 2}
 EFFICIENT = [
     *rows(
         "performer_pytorch",
-        Row("PerformerLM", _language_model("performer_pytorch", "PerformerLM", max_seq_len=16, dim_head=16, nb_features=16, feature_redraw_interval=None, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
-        Row("PerformerLM, reversible", _language_model("performer_pytorch", "PerformerLM", max_seq_len=16, dim_head=16, nb_features=16, feature_redraw_interval=None, reversible=True, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
+        Row(
+            "PerformerLM",
+            _language_model(
+                "performer_pytorch",
+                "PerformerLM",
+                max_seq_len=16,
+                dim_head=16,
+                nb_features=16,
+                feature_redraw_interval=None,
+                **_LM,
+            ),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
+        Row(
+            "PerformerLM, reversible",
+            _language_model(
+                "performer_pytorch",
+                "PerformerLM",
+                max_seq_len=16,
+                dim_head=16,
+                nb_features=16,
+                feature_redraw_interval=None,
+                reversible=True,
+                **_LM,
+            ),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
     ),
     *rows(
         "linformer",
-        Row("LinformerLM", _language_model("linformer", "LinformerLM", seq_len=LENGTH, k=4, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
-        Row("LinformerLM, reversible", _language_model("linformer", "LinformerLM", seq_len=LENGTH, k=4, reversible=True, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
+        Row(
+            "LinformerLM",
+            _language_model("linformer", "LinformerLM", seq_len=LENGTH, k=4, **_LM),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
+        Row(
+            "LinformerLM, reversible",
+            _language_model("linformer", "LinformerLM", seq_len=LENGTH, k=4, reversible=True, **_LM),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
     ),
     *rows(
         "reformer_pytorch",
-        Row("ReformerLM, full attention", _language_model("reformer_pytorch", "ReformerLM", max_seq_len=16, bucket_size=4, use_full_attn=True, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
+        Row(
+            "ReformerLM, full attention",
+            _language_model("reformer_pytorch", "ReformerLM", max_seq_len=16, bucket_size=4, use_full_attn=True, **_LM),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
     ),
     *rows(
         "linear_attention_transformer",
-        Row("LinearAttentionTransformerLM", _language_model("linear_attention_transformer", "LinearAttentionTransformerLM", max_seq_len=16, dim_head=16, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
-        Row("LinearAttentionTransformerLM, causal, reversible", _language_model("linear_attention_transformer", "LinearAttentionTransformerLM", max_seq_len=16, dim_head=16, causal=True, reversible=True, blindspot_size=1, **_LM), tokens(LENGTH, VOCAB), loss_fn=cross_entropy),
+        Row(
+            "LinearAttentionTransformerLM",
+            _language_model(
+                "linear_attention_transformer", "LinearAttentionTransformerLM", max_seq_len=16, dim_head=16, **_LM
+            ),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
+        Row(
+            "LinearAttentionTransformerLM, causal, reversible",
+            _language_model(
+                "linear_attention_transformer",
+                "LinearAttentionTransformerLM",
+                max_seq_len=16,
+                dim_head=16,
+                causal=True,
+                reversible=True,
+                blindspot_size=1,
+                **_LM,
+            ),
+            tokens(LENGTH, VOCAB),
+            loss_fn=cross_entropy,
+        ),
     ),
     *rows(
         "perceiver_pytorch",
-        Row("Perceiver", _language_model("perceiver_pytorch", "Perceiver", input_channels=3, input_axis=2, num_freq_bands=2, max_freq=4.0, depth=2, num_latents=4, latent_dim=16, cross_heads=1, latent_heads=2, cross_dim_head=8, latent_dim_head=8, num_classes=4), regression(8, 8, 3, out=4)),
+        Row(
+            "Perceiver",
+            _language_model(
+                "perceiver_pytorch",
+                "Perceiver",
+                input_channels=3,
+                input_axis=2,
+                num_freq_bands=2,
+                max_freq=4.0,
+                depth=2,
+                num_latents=4,
+                latent_dim=16,
+                cross_heads=1,
+                latent_heads=2,
+                cross_dim_head=8,
+                latent_dim_head=8,
+                num_classes=4,
+            ),
+            regression(8, 8, 3, out=4),
+        ),
     ),
     *rows(
         "conformer",
-        Row("Conformer", _language_model("conformer", "Conformer", dim=16, depth=1, dim_head=8, heads=2, ff_mult=2, conv_kernel_size=3), pairs(LENGTH, 16)),
+        Row(
+            "Conformer",
+            _language_model(
+                "conformer", "Conformer", dim=16, depth=1, dim_head=8, heads=2, ff_mult=2, conv_kernel_size=3
+            ),
+            pairs(LENGTH, 16),
+        ),
     ),
     *rows(
         "pytorch_tcn",
-        Row("TCN", _language_model("pytorch_tcn", "TCN", num_inputs=4, num_channels=[8, 8], kernel_size=3, dropout=0.0), pairs(4, 16, out=(8, 16))),
+        Row(
+            "TCN",
+            _language_model("pytorch_tcn", "TCN", num_inputs=4, num_channels=[8, 8], kernel_size=3, dropout=0.0),
+            pairs(4, 16, out=(8, 16)),
+        ),
     ),
 ]
 
@@ -365,8 +572,22 @@ def _vq(name: str, kind: str, **options: Any) -> Row:
 VQ = rows(
     "vector_quantize_pytorch",
     _vq("VectorQuantize", "VectorQuantize", dim=8, codebook_size=16),
-    _vq("VectorQuantize, cosine, orthogonal", "VectorQuantize", dim=8, codebook_size=16, use_cosine_sim=True, orthogonal_reg_weight=1.0),
-    _vq("VectorQuantize, learnable codebook", "VectorQuantize", dim=8, codebook_size=16, learnable_codebook=True, ema_update=False),
+    _vq(
+        "VectorQuantize, cosine, orthogonal",
+        "VectorQuantize",
+        dim=8,
+        codebook_size=16,
+        use_cosine_sim=True,
+        orthogonal_reg_weight=1.0,
+    ),
+    _vq(
+        "VectorQuantize, learnable codebook",
+        "VectorQuantize",
+        dim=8,
+        codebook_size=16,
+        learnable_codebook=True,
+        ema_update=False,
+    ),
     _vq("VectorQuantize, k-means", "VectorQuantize", dim=8, codebook_size=16, kmeans_init=True, kmeans_iters=2),
     _vq("ResidualVQ", "ResidualVQ", dim=8, num_quantizers=2, codebook_size=16),
     _vq("FSQ", "FSQ", levels=[4, 3, 3], dim=8),

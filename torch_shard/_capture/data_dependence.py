@@ -113,10 +113,11 @@ class DataDependence(TorchDispatchMode):
     def _literal(self, func: Operator, values: list[torch.Tensor], args: PyTree, kwargs: PyTree) -> PyTree:
         """The result of an operator on values that are known, as a constant of the program."""
         of = iter(values)
-        with _disable_current_modes(), torch.no_grad():
-            known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
-            result = func(*known, **(kwargs or {}))
-        return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
+        known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
+        with torch._C.DisableTorchFunction():
+            with _disable_current_modes(), torch.no_grad():
+                result = func(*known, **(kwargs or {}))
+            return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
 
     def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
@@ -166,7 +167,7 @@ class DataDependence(TorchDispatchMode):
     def _computed(self, node: Node) -> tuple[torch.Tensor | None, set[Any]]:
         """The value of a node, and the inputs that it comes from."""
         constants = self._constants_of(node)
-        with _disable_current_modes(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             return constants.value(node), constants.sources([node])
 
     def _met(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, set[Any]]:

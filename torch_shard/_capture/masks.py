@@ -58,9 +58,10 @@ class Masks:
         if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
             return [index]
         if index.ndim and (values := self._values_of(index)) is not None:
-            with _disable_current_modes():
-                places = values[0].nonzero(as_tuple=True)
-            return [aten.lift_fresh_copy.default(place) for place in places]
+            with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
+                with _disable_current_modes():
+                    places = values[0].nonzero(as_tuple=True)
+                return [aten.lift_fresh_copy.default(place) for place in places]
         return [self._first(index)]
 
     def _first(self, mask: torch.Tensor) -> torch.Tensor:

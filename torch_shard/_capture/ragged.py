@@ -218,7 +218,7 @@ def _view(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
         first, second = (_only_ragged(shape) for shape in (before, after))
         if math.prod(before[:first]) != math.prod(after[:second]):
             raise UnknownSizeError("a view that cuts the selected elements")
-        return args[0].reshape([s if isinstance(s, int) else len(run.mask(s)) for s in after])
+    return args[0].reshape([s if isinstance(s, int) else len(run.mask(s)) for s in after])
 
 
 def _only_ragged(shape: Sequence[Any]) -> int:
