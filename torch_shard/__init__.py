@@ -15,7 +15,6 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
     from torch_shard._inspect import (
-        Comparison,
         Drawing,
         Explanation,
         compare_with_torch,
@@ -47,7 +46,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         tpmap,
         unshard,
     )
-    from torch_shard._train import EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+    from torch_shard._train import Comparison, EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 

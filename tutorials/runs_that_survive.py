@@ -103,7 +103,7 @@ def loader(dataset):
 
 broken = Breaks(x, y)
 broken.reads = itertools.count()
-options = {"steps": 60, "eval_loader": loader(data), "eval_every": 20}
+options = {"steps": 60, "eval_loader": loader(data), "eval_every": 20, "prove_steps": 1}
 with ts.Checkpointer(folder / "run", keep=2, every=10) as checkpointer:
     try:
         ts.fit(step, None, loader(broken), checkpointer=checkpointer, log=folder / "log", **options)

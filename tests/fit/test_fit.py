@@ -1,5 +1,7 @@
 """The loop: to the bit after any stop, with an orderly refusal of what it cannot do."""
 
+import json
+import logging
 import random
 
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, values
+from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, squares, values
 from torch_shard._fit.data import Batches
 from torch_shard._fit.fit import Evaluation
 
@@ -67,6 +69,30 @@ def test_evaluation_in_bfloat16_adds_up_in_float():
     assert Evaluation(evaluate, Batches(batches, seed=0))(state) == {"loss": pytest.approx(wanted, 1e-12)}
 
 
+def test_the_last_batch_of_an_evaluation_may_have_any_size(step, tmp_path, caplog):
+    """What does not divide over the mesh is evaluated whole on each device: the mean is that over all rows."""
+    batches, evaluate = [DATA[:16], DATA[16:32], DATA[32:37]], step.evaluation()
+    with caplog.at_level(logging.INFO):
+        state = ts.fit(
+            step, None, loader(), steps=2, eval_loader=batches, eval_step=evaluate, log=tmp_path, progress=False
+        )
+    (found,) = (
+        r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "eval"
+    )
+    model = step.export(state).eval()
+    with torch.no_grad():
+        wanted, each = (squares(model, batch)[0].item() for batch in (DATA[:37], DATA[32:37]))
+    assert found["loss"] == pytest.approx(wanted, rel=1e-5)  # float32 sums in another order
+    assert float(evaluate(state, DATA[32:37])["loss"]) == pytest.approx(each, rel=1e-5)
+    assert evaluate.num_compiles == 2
+    assert evaluate.put(DATA[32:37]).arrays[0].sharding.is_fully_replicated
+    assert not evaluate.put(DATA[:16]).arrays[0].sharding.is_fully_replicated
+    (said,) = {r.getMessage() for r in caplog.records if "whole on each device" in r.getMessage()}
+    assert said.startswith("make_eval_step: a batch that does not divide over the mesh")
+    with pytest.raises(ValueError, match="is not a multiple of batch=4"):  # where each device has its share of the work
+        step(step.init(seed=0), DATA[32:37])
+
+
 def test_evaluation_weighs_rows(step):
     """A shorter last batch counts for its rows."""
     state, found = step.init(seed=0), {}
@@ -85,7 +111,7 @@ def test_evaluation_weighs_rows(step):
         ({"eval_every": 0}, "eval_every must be a positive integer"),
         ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'stop', 'skip', got 'ignore'"),
         ({"max_grad_norm": -1.0}, "fit: max_grad_norm must be a positive number"),
-        ({"seed": -1}, "seed must be an integer, 0 or more, got -1"),
+        ({"seed": -1}, "seed must be an int of 32 bits, from 0 to 4294967295, got -1"),
         ({"eval_every": 2}, "eval_every and eval_step are for an evaluation, which needs eval_loader"),
     ],
 )

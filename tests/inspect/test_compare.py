@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.processes import run_processes
 from tests.tables.cases import CASES, Case, make_mesh, squared_error
-from torch_shard._inspect.compare import Comparison, _apart
+from torch_shard._train.comparison import Comparison, _apart
 
 MESH = {"mesh": make_mesh((4, 2))}
 
@@ -130,3 +131,43 @@ def test_rounding_of_what_is_zero_is_measured_by_the_others() -> None:
     key, other = ("gradient", "bias"), ("gradient", "weight")
     wanted = {key: np.array([1e-9]), other: np.array([1.0])}
     assert _apart(key, wanted, {key: np.array([-1e-9])}) < 1e-6
+
+
+def test_hooks_on_parameters_act_on_both_sides() -> None:
+    model = linear()
+    model[0].weight.register_hook(lambda grad: 3 * grad)
+    found = compare(model)
+    found.raise_if_different()
+    plain = {row.name: row.size for row in compare(linear()).rows if row.kind == "gradient"}
+    hooked = {row.name: row.size for row in found.rows if row.kind == "gradient"}
+    assert hooked == {"0.weight": pytest.approx(3 * plain["0.weight"]), "0.bias": plain["0.bias"]}
+
+
+def test_every_process_compares_and_proves() -> None:
+    run_processes(
+        """
+        import optax
+        from jax.sharding import PartitionSpec as P
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+        mesh, batch = ts.make_mesh(batch=2, model=2), torch.randn(8, 8)
+        plan = ts.ShardingPlan({"0.weight": P("model")}, default=P())
+        def loss_fn(model, batch):
+            out = model(batch)
+            return out.square().mean(), {"out": out}
+        found = ts.compare_with_torch(model.eval(), loss_fn, batch, mesh=mesh, plan=plan, steps=2)
+        assert found.reference == "eager torch"
+        found.raise_if_different()
+        step = ts.make_train_step(model.train(), loss_fn, optax.adamw(1e-3), mesh=mesh, plan=plan)
+        step.prove(step.init(seed=0), batch).raise_if_different()
+        """,
+        2,
+    )
+
+
+def test_rounding_that_the_model_magnifies_is_told_apart() -> None:
+    model = linear(nn.BatchNorm1d(2, eps=1e-12), nn.Tanh())
+    x = torch.randn(1, 4).expand(8, 4) + 1e-5 * torch.randn(8, 4)
+    found = ts.compare_with_torch(model, squared_error, (x, torch.randn(8, 2)), plan=PLAN, **MESH)
+    assert any(row.mesh > found.tolerance for row in found.rows)
+    found.raise_if_different()

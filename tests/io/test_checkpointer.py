@@ -1,5 +1,6 @@
 """Checkpoints: under the model's names, back to the bit, onto any mesh, by one writer."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.processes import run_processes
 from tests.tables.checkpointed import WIDTH, Model, assert_same, batch, by_name, make_step, train
+from torch_shard._io.integrity import seal
 
 OTHER_PLAN = ts.ShardingPlan({"blocks.*.up.*": P("batch"), "blocks.1.down.weight": P("model")}, default=P())
 
@@ -285,3 +287,73 @@ def test_processes_save_together_and_one_restores_it(tmp_path, step):
     assert first == second
     # float32 sums in another order
     np.testing.assert_allclose(train(step, state, range(2, 5))[1], eval(first), rtol=1e-3)
+
+
+class Hollow(nn.Module):
+    """Entries without elements among others, some of them in repeated layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.empty = nn.Linear(4, 2), nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("none", torch.zeros(3, 0))
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        for layer in self.layers:
+            layer.register_parameter("extra", nn.Parameter(torch.zeros(2, 0)))
+
+    def forward(self, x):
+        h = self.layer(x)
+        for layer in self.layers:
+            h = layer(h) + layer.extra.sum(1)
+        return h + self.empty.sum() + self.none.sum()
+
+
+def test_entries_without_elements(tmp_path):
+    hollow = make_step(model=Hollow(), plan=ts.ShardingPlan({"empty": P("model")}, default=P()))
+    state = hollow.init(seed=0)
+    for _ in range(2):
+        state, _ = hollow(state, torch.ones(8, 4))
+    with ts.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state)
+        restored, params_only = checkpointer.restore(hollow), checkpointer.restore(hollow, params_only=True)
+    assert_same(by_name(restored), by_name(state))
+    assert restored.params["empty"].sharding == state.params["empty"].sharding
+    assert params_only.params["empty"].shape == (0, 4)
+    assert_same(by_name(hollow(restored, torch.ones(8, 4))[0]), by_name(hollow(state, torch.ones(8, 4))[0]))
+    state = checkpointer.restore(hollow)
+    wanted = hollow.export(state).state_dict()
+    mesh, plan = ts.make_mesh(batch=2), ts.ShardingPlan({}, default=P())
+    found = ts.load_safetensors(ts.export_safetensors(state, tmp_path / "weights"), Hollow(), mesh, plan)
+    again = ts.load_torch(ts.export_torch(state, tmp_path / "weights.pt"), Hollow(), mesh, plan)
+    for model in (found, again):
+        held = ts.gather(model).state_dict()
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False), ("jax_enable_x64", True)],
+)
+def test_other_settings_of_random_numbers_are_refused(saved, step, setting, value):
+    before = getattr(jax.config, setting)
+    jax.config.update(setting, value)
+    try:
+        with pytest.raises(ValueError, match="under other settings of JAX") as refused:
+            ts.Checkpointer(saved[0]).restore(step)
+        if setting == "jax_threefry_partitionable":
+            ts.Checkpointer(saved[0]).restore(step, params_only=True)
+    finally:
+        jax.config.update(setting, before)
+    message = str(refused.value)
+    assert f"{setting}: {before!r} in the checkpoint, {value!r} here" in message
+    assert f"Set at the start of the program: jax.config.update({setting!r}, {before!r})." in message
+    assert "params_only=True, which begins anew" in message
+
+
+def test_a_checkpoint_of_before_these_settings_were_kept(copied, step, saved):
+    head = copied / "step_00000004" / "state.json"
+    found = json.loads(head.read_text())
+    del found["random"]
+    head.write_text(json.dumps(found))
+    seal(head.parent)
+    assert_same(by_name(ts.Checkpointer(copied).restore(step)), saved[1])

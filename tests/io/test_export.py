@@ -240,7 +240,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: pathlib.Path) -> No
         ts.export_safetensors([], tmp_path)
     with pytest.raises(TypeError, match=r"metadata must map strings to strings"):
         ts.export_safetensors(many(0.0), tmp_path, metadata={"epoch": 3})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"max_shard_bytes must be a positive int, got 0"):
+    with pytest.raises(ValueError, match=r"max_shard_bytes must be a positive integer, got 0"):
         ts.export_safetensors(many(0.0), tmp_path, max_shard_bytes=0)
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()

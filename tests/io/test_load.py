@@ -249,7 +249,7 @@ def test_processes_read_what_their_own_devices_hold(tmp_path: pathlib.Path) -> N
         wanted, found = load_file({str(path)!r}), load_file(out)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        with pytest.raises((NotADirectoryError, FileExistsError) if rank == 0 else RuntimeError):
+        with pytest.raises(NotADirectoryError):
             ts.export_safetensors(model, out + "/below/a/file.safetensors")
         """,
         2,

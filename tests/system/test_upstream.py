@@ -1,7 +1,6 @@
 """Bugs of the libraries beneath, as small as they get. When one of these passes, its guard in torch_shard can go."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,14 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.tables.cases import chosen
-
-SAFE = {"xla_cpu_use_fusion_emitters": False}
-
-
-def cut_add_pad(i: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Half of each, chosen at run time; added; put into a row of zeros."""
-    cut = [jax.lax.dynamic_slice(x, (0, i * 4), (2, 4)) for x in (a, b)]
-    return jax.lax.pad(cut[0] + cut[1], jnp.float32(0), ((0, 0, 0), (8, 8, 0)))
+from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
 
 
 @pytest.fixture
@@ -40,7 +32,7 @@ def test_xla_cpu_pads_two_rows_of_a_sum_of_slices(operands) -> None:
 
 def test_the_guard_makes_it_right(operands) -> None:
     a, b = operands
-    found = jax.jit(cut_add_pad, compiler_options=SAFE)(0, a, b)
+    found = jax.jit(cut_add_pad, compiler_options=safe_pads())(0, a, b)
     np.testing.assert_allclose(found, np.pad(a[:, :4] + b[:, :4], ((0, 0), (8, 8))))
 
 

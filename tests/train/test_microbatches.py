@@ -284,7 +284,7 @@ def test_the_capture_is_that_of_a_microbatch() -> None:
 
 @pytest.mark.parametrize("num", [0, -1, 2.0, True, None])
 def test_a_number_of_microbatches_that_is_none(num: Any) -> None:
-    with pytest.raises(ValueError, match=r"make_train_step: accumulate_steps must be an integer of at least 1, got"):
+    with pytest.raises(ValueError, match=r"make_train_step: accumulate_steps must be a positive integer, got"):
         make(nn.Linear(4, 4), squared_error, num)
 
 

@@ -1,7 +1,9 @@
 """A call of the step: nothing waits, nothing compiles twice, and the quick checks before it overlook nothing."""
 
+import gc
 import logging
 import re
+import weakref
 from typing import Any
 
 import jax
@@ -50,6 +52,19 @@ def test_a_call_returns_while_the_step_before_it_still_runs() -> None:
     state, second = step(state, (x, 0))
     assert not first["loss"].is_ready()
     assert float(second["loss"]) == float(first["loss"])
+
+
+@pytest.mark.parametrize(("sizes", "waits"), [((1, 1), False), ((4, 2), True)])
+def test_only_simulated_devices_are_waited_for(sizes: tuple[int, int], waits: bool) -> None:
+    """XLA would wait for itself, with more programs in flight than it has threads for."""
+    step = make(nn.Linear(4, 4), busy_loss, sizes)
+    state, x = step.init(), torch.ones(8, 4)
+    state, _ = step(state, (x, 0))
+    jax.block_until_ready(state)
+    state, running = step(state, (x, LONG if not waits else 50))
+    for _ in range(2):
+        state, _ = step(state, (x, 0))
+    assert running["loss"].is_ready() == waits
 
 
 def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
@@ -291,3 +306,36 @@ def test_parts_of_one_storage_are_not_shared_memory() -> None:
     storage = torch.randn(36)
     model.weight, model.bias = nn.Parameter(storage[:32].view(4, 8)), nn.Parameter(storage[32:])
     ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+
+
+def count_up(step: Any, rows: list[int]) -> None:
+    state = step.init()
+    for n in rows:
+        state, _ = step(state, {"x": torch.ones(n, 4), "scale": 1.0})
+
+
+def scaled_square(model: nn.Module, batch: Any) -> torch.Tensor:
+    return batch["scale"] * mean_square(model, batch["x"])
+
+
+def test_a_leaf_of_many_shapes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    step = make(nn.Linear(4, 4), scaled_square)
+    count_up(step, [8, 4, 8, 4])
+    assert not caplog.records
+    count_up(step, [12, 16])
+    (record,) = caplog.records
+    assert record.message.startswith("make_train_step: each new shape of a batch is compiled")
+    assert "batch['x'] has come as (8, 4), (4, 4), (12, 4). Pad to one size" in record.message
+    assert "scale" not in record.message
+
+
+def test_programs_that_were_not_used_for_long_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_shard._train.last_used.KEPT", 2)
+    model = nn.Linear(4, 4)
+    step = make(model, scaled_square)
+    count_up(step, [8, 4, 8])
+    of_four, of_eight = map(weakref.ref, step.programs)
+    count_up(step, [12])
+    gc.collect()
+    assert of_four() is None
+    assert of_eight() is step.programs[0]

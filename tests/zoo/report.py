@@ -1,4 +1,4 @@
-"""Runs the zoo row by row, in processes of their own, and writes what came out: `python -m tests.zoo.report --write`."""
+"""Runs the zoo row by row, each in a process, and writes what came out: `python -m tests.zoo.report --write`."""
 
 import argparse
 import json
@@ -65,7 +65,7 @@ def work(names: list[str], out: pathlib.Path) -> None:
         found = {"result": "skipped", "said": missing} if missing else outcome(NAMED[name])
         found["total_s"] = round(time.perf_counter() - start, 1)
         _note(out, name, found)
-        print(f"{name}: {found['result']} {found.get('first_step_s', '')} {found['total_s']}", flush=True)
+        sys.stdout.write(f"{name}: {found['result']} {found.get('first_step_s', '')} {found['total_s']}\n")
 
 
 def _read(out: pathlib.Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, cross_entropy, first, pairs, regression, rows, squared_error, squares, tokens
+from tests.zoo.rows import BATCH, Row, cross_entropy, first, pairs, regression, rows, squared_error, tokens
 
 LENGTH, VOCAB = 8, 32
 

@@ -1,4 +1,4 @@
-"""Models for images: timm, torchvision, vit-pytorch, segmentation-models-pytorch, monai, kornia, diffusers, open_clip."""
+"""Models for images: timm, torchvision, vit-pytorch, segmentation-models-pytorch, monai, kornia, and others."""
 
 from typing import Any
 

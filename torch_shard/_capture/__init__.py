@@ -2,6 +2,7 @@
 
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
+from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws, specialise
 from torch_shard._capture.fakes import (
@@ -29,21 +30,24 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
-from torch_shard._capture.inputs import FAR, is_literal
+from torch_shard._capture.inputs import is_literal
+from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
+from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
 __all__ = [
     "DEVICE_OF",
-    "FAR",
     "NUMBERS",
     "ActiveRegions",
     "Asked",
     "Aux",
     "Captured",
     "Change",
+    "MetricCall",
+    "MetricCalls",
     "ModuleFlags",
     "PlainAttributes",
     "Same",
@@ -59,12 +63,15 @@ __all__ = [
     "bound_tensors",
     "capture",
     "casting",
+    "clocks_noted",
     "current_mode",
     "current_user_line",
     "depends_on_inputs",
     "drawing_along",
     "equate",
     "flags_hold",
+    "generator_states",
+    "give_values",
     "hold",
     "in_transform",
     "is_fake",

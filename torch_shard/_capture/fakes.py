@@ -209,7 +209,7 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return _revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
-    value = _constant(tensor)
+    value = constant_of(tensor)
     if value is None:
         raise StaleTensor(tensor, current_user_line())
     note_literal(value)
@@ -221,10 +221,10 @@ def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
     _SAME[fake] = captured
 
 
-def _constant(fake: FakeTensor) -> torch.Tensor | None:
+def constant_of(fake: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
     fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
-    earlier: Any = getattr(fake.fake_mode, "tracer", None)
+    earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
         return None
     node: torch.fx.Node = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]

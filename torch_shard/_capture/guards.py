@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_shard._capture.provenance import is_own_file
 from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, NUMBERS, is_plain, is_record
+from torch_shard._common.metric_kinds import is_metric
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -187,6 +188,7 @@ class PlainAttributes:
         self._values = [
             (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.deepcopy(value) if plain else value)
             for name, m in module.named_modules()
+            if not is_metric(m)
             for attribute, value in vars(m).items()
             if attribute not in skipped
             and ((plain := value is not None and is_plain(value)) or isinstance(value, torch.Tensor))

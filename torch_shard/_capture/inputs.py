@@ -65,6 +65,11 @@ def return_writes(graph: torch.fx.GraphModule, num_outputs: int, num_inputs: int
     return tuple(writes)
 
 
+def decomposes_draws(graph: torch.fx.Graph) -> bool:
+    """Tell whether PyTorch has made random operators of a graph of others."""
+    return any(node.meta.get("random_place", 0) >= FAR for node in graph.nodes)
+
+
 def carry_random_places(before: torch.fx.Graph, after: torch.fx.Graph) -> None:
     """Give each random node of a rewritten graph the place in the random stream that it had before.
 

@@ -119,7 +119,8 @@ class SideEffects:
     def training(self, module: nn.Module) -> bool:
         """The training flag that a module had."""
         noted = self._before.get(id(module))
-        return module.training if noted is None else bool(noted.values["training"])
+        # one that torch.compile or torch.jit.script made has it elsewhere
+        return bool(module.training if noted is None else noted.values.get("training", module.training))
 
     def _note(self, path: str, owner: object, skipped: tuple[str, ...], depth: int) -> None:
         if id(owner) in self._before:
@@ -231,15 +232,14 @@ def _refill(container: Any, contents: Any) -> None:
             _refill(same.value, inner)
     if contents_of(container) == contents:
         return
-    base = next(
-        kind for kind in (collections.OrderedDict, dict, list, set, collections.deque) if isinstance(container, kind)
-    )
+    kinds: tuple[Any, ...] = (collections.OrderedDict, dict, list, set, collections.deque)
+    base: Any = next(kind for kind in kinds if isinstance(container, kind))  # past what a subclass makes of writes
     base.clear(container)
     for key, same, _ in contents:
         if issubclass(base, dict):
             base.__setitem__(container, key, same.value)
         else:
-            (container.add if base is set else container.append)(same.value)
+            (base.add if base is set else base.append)(container, same.value)
 
 
 def _repair(entries: Any, contents: Any) -> None:

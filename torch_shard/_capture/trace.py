@@ -28,7 +28,7 @@ from torch_shard._capture.environment import capture_environment, reference_kern
 from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
-from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, return_writes
+from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
 from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
@@ -71,6 +71,7 @@ class Captured(Generic[Aux]):
         changed: Numbers, strings, tensors and hooks that the callable left on modules; they have been put back.
         skipped: Places of checks of values, which a compiled program does not make.
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
+        num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
         specialised: Buffers and closed-over tensors for whose values alone it is.
     """
@@ -84,6 +85,7 @@ class Captured(Generic[Aux]):
     changed: list[Change]
     skipped: list[str]
     graded: list[torch.Tensor]
+    num_draws: int | None
     axes: dict[str, int]
     specialised: tuple[Asked, ...]
 
@@ -177,6 +179,7 @@ def _capture(
         skipped=values.skipped,
         specialised=values.specialised,
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
+        num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,
     )
 

@@ -4,8 +4,8 @@
 # pyright: reportUnknownMemberType=false
 
 import functools
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import torch
 from jax.typing import ArrayLike
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 
@@ -62,6 +63,8 @@ def narrow(array: np.ndarray, *, rounds: bool = False) -> np.ndarray:
         array: Of any dtype.
         rounds: Floating-point numbers may be rounded, though not to infinity.
     """
+    if array.dtype == object:  # an int that numpy has no dtype for, or a list of anything
+        raise OverflowError(f"{array.tolist()!r:.99} does not fit 64 bits. Give numbers of fewer digits, or floats.")
     target = jax.dtypes.canonicalize_dtype(array.dtype)
     if target == array.dtype:
         return array
@@ -109,9 +112,43 @@ def struct_of(value: torch.Tensor | jax.ShapeDtypeStruct | ArrayLike) -> jax.Sha
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype, sharding=getattr(value, "sharding", None))
 
 
+def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tuple[list[PyTree], object]:
+    """`jax.tree.flatten`, with an error of ours where a dict has keys that cannot be put in order.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: Tells what JAX is not to look into.
+
+    Raises:
+        TypeError: There is such a dict.
+    """
+    try:
+        return jax.tree.flatten(tree, is_leaf)
+    except ValueError as error:
+        keys = _unsortable(tree)
+        if keys is None:
+            raise
+        raise TypeError(
+            f"{caller()}: a dict has the keys {', '.join(map(repr, keys))}, which cannot be put in order, as JAX does. "
+            "Give it keys of one type."
+        ) from error
+
+
+def _unsortable(node: Any) -> list[object] | None:
+    """Find the keys of a dict in a tree that cannot be sorted."""
+    if isinstance(node, dict):
+        try:
+            sorted(node)
+        except TypeError:
+            return list(node)
+        node = list(node.values())
+    inner = map(_unsortable, node) if isinstance(node, list | tuple) else ()
+    return next((keys for keys in inner if keys is not None), None)
+
+
 def adopt_torch_nodes(tree: PyTree) -> None:
     """Teach JAX the container classes in `tree` that torch's pytrees know (Hugging Face's outputs, for example)."""
-    for leaf in jax.tree.leaves(tree):
+    for leaf in flatten(tree)[0]:
         kind = type(cast(object, leaf))
         node = torch_pytree.SUPPORTED_NODES.get(kind)
         if node is not None:

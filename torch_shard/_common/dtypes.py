@@ -47,9 +47,10 @@ def torch_dtype(dtype: np.dtype) -> torch.dtype:
     Raises:
         TypeError: torch has no such dtype.
     """
-    if np.dtype(dtype) not in _JAX_TO_TORCH:
+    found = None if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else _JAX_TO_TORCH.get(np.dtype(dtype))
+    if found is None:
         raise TypeError(f"JAX dtype {dtype} has no torch counterpart; convert the array with .astype(...).")
-    return _JAX_TO_TORCH[np.dtype(dtype)]
+    return found
 
 
 def captured_dtype(dtype: np.dtype) -> torch.dtype:

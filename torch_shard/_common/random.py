@@ -3,7 +3,8 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterable
 from typing import TypeAlias, cast
 
 import jax
@@ -45,9 +46,22 @@ class _Generator:
 GENERATOR = _Generator()
 
 
+_GIVEN: list["jax.Array"] = []
+
+
+@contextlib.contextmanager
+def drawing_by(key: "jax.Array") -> Generator[None, None, None]:
+    """Let the next random number on the jax device be drawn by this key."""
+    _GIVEN.append(key)
+    try:
+        yield
+    finally:
+        _GIVEN.pop()
+
+
 def next_key() -> "jax.Array":
     """A fresh random key."""
-    return wrap_seed(GENERATOR.next_seed())
+    return _GIVEN[-1] if _GIVEN else wrap_seed(GENERATOR.next_seed())
 
 
 def wrap_seed(seed: ArrayLike) -> "jax.Array":

@@ -1,11 +1,19 @@
 """Arguments of the wrong kind, refused by their names before anything runs."""
 
+import contextlib
+import inspect
 import os
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args
 
+import numpy as np
+
 from torch_shard._common.caller import caller
+
+MAX_SEED = 2**32 - 1
+"""JAX cuts a seed to 32 bits, so that a larger one would give the numbers of another."""
 
 
 def check_kind(argument: str, value: object, kind: Any, *, hint: str = "") -> None:
@@ -30,15 +38,169 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def check_path(argument: str, value: object, *, hint: str = "") -> Path:
-    """Check that an argument is a path, and return it as one.
+def is_integer(value: object) -> bool:
+    """Tell whether it is a whole number, Python's or numpy's; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_count(argument: str, value: object) -> None:
+    """Refuse what is not a positive integer.
 
     Raises:
-        TypeError: It is none.
+        ValueError: It is none.
+    """
+    if not is_integer(value) or cast(int, value) < 1:
+        raise ValueError(f"{caller()}: {argument} must be a positive integer, got {value!r}.")
+
+
+def check_number(argument: str, value: object) -> None:
+    """Refuse what is not a number of at least 0.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, bool) or not (isinstance(value, int | float) and value >= 0):
+        raise ValueError(f"{caller()}: {argument} must be a number of at least 0, got {value!r}.")
+
+
+def check_seed(value: object) -> int:
+    """Check a seed, and return it as an int.
+
+    Raises:
+        ValueError: It is not an integer of 32 bits.
+    """
+    if not is_integer(value) or not 0 <= cast(int, value) <= MAX_SEED:
+        raise ValueError(f"{caller()}: seed must be an int of 32 bits, from 0 to {MAX_SEED}, got {value!r}.")
+    return int(cast(int, value))
+
+
+def check_call(argument: str, value: object, *names: str, hint: str = "") -> None:
+    """Refuse what cannot be called with so many arguments.
+
+    Args:
+        argument: Its name.
+        value: What was given.
+        *names: What it is called with, by position.
+        hint: What to do.
+
+    Raises:
+        TypeError: It is not callable, or takes other arguments.
+    """
+    check_kind(argument, value, Callable, hint=hint)
+    try:
+        signature = inspect.signature(cast(Callable[..., object], value))
+    except (TypeError, ValueError):  # of C, which does not say
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        given = f"({', '.join(names)})"
+        raise TypeError(
+            f"{caller()}: {argument} is called with {given}, but {_name_of(value)}{_parameters(signature)} cannot be: "
+            f"{error}.{hint and ' '}{hint}"
+        ) from None
+
+
+def _name_of(value: object) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"
+
+
+def check_positions(argument: str, positions: object) -> tuple[int, ...]:
+    """Check positions of arguments, and return them as a tuple.
+
+    Raises:
+        TypeError: They are no integers.
+    """
+    found = (positions,) if is_integer(positions) else positions
+    if isinstance(found, str) or not isinstance(found, Iterable) or not all(map(is_integer, cast(Any, found))):
+        raise TypeError(
+            f"{caller()}: {argument} must be a position of an argument, or a tuple of them, got {positions!r}."
+        )
+    return tuple(cast(Iterable[int], found))
+
+
+def as_positions(argument: str, positions: object, names: Sequence[str]) -> tuple[int, ...]:
+    """Positions of arguments of these names, counted from the first.
+
+    Raises:
+        TypeError: They are no integers.
+        ValueError: There are fewer arguments.
+    """
+    found = check_positions(argument, positions)
+    for position in found:
+        if not -len(names) <= position < len(names):
+            raise ValueError(
+                f"{caller()}: {argument} has {position}, and the function was called with {len(names)} arguments "
+                f"({', '.join(names)})."
+            )
+    return tuple(position % len(names) for position in found)
+
+
+def check_options(transform: Callable[..., object], options: Mapping[str, object], ours: Collection[str] = ()) -> None:
+    """Refuse keyword arguments that the transform of JAX which they are for does not know.
+
+    Args:
+        transform: As `jax.jit`.
+        options: By name.
+        ours: Names that it knows, and that are not among ours.
+
+    Raises:
+        TypeError: It does not know some of them; all are listed.
+    """
+    known = inspect.signature(transform).parameters
+    unknown = [name for name in options if name not in known or name in ours]
+    if unknown:
+        raise TypeError(
+            f"{caller()}: jax.{_name_of(transform)} has no argument {', '.join(unknown)}. It has {', '.join(known)}."
+        )
+
+
+@contextlib.contextmanager
+def named(what: str) -> Generator[None, None, None]:
+    """Let an error about a value say which one it is.
+
+    Args:
+        what: The name of the value.
+    """
+    kinds = (TypeError, OverflowError, NotImplementedError)
+    try:
+        yield
+    except kinds as error:
+        kind = next(kind for kind in kinds if isinstance(error, kind))
+        raise kind(f"{caller()}: {what}: {error}") from error
+
+
+def check_path(argument: str, value: object, *, hint: str = "") -> Path:
+    """Check that an argument can be the path of a file or a directory, which may be yet to be made, and return it.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty, or no file can have such a name.
+        NotADirectoryError: It lies below a file.
     """
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{caller()}: {argument} must be a path, got {type(value).__name__}.{hint and ' '}{hint}")
-    return Path(cast(str | os.PathLike[str], value))
+    text = os.fspath(cast(str | os.PathLike[str], value))
+    if not text:
+        raise ValueError(f"{caller()}: {argument} is empty. Name a file or a directory.")
+    path = Path(text)
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError as error:
+        above = next(p for p in path.parents if p.exists())
+        raise NotADirectoryError(
+            f"{caller()}: {argument} is {path}, but {above} is a file. Name another path."
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{caller()}: {argument} cannot be {text!r:.200}: {reason}. Name another path.") from error
+    return path
 
 
 def check_directory(argument: str, value: object) -> Path:
@@ -46,9 +208,24 @@ def check_directory(argument: str, value: object) -> Path:
 
     Raises:
         TypeError: It is not a path.
+        ValueError: It is empty, or no directory can have such a name.
         NotADirectoryError: A file is there.
     """
     path = check_path(argument, value)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{caller()}: {argument} must be a directory, but {path} is a file. Name another one.")
+    return path
+
+
+def check_file(argument: str, value: object) -> Path:
+    """Check that an argument is the path of a file, which may be yet to be made, and return it.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty, or no file can have such a name.
+        IsADirectoryError: A directory is there.
+    """
+    path = check_path(argument, value)
+    if path.is_dir():
+        raise IsADirectoryError(f"{caller()}: {argument} must be a file, but {path} is a directory. Name a file in it.")
     return path

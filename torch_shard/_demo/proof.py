@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 import torch_shard as ts
 from torch_shard._common.types import PyTree
 from torch_shard._demo.model import GPT, loss_fn
-from torch_shard._inspect import Comparison, compare_batches
+from torch_shard._inspect import compare_batches
+from torch_shard._train import Comparison
 
 NUM_STEPS = 10
 LR, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.99), 0.1

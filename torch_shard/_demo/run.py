@@ -204,6 +204,7 @@ class Run:
                 eval_step=self.evaluate,
                 checkpointer=checkpointer,
                 log=out,
+                prove_steps=1,
                 progress=console,
             )
         records = read_metrics(out / METRICS)

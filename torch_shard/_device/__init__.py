@@ -1,5 +1,6 @@
 """The torch device `jax`: eager tensors that are jax.Arrays, and how tensors, modules and batches get onto the mesh."""
 
+from torch_shard._device.alike import DrawsAlike
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.dispatch import register_device
 from torch_shard._device.placement import (
@@ -17,6 +18,7 @@ from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
 
 __all__ = [
     "BatchLayout",
+    "DrawsAlike",
     "JaxTensor",
     "disable_globally",
     "enable_globally",

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _runner(func: Operator) -> Callable[..., PyTree]:
+def runner(func: Operator) -> Callable[..., PyTree]:
     """Find how to run an operator: as a special case, as one that writes, as a view, or by its lowering alone."""
     if func in _SPECIAL:
         return _SPECIAL[func]
@@ -260,13 +260,13 @@ _SPECIAL: dict[Operator, Callable] = {
 
 def register_device() -> None:
     """Give torch the device type `jax`. torchax registers one on import: ours takes its place."""
-    JaxTensor.run_operator = staticmethod(_runner)
+    JaxTensor.run_operator = staticmethod(runner)
     import_torchax()
     del torch.jax  # pyright: ignore[reportAttributeAccessIssue]
     torch._register_device_module("jax", DeviceModule())
     acc.register_python_privateuseone_hook(backend_registration._DummyPrivateUse1Hook())
     acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
-    _FALLBACK.fallback(lambda func, *args, **kwargs: _runner(func)(*args, **kwargs), "PrivateUse1")
+    _FALLBACK.fallback(lambda func, *args, **kwargs: runner(func)(*args, **kwargs), "PrivateUse1")
     for op in _FACTORIES:
         _KERNELS.impl(op, lambda *args, op=op, **kwargs: _wrap(_run(op, args, kwargs)), "PrivateUse1")
     register_autocast()

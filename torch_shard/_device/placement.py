@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.convert import host_array, to_host
+from torch_shard._common.convert import flatten, host_array, to_host
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind, named
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._sharding import (
     ShardingPlan,
@@ -109,7 +110,9 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         The module; or a dict of jax-device tensors.
 
     Raises:
+        TypeError: An argument is of the wrong kind, or an entry needs 64 bits that JAX has switched off.
         ValueError: The plan does not fit the entries and the mesh; see `ShardingPlan.resolve`.
+        OverflowError: An integer does not fit 32 bits.
         NotImplementedError: A parameter has hooks.
 
     Example:
@@ -120,16 +123,28 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         >>> model.weight.jax().sharding.spec
         P('model',)
     """
+    check_kind("model_or_tree", model_or_tree, torch.nn.Module | Mapping)
+    check_mesh(mesh)
+    check_kind("plan", plan, ShardingPlan)
     shardings = plan.resolve(model_or_tree, mesh)
     is_module = isinstance(model_or_tree, torch.nn.Module)
-    refuse_meta(holdings(model_or_tree).all if is_module else dict(model_or_tree))
+    held: Mapping[str, PyTree] = holdings(model_or_tree).all if is_module else model_or_tree
+    for name, value in held.items():
+        check_kind(name, value, torch.Tensor | jax.Array | np.ndarray)
+    refuse_meta(held)
+    refuse_wide({name: value for name, value in held.items() if isinstance(value, torch.Tensor)})
+
+    def placed(name: str, value: torch.Tensor | ArrayLike) -> JaxTensor:
+        with named(name):
+            return wrap_array(put(value, shardings[name]))
+
     if not is_module:
-        return {name: wrap_array(put(value, shardings[name])) for name, value in model_or_tree.items()}
+        return {name: placed(name, value) for name, value in held.items()}
     refuse_hooks(model_or_tree)
     places = TensorPlaces(model_or_tree)
-    for name in list(holdings(model_or_tree).all):
+    for name in list(held):
         tensor = entry_of(model_or_tree, name)
-        places.replace([(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
+        places.replace([(tensor, placed(name, tensor.detach()))])
     return model_or_tree
 
 
@@ -156,6 +171,7 @@ def gather(model_or_tree: PyTree) -> PyTree:
         ('jax', 'cpu')
     """
     if not isinstance(model_or_tree, torch.nn.Module):
+        flatten(model_or_tree)  # or an error of ours
         return jax.tree.map(_gather_node, model_or_tree, is_leaf=lambda node: isinstance(node, Stacks))
     refuse_hooks(model_or_tree)
     places = TensorPlaces(model_or_tree)
@@ -175,7 +191,10 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is."""
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
-    return to_host(value.jax() if isinstance(value, JaxTensor) else value)
+    array = value.jax() if isinstance(value, JaxTensor) else value
+    if array.is_deleted():
+        raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
+    return to_host(array)
 
 
 class BatchLayout:
@@ -189,6 +208,9 @@ class BatchLayout:
                 f"Say how to split them: batch_spec=P({mesh.axis_names[0]!r}), or batch_spec=P() to replicate."
             )
         self.spec = PartitionSpec("batch") if spec is None else spec
+        if faults := find_spec_faults(self.spec, (0,) * len(self.spec), mesh):
+            listed = " ".join(f"{fault}. {remedy}" for fault, remedy in faults)
+            raise ValueError(f"{caller()}: batch_spec on mesh {describe_mesh(mesh)}: {listed}")
         self._shardings: dict[int, NamedSharding] = {}
 
     def sharding(self, ndim: int) -> NamedSharding:
@@ -196,6 +218,21 @@ class BatchLayout:
         if ndim not in self._shardings:
             self._shardings[ndim] = NamedSharding(self.mesh, PartitionSpec(*tuple(self.spec)[:ndim]))
         return self._shardings[ndim]
+
+    def faults(self, leaves: list[PyTree], paths: list[str]) -> list[str]:
+        """Say which leaves do not divide over the mesh, a line each.
+
+        Args:
+            leaves: Tensors and arrays.
+            paths: Where each stands in the batch.
+        """
+        faults: list[str] = []
+        for leaf, path in zip(leaves, paths, strict=True):
+            shape = tuple(np.shape(leaf))
+            spec = self.sharding(len(shape)).spec
+            found = find_spec_faults(spec, shape, self.mesh)
+            faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
+        return faults
 
     def check(self, leaves: list[PyTree], paths: list[str]) -> None:
         """Refuse a batch that does not divide.
@@ -207,13 +244,7 @@ class BatchLayout:
         Raises:
             ValueError: All the leaves that do not divide are listed, with both numbers.
         """
-        faults = []
-        for leaf, path in zip(leaves, paths, strict=True):
-            shape = tuple(np.shape(leaf))
-            spec = self.sharding(len(shape)).spec
-            found = find_spec_faults(spec, shape, self.mesh)
-            faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
-        if faults:
+        if faults := self.faults(leaves, paths):
             raise ValueError(
                 f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
                 + "\n".join(faults)

@@ -12,6 +12,7 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call
 from torch_shard._fit.generators import Streams, find_generators
 from torch_shard._train import Placed, Step
 
@@ -33,11 +34,14 @@ class Batches:
     """
 
     def __init__(self, loader: Any, *, seed: int) -> None:
-        if isinstance(loader, Mapping) or not (isinstance(loader, Iterable) or callable(loader)):
+        is_other = isinstance(loader, Mapping | str | bytes | torch.nn.Module)
+        if is_other or not (isinstance(loader, Iterable) or callable(loader)):
             raise TypeError(
                 f"{caller()}: a loader is an iterable of batches, or a function from a position to one, got "
                 f"{type(loader).__name__}."
             )
+        if not isinstance(loader, Iterable):
+            check_call("the loader, a function,", loader, "position")
         self._seed = seed
         self._loader: Any = loader
         self._is_iterator = isinstance(loader, Iterator)

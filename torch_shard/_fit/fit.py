@@ -14,13 +14,13 @@ from rich.console import Console
 from torch_shard._common.caller import public
 from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_directory, check_kind
+from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.signals import StopRequest
 from torch_shard._io import Checkpointer
-from torch_shard._train import EvalStep, TrainState, TrainStep, check_max_grad_norm
+from torch_shard._train import EvalStep, Placed, TrainState, TrainStep, check_max_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def fit(
     max_grad_norm: float | None = math.inf,
     seed: int = 0,
     prefetch: int = 2,
+    prove_steps: int = 0,
     progress: bool | Console = True,
 ) -> TrainState:
     """Train until the state has seen `steps` batches, and go on where an earlier call was cut off.
@@ -56,7 +57,10 @@ def fit(
             JAX is multithreaded, so start workers by `DataLoader(..., multiprocessing_context="forkserver")`: after a
             plain fork, of which JAX warns, they must not touch JAX.
         steps: Number of batches of the whole run, not of this call.
-        eval_loader: Batches for evaluation, taken whole each time: at the end, and every `eval_every` batches.
+        eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
+            metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
+            mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
+            mesh is evaluated whole on each device, for one compilation more.
         eval_every: Batches from one evaluation to the next; None for the end alone.
         eval_step: By default the loss of `step` in eval mode.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
@@ -70,14 +74,18 @@ def fit(
             Only a skipped batch counts as seen: after the others a resumed run meets it again.
         max_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
             over the state.
-        seed: Of the order of the data: each epoch of `loader` draws from `(seed, epoch)`, whatever was drawn before.
+        seed: Of the order of the data, from 0 to 2**32 - 1: each epoch of `loader` draws from `(seed, epoch)`, whatever
+            was drawn before.
         prefetch: Number of batches to put on the mesh ahead.
+        prove_steps: So many steps of this call are first compared with eager torch on the CPU, as `step.prove` does,
+            by its own random numbers. A difference ends the run before that step. Steps after them cost nothing more.
         progress: True shows a bar; a rich console shows it there.
 
     Returns:
         The state that has seen `steps` batches.
 
     Raises:
+        AssertionError: A step of `prove_steps` differs from eager torch; the state before it is saved.
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
         SystemExit: `SIGTERM` came, and the state is saved; with status 143.
@@ -104,10 +112,13 @@ def fit(
         20
     """
     _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
+    if not is_integer(prove_steps) or prove_steps < 0:
+        raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
     _check_on_bad_step(on_bad_step)
-    _check_seed(seed)
+    seed = check_seed(seed)
     check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
+    check_kind("progress", progress, bool | Console)
     _check_evaluation(eval_loader, eval_every, eval_step)
     batches = Batches(loader, seed=seed)
     evaluation = None
@@ -128,24 +139,20 @@ def fit(
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
         guard = BadStepPolicy(on_bad_step, max_grad_norm)
-        return _Loop(step, ahead, steps, evaluation, eval_every, checkpointer, reports, guard, stop).run(state, start)
+        run = _Loop(step, ahead, steps, start + prove_steps, evaluation, eval_every, checkpointer, reports, guard, stop)
+        return run.run(state, start)
 
 
-def _check_numbers(**numbers: object) -> None:
+def _check_numbers(eval_every: object, **numbers: object) -> None:
     for name, value in numbers.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not is_count and not (name == "eval_every" and value is None):
-            raise ValueError(f"fit: {name} must be a positive integer, got {value!r}.")
+        check_count(name, value)
+    if eval_every is not None:
+        check_count("eval_every", eval_every)
 
 
 def _check_on_bad_step(on_bad_step: object) -> None:
     if on_bad_step not in ON_BAD_STEP:
         raise ValueError(f"fit: on_bad_step must be one of {', '.join(map(repr, ON_BAD_STEP))}, got {on_bad_step!r}.")
-
-
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"fit: seed must be an integer, 0 or more, got {seed!r}.")
 
 
 def _check_kinds(step: object, state: object, checkpointer: object, log: object) -> None:
@@ -205,6 +212,7 @@ class _Loop:
     step: TrainStep
     ahead: Ahead
     steps: int
+    proved_until: int
     evaluation: Evaluation | None
     eval_every: int | None
     checkpointer: Checkpointer | None
@@ -218,6 +226,8 @@ class _Loop:
         try:
             while position < self.steps and not agree(self.stop.received is not None):
                 placed = next(self.ahead)
+                if position < self.proved_until:
+                    self._prove(state, placed, position)
                 state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
                 position += 1
                 self.reports.flush()  # of the batch before, while this one is computed
@@ -235,6 +245,16 @@ class _Loop:
         if position < self.steps and stopped is None:
             self.stop.leave()
         return state
+
+    def _prove(self, state: TrainState, placed: Placed, position: int) -> None:
+        """Compare the step that is to come with eager torch, before anything of the state is lost."""
+        found = self.step.prove(state, placed, max_grad_norm=self.guard.max_grad_norm)
+        found.raise_if_different()
+        worst = found.rows[0]
+        logger.info(
+            "fit: step %d is that of %s: the largest difference is %.1e (%s %s).",
+            *(position + 1, found.reference, worst.worst, worst.kind, worst.name),
+        )
 
     def _between(self, state: TrainState, position: int) -> None:
         """Do what is due after this batch."""

@@ -1,11 +1,10 @@
 """Previews and proofs: comparison with torch, explanation of a capture, drawings of shardings."""
 
-from torch_shard._inspect.compare import Comparison, compare_batches, compare_with_torch
+from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
 
 __all__ = [
-    "Comparison",
     "Drawing",
     "Explanation",
     "compare_batches",

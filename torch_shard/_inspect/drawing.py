@@ -4,7 +4,6 @@ import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping, Sized
-from pathlib import Path
 
 import jax
 import torch
@@ -15,9 +14,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._capture import is_fake
+from torch_shard._common.caller import public, speaks_as
 from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_file, check_kind
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
@@ -64,6 +65,7 @@ class Drawing:
     def __repr__(self) -> str:
         return f"Drawing({self.heading or ', '.join(self.grids[0].lines[0])})"
 
+    @speaks_as("Drawing.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the drawing as a picture, whole or not at all.
 
@@ -71,9 +73,12 @@ class Drawing:
             path: Of the file; its suffix, `.svg` or `.png`, says the format.
 
         Raises:
-            ValueError: Another suffix.
+            TypeError: It is no path.
+        ValueError: Another suffix, or no file can have such a name.
+        IsADirectoryError: A directory is there.
+        NotADirectoryError: It lies below a file.
         """
-        path = Path(path)
+        path = check_file("path", path)
         if path.suffix.lower() not in SUFFIXES:
             raise ValueError(
                 f"Drawing.save: the suffix must be {' or '.join(SUFFIXES)}, got {path.suffix!r} in {str(path)!r}."
@@ -91,6 +96,7 @@ class Drawing:
         return paint(self.heading, self.grids, file_format)
 
 
+@public
 def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
     """Draw which devices hold which part of an array, or of everything that a module or a state holds.
 
@@ -126,6 +132,7 @@ def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
         │ [:, 0:3]       │ [:, 3:6]       │
         └────────────────┴────────────────┘
     """
+    check_kind("name", name, str)
     held = _find_held(subject)
     if held is None:
         return Drawing("", make_grids(_read_entries({name: subject}, type(subject).__name__, alone=True)))

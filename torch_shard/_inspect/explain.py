@@ -12,9 +12,10 @@ from rich.text import Text
 from torch_shard._capture import Captured, ValueGuard, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
 from torch_shard._sharding import LossFn
-from torch_shard._train import JointLoss, LossShape, flatten_batch
+from torch_shard._train import JointLoss, LossShape, check_loss_fn, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         An `Explanation`; operators without a lowering are part of it.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: An argument is of the wrong kind.
         NotImplementedError: Python depends on the value of a tensor; with file and line.
 
     Example:
@@ -110,8 +111,9 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         >>> found.refused, found.random
         ((), False)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"explain_capture: model must be a Module, got {type(model).__name__}.")
+    check_kind("model", model, torch.nn.Module)
+    check_loss_fn(loss_fn)
+    check_kind("train", train, bool)
     _, signature = flatten_batch(batch)
     fn, specs = JointLoss(model, loss_fn, signature, train=train)()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)

@@ -9,9 +9,12 @@ import torch
 
 from torch_shard._capture import is_repeating
 from torch_shard._common.axes import vary_like
+from torch_shard._common.caller import caller, public
+from torch_shard._common.convert import flatten
 from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._interop.torch_function import TorchFunction
 from torch_shard._interop.views import call_jax, call_pure
 
@@ -41,6 +44,7 @@ def cond(
     return call_pure(choose, (pred, tuple(operands)), {}, random=True)
 
 
+@public
 def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
     """Print values from within a compiled function, as it runs.
 
@@ -62,7 +66,9 @@ def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
         >>> y = ts.jax_jit(double)(torch.arange(1.0, 4.0)); jax.effects_barrier()
         (3,), the first is 1.0
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    check_kind("fmt", fmt, str)
+    leaves, tree = flatten((args, kwargs))
+    _check_format(fmt, jax.tree.unflatten(tree, [_Anything() if isinstance(x, torch.Tensor) else x for x in leaves]))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def show(*values: object) -> None:
@@ -74,3 +80,28 @@ def debug_print(fmt: str, *args: object, **kwargs: object) -> None:
 
     if not is_repeating():
         call_jax(functools.partial(jax.debug.callback, show), *tensors)
+
+
+class _Anything:
+    """Stands for a tensor whose values are not there yet: it can be formatted in any way."""
+
+    def __format__(self, spec: str) -> str:
+        return ""
+
+    def __getitem__(self, index: object) -> "_Anything":
+        return self
+
+    def __getattr__(self, name: str) -> "_Anything":
+        return self
+
+
+def _check_format(fmt: str, given: tuple[tuple[object, ...], dict[str, object]]) -> None:
+    """Refuse a format string that does not fit its arguments, which would show only when the program runs."""
+    args, kwargs = given
+    try:
+        fmt.format(*args, **kwargs)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{caller()}: {fmt!r} cannot be formatted with {len(args)} arguments and the names {sorted(kwargs)}: "
+            f"{type(error).__name__} {error}."
+        ) from error

@@ -12,9 +12,19 @@ from typing import Any
 import jax
 import torch
 
-from torch_shard._capture import ActiveRegions, Captured, Spec, TensorFn, active_regions, binding, is_literal, repeating
+from torch_shard._capture import (
+    ActiveRegions,
+    Captured,
+    Spec,
+    TensorFn,
+    active_regions,
+    binding,
+    give_values,
+    is_literal,
+    repeating,
+)
 from torch_shard._common.axes import into_shares, map_together, sum_shares
-from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
 from torch_shard._common.static import Static
@@ -75,7 +85,10 @@ class FlatFunction:
         specs, programs, found = self._current(arrays, needs_grad)
         self._needs_grad.add(needs_grad)
         if found is None:
-            found = Program(self.fn, specs, self.what)
+            try:
+                found = Program(self.fn, specs, self.what)
+            finally:
+                give_values()
             self._refuse_writes(found.graph)
             self._refuse_unseen(found.graph)
             programs.append(found)
@@ -220,7 +233,7 @@ class TorchFunction:
         self._flat: dict[object, FlatFunction] = {}
 
     def __call__(self, key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         is_array = tuple(isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__") for leaf in leaves)
         static = tuple(leaf for leaf, array in zip(leaves, is_array, strict=True) if not array)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]

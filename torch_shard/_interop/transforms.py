@@ -4,18 +4,22 @@ Each takes the keyword arguments of the JAX transform that it adapts. Adapted fu
 allows, take torch tensors of the CPU or the jax device, numpy arrays and Python numbers, and return jax-device tensors.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from jax.sharding import PartitionSpec
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._common.caller import public
+from torch_shard._common.caller import caller, public, speaks_as
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import as_positions, check_kind, check_options, check_positions
 from torch_shard._interop.adapt import NUM_GIVEN, PerClosure, Pure, adapt, shift
 from torch_shard._interop.views import call_jax, is_adapted, pure_of
 from torch_shard._sharding import check_mesh
@@ -24,6 +28,7 @@ A = ParamSpec("A")
 R = TypeVar("R")
 
 
+@public
 def jax_value_and_grad(
     fn: Callable[A, R], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
 ) -> Callable[A, tuple[R, PyTree]]:
@@ -45,6 +50,7 @@ def jax_value_and_grad(
         >>> grad.tolist()
         [2.0, 4.0]
     """
+    _check_gradient(argnums, has_aux, kwargs, jax.value_and_grad)
     if is_adapted(fn) or kwargs:
         options = {"argnums": shift(argnums), "has_aux": has_aux, "allow_int": True, **kwargs}
         return adapt(fn, jax.value_and_grad(pure_of(fn), **options))
@@ -55,17 +61,24 @@ class _TorchGradient:
     """Value and gradients of a torch callable by torch itself, so that a capture holds the forward pass only once."""
 
     def __init__(self, fn: Callable[..., PyTree], argnums: int | Sequence[int], has_aux: bool) -> None:
+        if not callable(fn):
+            raise TypeError(f"{caller()}: expected a torch callable, such as a function or a module, got {fn!r}.")
         self.fn, self.argnums, self.has_aux = fn, argnums, has_aux
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        positions = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
+        positions = as_positions("argnums", self.argnums, [f"argument {number}" for number in range(len(args))])
         tensors = [*jax.tree.leaves((args, kwargs)), *bound_tensors()]
         again = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
         given = list(args)
         for position in positions:
             given[position] = jax.tree.map(_as_leaf, args[position])
         out = self.fn(*given, **kwargs)
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"jax_value_and_grad: with has_aux=True {self.__qualname__}() must return a pair of a scalar and "
+                f"anything else, it returned {type(out).__name__}."
+            )
         value, aux = out if self.has_aux else (out, None)
         _check_scalar(value, self.__qualname__)
         grads = [_gradients(value, given[position], again) for position in positions]
@@ -73,8 +86,16 @@ class _TorchGradient:
         return ((value, aux) if self.has_aux else value), result
 
 
+def _check_gradient(argnums: object, has_aux: object, options: dict[str, Any], transform: Callable[..., Any]) -> None:
+    check_positions("argnums", argnums)
+    check_kind("has_aux", has_aux, bool)
+    check_options(transform, options, ("fun",))
+
+
 def _as_leaf(leaf: PyTree) -> PyTree:
     """A tensor to differentiate by: a leaf of autograd, unless an outer derivative needs its history."""
+    if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+        raise TypeError(f"jax_value_and_grad: cannot differentiate by {leaf!r:.99}, which is no tensor. See argnums.")
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if is_inexact and not tensor.requires_grad else tensor
@@ -113,6 +134,7 @@ def _seed(value: jax.Array) -> jax.Array:
     return into_shares(jnp.ones_like(value), value)
 
 
+@public
 def jax_grad(
     fn: Callable[A, PyTree], argnums: int | Sequence[int] = 0, *, has_aux: bool = False, **kwargs: Any
 ) -> Callable[A, PyTree]:
@@ -142,6 +164,7 @@ def jax_grad(
     return adapt(fn, grad)
 
 
+@public
 def jax_checkpoint(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
     """`jax.checkpoint` of a torch callable: its derivative recomputes it instead of keeping intermediate values.
 
@@ -158,6 +181,8 @@ def jax_checkpoint(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
         >>> ts.jax_grad(lambda x: wave(x).sum())(torch.zeros(2)).tolist()
         [1.0, 1.0]
     """
+    check_options(jax.checkpoint, kwargs, ("fun",))
+    check_kind("policy", kwargs.get("policy"), Callable | None, hint="jax.checkpoint_policies has some.")
     if "static_argnums" in kwargs:
         kwargs["static_argnums"] = shift(kwargs["static_argnums"])
     pure = pure_of(fn)
@@ -189,12 +214,31 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
         >>> ts.jax_jit(torch.nn.functional.relu)(torch.tensor([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
+    check_options(jax.jit, kwargs, ("fun",))
+    for name in ("static_argnums", "donate_argnums"):
+        if kwargs.get(name) is not None:
+            check_positions(name, kwargs[name])
     for sharding in jax.tree.leaves([kwargs.get("in_shardings"), kwargs.get("out_shardings")]):
+        check_kind("in_shardings, or out_shardings,", sharding, jax.sharding.Sharding | PartitionSpec)
         if isinstance(sharding, jax.sharding.NamedSharding):
             check_mesh(sharding.mesh)
 
     def compile_for(run: Pure, num_args: int) -> Pure:
-        return jax.jit(run, **_as_ours(kwargs, num_args))
+        compiled = jax.jit(run, **_as_ours(kwargs, num_args))
+
+        @speaks_as("jax_jit")
+        def call(*args: PyTree, **named: PyTree) -> PyTree:
+            try:
+                return compiled(*args, **named)
+            except TypeError as error:
+                if found := re.search(r"of type <class '([^']+)'>", str(error)):
+                    raise TypeError(
+                        "jax_jit: arguments and results are tensors or numbers, in containers that JAX knows, but one "
+                        f"is a {found[1]}. Bind it with functools.partial, or name it in static_argnums."
+                    ) from error
+                raise
+
+        return call
 
     return adapt(fn, PerClosure(pure_of(fn), compile_for))
 

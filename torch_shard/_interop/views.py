@@ -14,10 +14,11 @@ import torch
 from jax.core import Tracer
 
 from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
-from torch_shard._common.caller import public, speaks_as
-from torch_shard._common.convert import adopt_torch_nodes
+from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind, named
 from torch_shard._device import (
     register_device,
     to_array,
@@ -88,7 +89,7 @@ def _site_of(pure: Callable[..., PyTree]) -> _CallSite:
 def _call(
     pure: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, random: bool, lasts: bool
 ) -> PyTree:
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = flatten((args, kwargs))
     leaves = [wrap_array(to_array(leaf)) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, jax.sharding.NamedSharding):
@@ -153,6 +154,7 @@ def _without_float0(array: jax.Array | np.ndarray) -> jax.Array:
     return jnp.zeros(array.shape, jnp.int32) if array.dtype == jax.dtypes.float0 else jnp.asarray(array)
 
 
+@public
 def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Call a JAX function with torch tensors.
 
@@ -169,9 +171,11 @@ def call_jax(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> P
         >>> ts.call_jax(jnp.add, torch.ones(2), torch.ones(2)).tolist()
         [2.0, 2.0]
     """
+    check_kind("fn", fn, Callable, hint="Give a function of arrays.")
     return call_pure(lambda key, /, *args, **kwargs: fn(*args, **kwargs), args, kwargs, random=False)
 
 
+@public
 def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
     """Call a torch callable with JAX arrays: `jax_view(fn)(*args, key=key, **kwargs)`.
 
@@ -190,9 +194,11 @@ def call_torch(fn: Callable[..., PyTree], /, *args: PyTree, key: jax.Array | Non
         >>> ts.call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
+    check_kind("fn", fn, Callable, hint="Give a torch callable.")
     return jax_view(fn)(*args, key=key, **kwargs)
 
 
+@public
 def torch_view(value: PyTree) -> PyTree:
     """JAX as torch sees it: arrays of a pytree as jax-device tensors, no copy; a JAX function as a torch function.
 
@@ -210,9 +216,11 @@ def torch_view(value: PyTree) -> PyTree:
     """
     if callable(value) and not isinstance(value, jax.Array):
         return lambda *args, **kwargs: call_jax(value, *args, **kwargs)
-    return jax.tree.map(lambda leaf: wrap_array(leaf) if isinstance(leaf, jax.Array) else leaf, value)
+    leaves, tree = flatten(value)
+    return jax.tree.unflatten(tree, [wrap_array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
 
 
+@public
 def jax_view(value: PyTree) -> PyTree:
     """Torch as JAX sees it: tensors of a pytree as arrays; a torch callable as a JAX function.
 
@@ -232,7 +240,8 @@ def jax_view(value: PyTree) -> PyTree:
     """
     if isinstance(value, torch.Tensor) or not callable(value):
         adopt_torch_nodes(value)
-        return jax.tree.map(lambda leaf: to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+        with named("value"):
+            return jax.tree.map(lambda leaf: to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
     return value if isinstance(value, _JaxView) else _JaxView(value)
 
 
@@ -248,15 +257,25 @@ class _JaxView:
             functools.update_wrapper(self, fn)
 
     def __call__(self, *args: PyTree, key: jax.Array | None = None, **kwargs: PyTree) -> PyTree:
+        _check_key(key)
         for reader in CLOSURE.readers:
             reader.has_views = True
         return self._pure(key, *args, **kwargs)
 
 
+def _check_key(key: object) -> None:
+    """Refuse what is no random key of JAX."""
+    is_key = isinstance(key, jax.Array) and (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == jnp.uint32 and key.ndim == 1)
+    )
+    if key is not None and not is_key:
+        raise TypeError(f"{caller()}: key must be a random key of JAX, jax.random.key(seed), got {key!r:.99}.")
+
+
 def pure_of(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The JAX function `(key, *args, **kwargs)` of a torch callable or of an adapted function."""
     if not callable(fn):
-        raise TypeError(f"expected a torch callable, such as a function or a module, got {fn!r}.")
+        raise TypeError(f"{caller()}: expected a torch callable, such as a function or a module, got {fn!r}.")
     return fn._torch_shard_pure if is_adapted(fn) else TorchFunction(fn)  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -286,6 +305,7 @@ def apply_jax_(tensor: torch.Tensor, fn: Callable[..., PyTree], *args: PyTree, *
 @public
 def shard_(tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> torch.Tensor:
     """Lay the tensor out as `sharding` says, in place, and return it; inside `jax_jit` it is a constraint."""
+    check_kind("sharding", sharding, jax.sharding.Sharding, hint="Give NamedSharding(mesh, P('batch')).")
     if isinstance(sharding, jax.sharding.NamedSharding):
         check_mesh(sharding.mesh)
     return apply_jax_(tensor, _with_sharding, sharding)

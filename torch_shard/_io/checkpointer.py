@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from os import rename
 from pathlib import Path
 from shutil import rmtree as remove_tree
+from typing import Any, cast
 
 import filelock
 import jax
 
-from torch_shard._common.caller import public
+from torch_shard._common.caller import caller, public
 from torch_shard._common.processes import agree
-from torch_shard._common.validate import check_directory, check_kind
-from torch_shard._io.integrity import find_damage, seal, sync_directory
+from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
+from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
 from torch_shard._io.manifest import (
     HEAD,
     TENSORS,
@@ -25,6 +26,7 @@ from torch_shard._io.manifest import (
     SavedArray,
     by_name,
     check_alike,
+    check_random,
     fill,
     fill_kind,
     find_steps,
@@ -61,7 +63,7 @@ class Checkpointer:
     Raises:
         TypeError: `directory` is not a path.
         NotADirectoryError: It is a file.
-        ValueError: `keep` or `every` is not a positive number, or `directory` is a checkpoint itself.
+        ValueError: `keep` or `every` is not a positive number, or `directory` is empty or a checkpoint itself.
 
     Example:
         >>> import tempfile, optax, torch, torch_shard as ts
@@ -86,9 +88,10 @@ class Checkpointer:
         asynchronous: bool = True,
     ) -> None:
         path = check_directory("directory", directory)
-        for option, value in (("keep", keep), ("every", every)):
-            if not (option == "keep" and value is None) and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"Checkpointer: {option} must be a positive integer, got {value!r}.")
+        if keep is not None:
+            check_count("keep", keep)
+        check_count("every", every)
+        check_kind("asynchronous", asynchronous, bool)
         self.directory = path.absolute()
         if (self.directory / HEAD).exists():
             raise ValueError(
@@ -107,6 +110,7 @@ class Checkpointer:
         """The steps that have a checkpoint, in order."""
         return find_steps(self.directory)
 
+    @public
     def metrics(self, step: int) -> dict[str, float]:
         """Numbers that were saved with a step.
 
@@ -116,14 +120,22 @@ class Checkpointer:
         Raises:
             ValueError: It has no checkpoint that can be read.
         """
-        return read_head(self.path(step)).metrics
+        try:
+            return read_head(self.path(step)).metrics
+        except Unreadable as error:
+            raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
 
+    @public
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of a step.
 
         Args:
             step: A number of steps; it need not have a checkpoint.
+
+        Raises:
+            ValueError: It is no number of steps.
         """
+        _check_step(step)
         return step_path(self.directory, step)
 
     def claim(self) -> None:
@@ -172,7 +184,7 @@ class Checkpointer:
         step = int(state.step)
         if step in self.steps() and step not in self._damaged:
             return False
-        head = head_of(state, metrics or {})
+        head = head_of(state, _as_numbers({} if metrics is None else metrics))
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
         self._orbax.save(partial, args=to_save(flatten(state)), force=True)
@@ -257,23 +269,32 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: There is no checkpoint, or none that is whole.
-            ValueError: It does not fit the model or the optimiser; all differences are listed by name. Or the one that
-                was asked for is damaged.
+            ValueError: It does not fit the model or the optimiser, or was written under settings of JAX that draw other
+                random numbers; all differences are listed by name. Or the one that was asked for is damaged.
         """
         check_kind("train_step", train_step, TrainStep, hint="make_train_step gives one.")
+        check_kind("params_only", params_only, bool)
+        seed = check_seed(seed)
+        if step is not None:
+            _check_step(step)
         self.wait()
         while True:
             path = self._choose(step)
             try:
                 return self._load(path, train_step, params_only, seed)
-            except Exception:
+            except Exception as error:
                 if step is not None or path.exists() or jax.process_count() > 1:
+                    if isinstance(error, Unreadable | FileNotFoundError):
+                        raise ValueError(f"Checkpointer: {error} {self._others(path)}") from error
                     raise
                 logger.info("Checkpointer: %s was removed while it was read; the newest is read instead.", path)
 
     def _load(self, path: Path, train_step: TrainStep, params_only: bool, seed: int) -> TrainState:
-        found = read_head(path).stored
-        if params_only:
+        head = read_head(path)
+        found = head.stored
+        if not params_only:
+            check_random(path, head.random)
+        else:
             found = [stored for stored in found if stored.where == TENSORS]
         structs = flatten(train_step.structs)
         wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
@@ -296,19 +317,45 @@ class Checkpointer:
         # listed anew each time: another process may write newer ones and remove older ones
         while candidates := [s for s in (self.steps() if step is None else [step]) if s not in passed]:
             path = self.path(candidates[-1])
-            if step is not None and not path.exists():
+            if step is not None and not os.path.lexists(path):
                 break
             damage = find_damage(path, part=(jax.process_index(), jax.process_count()))
             if not agree(bool(damage)):
                 return path
-            if not path.exists():
-                continue
             passed.add(candidates[-1])
+            if not os.path.lexists(path):
+                continue
             self._damaged.add(candidates[-1])
             message = f"Checkpointer: {path} is damaged: " + "; ".join(damage or ["another process found it so"])
             if step is not None:
-                raise ValueError(f"{message}. Restore another step: {self.steps()}.")
+                raise ValueError(f"{message}. {self._others(path)}")
             logger.warning("%s. It is passed over for an older one.", message)
+        damaged = f" Damaged are those of steps {sorted(passed)}; the warnings say how." if passed else ""
         there = f"those of steps {self.steps()}" if self.steps() else "none"
         wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.")
+        raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.{damaged}")
+
+    def _others(self, path: Path) -> str:
+        """Say which step to restore instead of one that cannot be read."""
+        others = [step for step in reversed(self.steps()) if self.path(step) != path]
+        whole = next((step for step in others if not find_damage(self.path(step))), None)
+        return "No other step is whole." if whole is None else f"Step {whole} is whole: restore(..., step={whole})."
+
+
+def _check_step(step: object) -> None:
+    if not is_integer(step) or cast(int, step) < 0:
+        raise ValueError(f"{caller()}: step must be a number of steps, 0 or more, got {step!r}.")
+
+
+def _as_numbers(metrics: object) -> dict[str, float]:
+    """The metrics of a save, as they are written."""
+    check_kind("metrics", metrics, Mapping, hint="Give numbers by name.")
+    found: dict[str, float] = {}
+    for name, value in cast(Mapping[object, Any], metrics).items():
+        try:
+            if not isinstance(name, str) or isinstance(value, str):
+                raise TypeError
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{caller()}: metrics must be numbers by name, got {name!r}: {value!r:.99}.") from error
+    return found

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
+from torch_shard._common.validate import check_path
 from torch_shard._io.checkpointer import Checkpointer
 from torch_shard._io.export import SHARD_BYTES, Export, write_torch
 from torch_shard._io.formats import SAFETENSORS, TORCH, Stored, TensorFile, open_safetensors, open_torch
@@ -24,6 +26,7 @@ from torch_shard._train import TrainState
 FORMATS = ("safetensors", "torch", "checkpoint")
 
 
+@speaks_as("convert")
 def convert_weights(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -52,7 +55,7 @@ def convert_weights(
         FileExistsError: There are checkpoints where one is to be written.
         ValueError: The source is damaged or holds more than tensors by name, or it is not clear what is meant.
     """
-    source, target = Path(source), Path(target)
+    source, target = check_path("SRC", source), check_path("DST", target)
     to = to or _format_of(target)
     file = open_weights(source)
     if to == "torch":
@@ -66,7 +69,7 @@ def convert_weights(
 def _format_of(target: Path) -> str:
     if target.suffix not in (*SAFETENSORS, *TORCH) and target.suffix and not target.is_dir():
         raise ValueError(
-            f"convert: {target} must end in one of {', '.join((*SAFETENSORS, *TORCH))}, or be a directory."
+            f"{caller()}: {target} must end in one of {', '.join((*SAFETENSORS, *TORCH))}, or be a directory."
         )
     return "torch" if target.suffix in TORCH else "safetensors"
 
@@ -79,7 +82,7 @@ def open_weights(path: Path) -> TensorFile:
         ValueError: As `convert_weights`.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
+        raise FileNotFoundError(f"{caller()}: {path} does not exist.")
     if path.is_dir() and holds_checkpoint(path):
         return CheckpointTensors(path)
     return open_safetensors(path) if _is_safetensors(path) else open_torch(path)
@@ -90,10 +93,10 @@ def _is_safetensors(path: Path) -> bool:
         suffixes = {p.suffix for p in path.iterdir() if p.is_file()}
         if suffixes.isdisjoint((*SAFETENSORS, *TORCH)):
             raise FileNotFoundError(
-                f"{path} holds no weights: no {', '.join('*' + s for s in (*SAFETENSORS, *TORCH))}."
+                f"{caller()}: {path} holds no weights: no {', '.join('*' + s for s in (*SAFETENSORS, *TORCH))}."
             )
         if not suffixes.isdisjoint(SAFETENSORS) and not suffixes.isdisjoint(TORCH):
-            raise ValueError(f"{path} holds files of both formats. Give the path of one file.")
+            raise ValueError(f"{caller()}: {path} holds files of both formats. Give the path of one file.")
         return not suffixes.isdisjoint(SAFETENSORS)
     if path.suffix == ".json":
         return ".safetensors" in path.name
@@ -118,7 +121,7 @@ class CheckpointTensors:
         self._path = find_checkpoint(path).absolute()  # as orbax asks
         self.shown = str(self._path)
         if damage := find_damage(self._path):
-            raise ValueError(f"{self._path} is damaged: {'; '.join(damage)}.")
+            raise ValueError(f"{caller()}: {self._path} is damaged: {'; '.join(damage)}.")
         head = read_head(self._path)
         self._orbax = make_orbax()
         self._read: tuple[SavedArray, jax.Array] | None = None
@@ -156,7 +159,9 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Pa
     """
     with Checkpointer(directory, asynchronous=False) as checkpointer:
         if checkpointer.steps():
-            raise FileExistsError(f"{directory} holds checkpoints of steps {checkpointer.steps()}. Name another one.")
+            raise FileExistsError(
+                f"{caller()}: {directory} holds checkpoints of steps {checkpointer.steps()}. Name another one."
+            )
         zero = jnp.zeros((), jnp.int32)
         params = {name: jnp.asarray(host_array(tensor)) for name, tensor in tensors.items()}
         wide = tuple(name for name, tensor in tensors.items() if tensor.dtype is torch.int64)

@@ -18,7 +18,7 @@ from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
 from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_directory, check_path
+from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
 from torch_shard._device import JaxTensor, refuse_meta, to_cpu
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
@@ -151,7 +151,8 @@ def _write(
     for name, entry in stored.items():
         tensor = next(tensors)
         assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), name
-        out.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():
+            out.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_torch(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -198,14 +199,13 @@ def export_safetensors(
         >>> path.name
         'model.safetensors'
     """
+    check_kind("metadata", metadata, Mapping | None)
     strings = {"format": "pt", **(metadata or {})}
     if not all(isinstance(text, str) for pair in strings.items() for text in pair):
         raise TypeError(f"export_safetensors: metadata must map strings to strings, got {metadata}.")
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"export_safetensors: max_shard_bytes must be a positive int, got {max_shard_bytes!r}.")
+    check_count("max_shard_bytes", max_shard_bytes)
     path = check_path("path", path)
-    if path.suffix != ".safetensors":
-        check_directory("path", path)
+    path = check_file("path", path) if path.suffix == ".safetensors" else check_directory("path", path)
     values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(path, stored, max_shard_bytes, strings)
@@ -235,7 +235,7 @@ def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], pat
         >>> sorted(torch.load(path, weights_only=True))
         ['bias', 'weight']
     """
-    path = check_path("path", path)
+    path = check_file("path", path)
     values, structs = _collect(state)
     tensors = (_whole(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
@@ -267,6 +267,9 @@ def _collect(
     names = (group[0] for group in group_ties(structs, by_identity=False))
     written = {name: structs[name] for name in names if name not in unsaved}
     refuse_meta(written)
+    odd = [f"{n} ({t.layout})" for n, t in written.items() if getattr(t, "layout", torch.strided) is not torch.strided]
+    if odd:
+        raise TypeError(f"{caller()}: files hold dense tensors, but not {', '.join(odd)}. Use .to_dense().")
     return values, written
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torch_shard._common.caller import caller
+
 DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F64": torch.float64, "C64": torch.complex64},
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
@@ -71,7 +73,7 @@ class SafetensorsFile:
         header, self._start = _read_header(path)
         lacking = [f"{name}: {fields['dtype']}" for name, fields in header.items() if fields["dtype"] not in DTYPES]
         if lacking:
-            raise ValueError(f"{path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
+            raise ValueError(f"{caller()}: {path} holds dtypes that torch has no tensors of: {', '.join(lacking)}.")
         self._last: tuple[str, torch.Tensor] | None = None
         spans = {name: fields["data_offsets"] for name, fields in header.items()}
         self._spans = dict(sorted(spans.items(), key=lambda item: item[1]))
@@ -102,8 +104,12 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             pass
     except SafetensorError as error:
         if zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is no safetensors file, but one of torch.save. Read it by load_torch.") from error
-        raise ValueError(f"{path} is damaged, or no safetensors file: {error}{_describe_sizes(path)}.") from error
+            raise ValueError(
+                f"{caller()}: {path} is no safetensors file, but one of torch.save. Read it by load_torch."
+            ) from error
+        raise ValueError(
+            f"{caller()}: {path} is damaged, or no safetensors file: {error}{_describe_sizes(path)}."
+        ) from error
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -148,14 +154,14 @@ class TorchFile:
             named = re.search(r"GLOBAL (\S+)", str(error))
             what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
             raise ValueError(
-                f"{self.shown} holds more than tensors and plain containers: it {what}. To rebuild that may run code "
-                "from the file, so it is not read. Where you trust it, save its state_dict alone: "
+                f"{caller()}: {self.shown} holds more than tensors and plain containers: it {what}. To rebuild that "
+                "may run code from the file, so it is not read. Where you trust it, save its state_dict alone: "
                 "torch.save(model.state_dict(), path), or as safetensors."
             ) from error
         except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
             reason = str(error).partition("\n")[0][:300]
             raise ValueError(
-                f"{self.shown} is damaged, or no file of torch.save: {type(error).__name__} {reason}"
+                f"{caller()}: {self.shown} is damaged, or no file of torch.save: {type(error).__name__} {reason}"
             ) from error
 
 
@@ -183,7 +189,7 @@ def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
         nested = [key for key, value in tensors.items() if isinstance(value, Mapping)] if is_mapping else []
         remedy = f"the part that has the weights, perhaps [{nested[0]!r}]" if nested else "a state_dict"
         raise ValueError(
-            f"{shown} must hold tensors by name, and nothing else. It holds {held[:1000]}. Read it with "
+            f"{caller()}: {shown} must hold tensors by name, and nothing else. It holds {held[:1000]}. Read it with "
             f"torch.load(path, weights_only=True, mmap=True), and give load_torch {remedy} in place of the path."
         )
     odd = {
@@ -192,8 +198,8 @@ def _stored(tensors: Any, shown: str) -> dict[str, Stored]:
     if odd:
         listed = ", ".join(f"{n} ({t.device}, {t.layout}, {t.dtype})" for n, t in odd.items())
         raise ValueError(
-            f"{shown} must hold plain CPU tensors, but has {listed}. Convert them with .to_dense(), .dequantize() or "
-            ".cpu()."
+            f"{caller()}: {shown} must hold plain CPU tensors, but has {listed}. Convert them with .to_dense(), "
+            ".dequantize() or .cpu()."
         )
     return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
@@ -283,7 +289,7 @@ def _open(
     if path.is_dir():
         path = _choose(path, names, suffixes)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist.")
+        raise FileNotFoundError(f"{caller()}: {path} does not exist.")
     return _open_index(path, open_file) if path.suffix == ".json" else open_file(path)
 
 
@@ -294,16 +300,18 @@ def _choose(folder: Path, names: tuple[str, str], suffixes: tuple[str, ...]) -> 
     parts = [p.name for p in found if _PART.search(p.stem)]
     if parts and not usual:
         raise FileNotFoundError(
-            f"{folder} holds {', '.join(parts)}, which are parts of several, but not their index {names[1]}. Fetch it, "
-            "or export again."
+            f"{caller()}: {folder} holds {', '.join(parts)}, which are parts of several, but not their index "
+            f"{names[1]}. Fetch it, or export again."
         )
     if len(found) == 1:
         return found[0]
     wanted = " or ".join([*names, *("*" + suffix for suffix in suffixes)])
     if not found:
-        raise FileNotFoundError(f"{folder} holds no {wanted}.")
+        raise FileNotFoundError(f"{caller()}: {folder} holds no {wanted}.")
     listed = ", ".join(p.name for p in found)
-    raise ValueError(f"{folder} holds {listed}, and nothing says which is meant. Give the path of one file.")
+    raise ValueError(
+        f"{caller()}: {folder} holds {listed}, and nothing says which is meant. Give the path of one file."
+    )
 
 
 def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFile:
@@ -313,7 +321,8 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
     missing = [file for file in names_of if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or export it again."
+            f"{caller()}: {path} names {', '.join(missing)}, which {path.parent} lacks. Fetch what is missing, or "
+            "export it again."
         )
     files = {file: open_file(path.parent / file) for file in sorted(names_of)}
     faults = [
@@ -328,7 +337,7 @@ def _open_index(path: Path, open_file: Callable[[Path], TensorFile]) -> TensorFi
         faults += [f"{name}: it is in {first[name]} and in {file}" for name in both]
     if faults:
         listed = "\n".join(f"  {fault}." for fault in faults)
-        raise ValueError(f"{path} does not fit its files. Fetch them again.\n\n{listed}")
+        raise ValueError(f"{caller()}: {path} does not fit its files. Fetch them again.\n\n{listed}")
     return ManyFiles(str(path), list(files.values()))
 
 
@@ -336,13 +345,13 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text())["weight_map"]
         files = set(found.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'{path} is no index: it must be JSON with a "weight_map" from names to files. {type(error).__name__}: '
-            f"{error}."
+            f'{caller()}: {path} is no index: it must be JSON with a "weight_map" from names to files. '
+            f"{type(error).__name__}: {error}."
         ) from error
     outside = [file for file in files if not isinstance(file, str) or Path(file).name != file]
     if outside or not files:
         shown = f"names {', '.join(map(repr, outside))}" if outside else "names no file"
-        raise ValueError(f"{path} {shown}; an index names files beside it, without a folder.")
+        raise ValueError(f"{caller()}: {path} {shown}; an index names files beside it, without a folder.")
     return found

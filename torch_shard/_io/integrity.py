@@ -1,11 +1,45 @@
 """Directories that are whole or damaged: a checksum of every file, written last."""
 
+import contextlib
 import json
 import os
 import zlib
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 CHECKSUMS = "checksums.json"
+
+
+class Unreadable(ValueError):
+    """A file is not what it was written as."""
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Generator[None, None, None]:
+    """Let whatever the content of a file leads to say which file it is.
+
+    Args:
+        name: Of the file, in its folder.
+
+    Raises:
+        FileNotFoundError: It is missing.
+        Unreadable: It cannot be read, or holds something else.
+    """
+    try:
+        yield
+    except (FileNotFoundError, Unreadable, MemoryError):
+        raise
+    except Exception as error:  # of the decoder, of missing keys and wrong types, of who interprets them
+        reason = str(error).partition("\n")[0][:300]
+        raise Unreadable(f"{name}: cannot be read, {type(error).__name__}: {reason}") from error
+
+
+def read_json(file: Path) -> Any:
+    """Content of a file of JSON, of whatever kind; to be called within `reading`."""
+    if file.exists() and not file.is_file():
+        raise OSError("it is no file")  # to read a pipe would wait for ever
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def seal(directory: Path) -> None:
@@ -34,21 +68,34 @@ def find_damage(directory: Path, *, part: tuple[int, int] = (0, 1)) -> list[str]
         part: `(k, n)` to read only the `k`-th of each `n` files.
     """
     try:
-        wanted = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
+        wanted = _read_checksums(directory)
     except FileNotFoundError:
         return [f"{CHECKSUMS}: missing, so it was not written to its end"]
-    except ValueError:
-        return [f"{CHECKSUMS}: cannot be read"]
-    lines = []
-    for name, (size, checksum) in list(wanted.items())[part[0] :: part[1]]:
-        file = directory / name
+    except Unreadable as error:
+        return [str(error)]
+    mine = list(wanted.items())[part[0] :: part[1]]
+    return [f"{name}: {fault}" for name, sums in mine if (fault := _fault_of(directory / name, *sums))]
+
+
+def _read_checksums(directory: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 by the names of files."""
+    with reading(CHECKSUMS):
+        found = read_json(directory / CHECKSUMS)
+        if not found:
+            raise ValueError("it names no file")
+        return {str(name): (int(size), int(checksum)) for name, (size, checksum) in found.items()}
+
+
+def _fault_of(file: Path, size: int, checksum: int) -> str | None:
+    """Say how a file differs from what was written."""
+    try:
         if not file.is_file():
-            lines.append(f"{name}: missing")
-        elif file.stat().st_size != size:
-            lines.append(f"{name}: {file.stat().st_size} bytes, must have {size}")
-        elif _checksum(file)[1] != checksum:
-            lines.append(f"{name}: its checksum differs, so some of its bits have changed")
-    return lines
+            return "it is no file any more" if file.exists() else "missing"
+        if (now := file.stat().st_size) != size:
+            return f"{now} bytes, must have {size}"
+        return None if _checksum(file)[1] == checksum else "its checksum differs, so some of its bits have changed"
+    except (OSError, ValueError) as error:  # a NUL in the name is no value
+        return f"cannot be read: {error}"
 
 
 def _files(directory: Path) -> list[Path]:

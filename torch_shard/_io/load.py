@@ -14,7 +14,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind, check_path
+from torch_shard._common.validate import check_call, check_kind, check_path
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
@@ -173,6 +173,8 @@ class _Loader:
         self, rename: Rename | None, allow_missing: Allowed, allow_unused: Allowed
     ) -> torch.nn.Module | dict[str, torch.Tensor]:
         check_kind("rename", rename, Mapping | Callable | None)
+        if callable(rename):
+            check_call("rename", rename, "name")
         for option, given in (("allow_missing", allow_missing), ("allow_unused", allow_unused)):
             check_kind(option, given, Iterable | bool, hint="Give names or globs, or True for all.")
         match = self._match
@@ -275,4 +277,4 @@ def _are_equal(file: TensorFile, name: str, other: str, part: Index) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from torch_shard._common.types import PyTree
+from torch_shard._io.integrity import Unreadable, read_json, reading
 from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
 from torch_shard._train import KINDS, TrainState
 
@@ -65,7 +66,14 @@ class SavedArray:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "SavedArray":
         """The inverse of `dataclasses.asdict`, by way of JSON."""
-        return cls(**{**found, "names": tuple(found["names"]), "shape": tuple(found["shape"])})
+        return cls(
+            where=_text(found["where"]),
+            names=_texts(found["names"]),
+            shape=tuple(map(_count, found["shape"])),
+            dtype=jnp.dtype(_text(found["dtype"])).name,
+            spec=_text(found["spec"]),
+            kind=_text(found["kind"]),
+        )
 
 
 def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
@@ -261,6 +269,7 @@ class Head:
         wide: Names of the entries that are int64 in torch, whatever they are here.
         metrics: Numbers that were kept with it.
         mesh: Sizes of the mesh axes that it was split over.
+        random: Settings of JAX by which the run drew its random numbers; none where an older version wrote it.
         stored: Its arrays.
     """
 
@@ -271,6 +280,76 @@ class Head:
     metrics: dict[str, float]
     mesh: dict[str, int]
     stored: list[SavedArray]
+    random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
+
+    @classmethod
+    def from_json(cls, found: Any) -> "Head":
+        """The inverse of `dataclasses.asdict`, by way of JSON.
+
+        Raises:
+            Exception: It is something else, of whatever kind that leads to.
+        """
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']!r}, must be {FORMAT}")
+        stored = [SavedArray.from_json(one) for one in list[Any](found["stored"])]
+        if len({entry for one in stored for entry in one.entries}) < sum(len(one.entries) for one in stored):
+            raise ValueError("an entry is stored twice")
+        return cls(
+            step=_count(found["step"]),
+            num_batches=_count(found["num_batches"]),
+            unsaved=_texts(found["unsaved"]),
+            wide=_texts(found["wide"]),
+            metrics={_text(name): float(value) for name, value in found["metrics"].items()},
+            mesh={_text(axis): _count(size) for axis, size in found["mesh"].items()},
+            random={_text(name): value for name, value in found.get("random", {}).items()},
+            stored=stored,
+        )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.50} is no text")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r:.50} is no list of names")
+    return tuple(map(_text, cast(list[object], values)))
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r:.50} is no count")
+    return value
+
+
+RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")
+"""Settings of JAX on which the random numbers of a key depend."""
+
+
+def random_settings() -> dict[str, str | bool]:
+    """The present values of `RANDOM`."""
+    return {name: getattr(jax.config, name) for name in RANDOM}
+
+
+def check_random(path: Path, saved: Mapping[str, str | bool]) -> None:
+    """Refuse a state whose run would draw other random numbers here.
+
+    Raises:
+        ValueError: Settings differ; all are listed.
+    """
+    now = random_settings()
+    if differing := [name for name, value in saved.items() if now.get(name) != value]:
+        lines = [f"  {name}: {saved[name]!r} in the checkpoint, {now.get(name)!r} here" for name in differing]
+        remedy = "; ".join(f"jax.config.update({name!r}, {saved[name]!r})" for name in differing)
+        raise ValueError(
+            f"Checkpointer: {path} was written under other settings of JAX, and the run would go on with other random "
+            "numbers (dropout and its kin).\n\n"
+            + "\n".join(lines)
+            + f"\n\nSet at the start of the program: {remedy}. Or "
+            "restore with params_only=True, which begins anew."
+        )
 
 
 def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
@@ -284,6 +363,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
         metrics={name: float(value) for name, value in metrics.items()},
         mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
         stored=list(flatten(state)),
+        random=random_settings(),
     )
 
 
@@ -297,14 +377,11 @@ def read_head(directory: Path) -> Head:
     """Read what a checkpoint says of itself.
 
     Raises:
-        ValueError: It was written by another version of torch_shard, or is not a checkpoint.
+        Unreadable: It was written by another version of torch_shard, or is not a checkpoint.
     """
     try:
-        found = json.loads((directory / HEAD).read_text(encoding="utf-8"))
-        if found.pop("format") != FORMAT:
-            raise KeyError("format")
-        stored = [SavedArray.from_json(one) for one in found.pop("stored")]
-        names = {key: tuple(found[key]) for key in ("unsaved", "wide")}
-        return Head(**{**found, **names}, stored=stored)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} is not a checkpoint of this version of torch_shard: {error!r}.") from error
+        with reading(HEAD):
+            return Head.from_json(read_json(directory / HEAD))
+    except (FileNotFoundError, Unreadable) as error:
+        reason = error if isinstance(error, Unreadable) else f"it has no {HEAD}"
+        raise Unreadable(f"{directory} is not a checkpoint of this version of torch_shard: {reason}.") from error

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
+from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._io.formats import Stored, TensorFile
 from torch_shard._sharding import ShardingPlan, make_matcher, unsaved_buffers
 
@@ -102,13 +104,13 @@ class Match:
         if isinstance(rename, Mapping):
             for name in rename:
                 if name not in self._file.stored:
-                    hint = _Closest(self._file.stored)(name)
+                    hint = _Closest(self._file.stored)(str(name))
                     self.faults.append(f"rename has {name!r}, which is no name of the file{hint}.")
             wanted = {name: rename.get(name, name) for name in self._file.stored}
         else:
             wanted = {name: rename(name) if rename else name for name in self._file.stored}
         if odd := {name: new for name, new in wanted.items() if not isinstance(new, str | None)}:
-            raise TypeError(f"rename must give strings, or None to drop a name, but gives {odd}.")
+            raise TypeError(f"{caller()}: rename must give strings, or None to drop a name, but gives {odd}.")
         first: dict[str, str] = {}
         for name, new in wanted.items():
             if new is not None and first.setdefault(new, name) != name:
@@ -131,6 +133,7 @@ class Match:
             return set(names) if given else set()
         found: set[str] = set()
         for pattern in [given] if isinstance(given, str) else given:
+            check_kind(f"a pattern of {option}", pattern, str)
             hits = set(filter(make_matcher(pattern), names))
             if not hits:
                 self.faults.append(f"{option} has {pattern!r}, which matches nothing. Correct it, or leave it out.")

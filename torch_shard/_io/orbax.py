@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from torch_shard._common.types import PyTree
+from torch_shard._io.integrity import reading
 from torch_shard._io.manifest import TENSORS, SavedArray
 
 ITEMS = (TENSORS, "rest")
@@ -31,16 +33,29 @@ def _to_restore(structs: dict[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRest
 
 
 def to_save(arrays: Mapping[SavedArray, jax.Array]) -> ocp.args.Composite:
-    """Arguments of orbax for a save."""
-    return _by_item(arrays, ocp.args.PyTreeSave)
+    """Arguments of orbax for a save. Arrays without elements, which orbax refuses, are in the description alone."""
+    return _by_item({stored: array for stored, array in arrays.items() if stored.num_bytes}, ocp.args.PyTreeSave)
 
 
 def read_arrays(
     orbax: ocp.AsyncCheckpointer, path: Path, structs: Mapping[SavedArray, jax.ShapeDtypeStruct]
 ) -> dict[SavedArray, jax.Array]:
-    """Arrays of a checkpoint, each onto its shards."""
-    restored = orbax.restore(path, args=_by_item(structs, _to_restore))
-    return {stored: restored[_item(stored)][stored.label] for stored in structs}
+    """Arrays of a checkpoint, each onto its shards.
+
+    Raises:
+        Unreadable: Orbax cannot read them.
+        FileNotFoundError: Files are missing.
+    """
+    given = {stored: struct for stored, struct in structs.items() if stored.num_bytes}
+    with reading(str(path)):
+        restored = orbax.restore(path, args=_by_item(given, _to_restore))
+    return {s: restored[_item(s)][s.label] if s.num_bytes else _empty(struct) for s, struct in structs.items()}
+
+
+def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array without elements."""
+    whole = np.zeros(struct.shape, struct.dtype)
+    return jax.make_array_from_callback(struct.shape, struct.sharding, whole.__getitem__)
 
 
 def _by_item(

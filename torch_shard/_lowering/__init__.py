@@ -1,7 +1,7 @@
 """An ATen graph as a function of JAX arrays: a table of operators, an interpreter, and captures with their lowering."""
 
+from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.interpreter import (
-    compiler_options,
     draws_random,
     lower,
     matmul_precision,

@@ -21,8 +21,6 @@ Lowered = Callable[..., list[PyTree]]
 Place = int | jax.Array | None
 """Place of an operator in the stream of random numbers; None if it draws none."""
 
-_CALLS = ("torch_shard::call", "torch_shard::call_for_effect")
-
 
 def missing_lowerings(graph: GraphModule) -> list[Node]:
     """The nodes that have no lowering, first of each operator."""
@@ -170,16 +168,3 @@ def matmul_precision() -> AbstractContextManager[object]:
 def place_of(node: Node) -> str:
     """Module path and source line of a node, where the capture recorded them."""
     return node.meta.get("custom", {}).get("where", "(place unknown)")
-
-
-# XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
-# computation loses its row in LLVM's loop strength reduction; tests/system/test_upstream.py has the smallest
-# program). Only these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not
-# affected.
-_MAY_PAD = ("aten::constant_pad_nd", "torch_shard::ctc_backward", *_CALLS)
-
-
-def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> dict[str, str | int | bool] | None:
-    """XLA options that a program of these graphs needs to be right on these platforms, for a top-level `jax.jit`."""
-    names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
-    return {"xla_cpu_use_fusion_emitters": False} if platforms == {"cpu"} and names & set(_MAY_PAD) else None

@@ -15,7 +15,7 @@ from torch_shard._common.caller import public
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_call, check_kind, check_seed
 from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._materialize.construct import Construction, Init, construct, construct_again
@@ -48,8 +48,9 @@ def materialize(
             say how its values come about: `init` does. Entries that have values already are placed as they are.
         mesh: The devices, with Auto axes.
         plan: Which entry is split how; checked as a whole before anything is computed.
-        seed: Of the random numbers, of 32 bits. Those of an entry depend on the seed and on its name alone: they are
-            the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's generators.
+        seed: Of the random numbers, from 0 to 2**32 - 1. Those of an entry depend on the seed and on its name alone:
+            they are the same on every mesh, whatever else the module holds. They follow JAX's streams, not torch's
+            generators.
         init: For a module on the meta device: the name of a method, called on each submodule that has it
             (`"reset_parameters"`, if the initialisers of torch's own layers are all that it needs), or a function,
             called on each submodule as by `Module.apply`; children first. As in their constructors, layers have run
@@ -85,13 +86,16 @@ def materialize(
     """
     check_mesh(mesh)
     check_kind("plan", plan, ShardingPlan)
-    _check_seed(seed)
+    seed = check_seed(seed)
     if isinstance(model, nn.Module):
         hint = "It names a method of submodules, or is called on each of them."
         check_kind("init", init, str | Callable | None, hint=hint)
+        if callable(init):
+            check_call("init", init, "module", hint=hint)
         return _fill_in(model, mesh, plan, seed=seed, init=init)
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
+    check_call("model", model, hint="Bind what it needs: lambda: Model(config).")
     if init is not None:
         raise TypeError("materialize: init= is for modules on the meta device; a constructor initialises by itself.")
     construction = construct(model)
@@ -125,12 +129,6 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, ini
     if initialiser is not None:
         places.replace([(held[name], initialiser.make(name)) for name in names])
     return model
-
-
-def _check_seed(seed: int) -> None:
-    """JAX cuts a seed to 32 bits, so that other seeds would give the same numbers."""
-    if not isinstance(seed, int) or not -(2**31) <= seed < 2**32:
-        raise ValueError(f"materialize: seed must be an int of 32 bits, from 0 to {2**32 - 1}, got {seed!r}.")
 
 
 class _Initialiser:

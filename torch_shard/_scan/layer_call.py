@@ -14,7 +14,6 @@ from torch._C import _autograd
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import (
-    FAR,
     Captured,
     Spec,
     as_captured,
@@ -189,7 +188,7 @@ class LayerCall:
         """The origin of each input of the graph."""
         if missing := missing_lowerings(graph.module):
             self.record.refuse(f"{missing[0].target} has no lowering")
-        if any(node.meta.get("random_place", 0) >= FAR for node in graph.module.graph.nodes):
+        if graph.num_draws is None:
             self.record.refuse("PyTorch decomposes one of its random operators")
         known: dict[Origin, list[torch.Tensor]] = {
             "outside": self.record.outside,

@@ -223,6 +223,17 @@ def marked_like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return new
 
 
+def entry_places(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """The places of all parameters and buffers, each under all of its names: a dict, the key there, the tensor."""
+    held = [cast(dict[str, torch.Tensor | None], d) for m in module.modules() for d in (m._parameters, m._buffers)]
+    return [(entries, name, tensor) for entries in held for name, tensor in entries.items() if tensor is not None]
+
+
+def mark_parameter(tensor: torch.Tensor) -> None:
+    """Let a tensor that stands for a parameter be an instance of `nn.Parameter`."""
+    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def place_of(module: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     """The dict that holds the parameter or buffer of that name, and its key there."""
     path, _, leaf = name.rpartition(".")

@@ -6,15 +6,17 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from torch_shard._common.caller import caller
+from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device
 
 
+@public
 def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
 
@@ -30,14 +32,15 @@ def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mes
 
     Raises:
         TypeError: A size is not an int.
-        ValueError: No axis, a size that is neither positive nor -1, or sizes that do not fit the devices.
+        ValueError: No axis, a size that is neither positive nor -1, sizes that do not fit the devices, or what is no
+            sequence of different devices.
 
     Example:
         >>> dict(make_mesh(batch=4, model=2).shape)
         {'batch': 4, 'model': 2}
     """
     _check_sizes(axis_sizes)
-    available: list[Device] = list(cast(Sequence[Device], jax.devices()) if devices is None else devices)
+    available = list(cast(Sequence[Device], jax.devices())) if devices is None else as_devices(devices)
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
     if required > len(available):
@@ -50,6 +53,21 @@ def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mes
     auto = (AxisType.Auto,) * len(sizes)
     mesh: Mesh = jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
     return mesh
+
+
+def as_devices(devices: object) -> list[Device]:
+    """The devices that a user gave: at least one, each once.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    found: list[Any] = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
+    if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
+        raise ValueError(
+            f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "
+            f"got {devices!r}."
+        )
+    return found
 
 
 def check_mesh(mesh: object, *, where: str = "") -> Mesh:
@@ -81,6 +99,22 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
             f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
         )
     return mesh
+
+
+def check_current_mesh() -> None:
+    """Refuse a mesh of `jax.set_mesh` that takes the choice of shardings from XLA.
+
+    Raises:
+        ValueError: Some axis of it is Explicit or Manual.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
+    if foreign:
+        raise ValueError(
+            f"{caller()}: every axis of the mesh that is current here, by jax.set_mesh or jax.shard_map, must be Auto, "
+            f"but {', '.join(foreign)}. The step has a mesh of its own: call it outside."
+        )
 
 
 def find_spec_faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.entries import group_ties
-from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
 @dataclass(frozen=True)
@@ -300,6 +300,10 @@ def _find_type_fault(label: str, key: object, spec: object) -> str | None:
         return f"rule {label}: expected a PartitionSpec, got {spec!r}. To replicate, say P()."
     if spec.unreduced or spec.reduced:
         return f"rule {label}: {spec!r} asks for a reduction. Name axes only by the dims that they split."
+    if odd := [axis for axis in axes_of(spec) if not isinstance(cast(object, axis), str)]:
+        return (
+            f"rule {label}: {describe_spec(spec)} has {odd[0]!r}. Its parts are names of axes, tuples of them, or None."
+        )
     return None
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from jax.typing import ArrayLike
 
+from torch_shard._common.caller import speaks_as
 from torch_shard._common.random import wrap_seed
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._interop import call_jax
 from torch_shard._spmd.check_maps import VALUES
 from torch_shard._spmd.maps import names_of
@@ -45,6 +47,13 @@ class ArgKind:
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
     check: Check = lambda leaf, num_devices: None
     needs_leaves: bool = True
+
+    @speaks_as("ArgKind")
+    def __post_init__(self) -> None:
+        for name, function in {"spread": self.spread, "join": self.join, "check": self.check}.items():
+            if function is not None or name == "check":
+                check_kind(name, function, Callable)
+        check_kind("needs_leaves", self.needs_leaves, bool)
 
 
 def _check_shard(leaf: ArrayLike, num_devices: int) -> str | None:
@@ -116,7 +125,7 @@ class ArgKinds:
             raise ValueError(
                 f"tpmap: argtypes must have a kind for each positional argument, as {example!r}; got {argtypes!r}."
             )
-        if not isinstance(kwargtypes, Mapping):
+        if not isinstance(kwargtypes, Mapping) or not all(isinstance(name, str) for name in kwargtypes):
             raise ValueError(f'tpmap: kwargtypes must map names to kinds, as {{"x": "shard"}}; got {kwargtypes!r}.')
         self._positional = [kind_of(f"argtypes[{i}]", kind) for i, kind in enumerate(argtypes)]
         self._named = {name: kind_of(f"kwargtypes[{name!r}]", kind) for name, kind in kwargtypes.items()}

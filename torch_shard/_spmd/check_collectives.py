@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import torch
 
 from torch_shard._capture import current_mode
 from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.convert import adopt_torch_nodes
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import is_integer
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def check_pairs(pairs: object, count: int) -> list[tuple[int, int]]:
 
 
 def _is_pair(pair: object) -> bool:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(i, (int, np.integer)) for i in pair)
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_integer, pair))
 
 
 def describe(value: object) -> str:

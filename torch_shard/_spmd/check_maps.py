@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, varying
 from torch_shard._common.caller import caller
-from torch_shard._common.types import Device, PyTree
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import is_integer
 from torch_shard._sharding import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 
 
@@ -248,7 +248,7 @@ def check_result(where: str, leaf: PyTree) -> None:
 
 def check_axes(argument: str, axes: PyTree) -> None:
     """Refuse what is not a mapped dim."""
-    if not all(isinstance(axis, int) for axis in jax.tree.leaves(axes)):
+    if not all(map(is_integer, jax.tree.leaves(axes))):
         raise TypeError(f"{caller()}: {argument} must be an int, None, or a pytree of them, got {axes!r}.")
 
 
@@ -264,31 +264,6 @@ def as_names(argument: str, names: object) -> tuple[str, ...]:
     if not (isinstance(found, Iterable) and all(isinstance(name, str) for name in found)):
         raise TypeError(f"{caller()}: {argument} must be a name of an axis, or a tuple of names, got {names!r}.")
     return tuple(found)
-
-
-def as_positions(argument: str, positions: int | Iterable[int], names: Sequence[str]) -> tuple[int, ...]:
-    """Positions of arguments of these names, counted from the first."""
-    found = (positions,) if isinstance(positions, int) else positions
-    if isinstance(found, str) or not all(isinstance(p, int) for p in found):
-        raise TypeError(f"{caller()}: {argument} must be a position of an argument, or a tuple of them, got {found!r}.")
-    for position in found:
-        if not -len(names) <= position < len(names):
-            raise ValueError(
-                f"{caller()}: {argument} has {position}, and the function was called with {len(names)} arguments "
-                f"({', '.join(names)})."
-            )
-    return tuple(position % len(names) for position in found)
-
-
-def as_devices(devices: object) -> list[Device]:
-    """The devices of a map, at least one, each once."""
-    found: list[Any] = list(devices) if isinstance(devices, Sequence | np.ndarray) else [devices]
-    if not found or len(set(map(id, found))) < len(found) or not all(isinstance(d, jax.Device) for d in found):
-        raise ValueError(
-            f"{caller()}: devices must be a sequence of different JAX devices, as in jax.devices()[:4], "
-            f"got {devices!r}."
-        )
-    return found
 
 
 def check_outermost() -> None:

@@ -14,12 +14,11 @@ from torch_shard._common.axes import manual_axes, size_of
 from torch_shard._common.caller import caller, public, speaks_as
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
+from torch_shard._common.validate import as_positions, check_count, check_kind, check_options
 from torch_shard._interop import CLOSURE, PerClosure, Pure, Reader, adapt, pure_of, shift
-from torch_shard._sharding import check_mesh
+from torch_shard._sharding import as_devices, check_mesh
 from torch_shard._spmd.check_maps import (
-    as_devices,
     as_names,
-    as_positions,
     check_axes,
     check_axis_name,
     check_inputs,
@@ -75,8 +74,10 @@ def jax_vmap(
     if axis_name is not None:
         check_axis_name(axis_name)
     check_axes("out_axes", out_axes)
-    if not (axis_size is None or isinstance(axis_size, int)):
-        raise TypeError(f"jax_vmap: axis_size must be an int, got {axis_size!r}.")
+    check_kind("axis_size", axis_size, int | None)
+    if axis_size is not None:
+        check_count("axis_size", axis_size)
+    check_options(jax.vmap, kwargs, ("fun",))
     vmap = functools.partial(jax.vmap, axis_name=axis_name, **kwargs)
 
     @speaks_as("jax_vmap")
@@ -141,6 +142,7 @@ def jax_pmap(
     if axis_name is not None:
         check_axis_name(axis_name)
     check_axes("out_axes", out_axes)
+    check_options(jax.pmap, kwargs, ("fun",))
     options: dict[str, Any] = {"out_axes": out_axes, **kwargs}
     if devices is not None:
         options["devices"] = devices = as_devices(devices)
@@ -218,6 +220,7 @@ def jax_shard_map(
         3.5
     """
     check_mesh(mesh)
+    check_kind("check_vma", check_vma, bool)
     mapped_names = as_names("axis_names", axis_names)
     check_names("in_specs", in_specs, mesh, mapped_names)
     check_names("out_specs", out_specs, mesh, mapped_names)

@@ -14,12 +14,14 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy
 from torch_shard._common.processes import exchange
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind, check_number
 from torch_shard._device import JaxTensor, to_cpu
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
 
 
+@public
 def unshard(tree: PyTree) -> list[PyTree]:
     """Take the leading dim of devices apart, for plain Python loops.
 
@@ -117,9 +119,9 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
         <BLANKLINE>
           ['w']: row 1 differs from row 0 by 0.5 at most.
     """
-    for name, tolerance in {"rtol": rtol, "atol": atol}.items():
-        if not (isinstance(tolerance, int | float) and tolerance >= 0):
-            raise ValueError(f"{caller()}: {name} must be a number of at least 0, got {tolerance!r}.")
+    check_number("rtol", rtol)
+    check_number("atol", atol)
+    check_kind("device_axis", device_axis, bool)
     adopt_torch_nodes(tree)
     values: dict[tuple[Part, bytes], Callable[[], np.ndarray]] = {}
     tables = exchange(lambda: _table(tree, device_axis, values))

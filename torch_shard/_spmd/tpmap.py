@@ -14,8 +14,9 @@ from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree
 from torch_shard._interop import PerClosure, Pure, adapt, pure_of
+from torch_shard._sharding import as_devices
 from torch_shard._spmd.arg_kinds import KINDS, RNG, STATIC, ArgKind, ArgKinds, Kind, is_typed_key, kind_of
-from torch_shard._spmd.check_maps import as_devices, check_axis_name, check_outermost, check_places, check_result
+from torch_shard._spmd.check_maps import check_axis_name, check_outermost, check_places, check_result
 
 
 @public

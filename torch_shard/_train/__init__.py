@@ -1,9 +1,12 @@
 """The compiled step: loss program, state, optimiser update, microbatches."""
 
 from torch_shard._train.batch import flatten_batch
+from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
+from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, in_float64
 from torch_shard._train.joint import JointLoss, LossShape
-from torch_shard._train.loss_result import split_loss
+from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
+from torch_shard._train.optimizer import check_optimizer
 from torch_shard._train.state import KINDS, TrainState
 from torch_shard._train.step import Placed, Step
 from torch_shard._train.step_guard import check_max_grad_norm
@@ -11,6 +14,9 @@ from torch_shard._train.train_step import EvalStep, TrainStep
 
 __all__ = [
     "KINDS",
+    "ROUNDING",
+    "Comparison",
+    "Difference",
     "EvalStep",
     "JointLoss",
     "LossShape",
@@ -18,9 +24,18 @@ __all__ = [
     "Step",
     "TrainState",
     "TrainStep",
+    "Values",
+    "array_of",
+    "check_loss_fn",
     "check_max_grad_norm",
+    "check_optimizer",
+    "difference_of",
+    "eager_copy",
+    "eager_gradients",
+    "eager_loss",
     "flatten_batch",
+    "in_float64",
     "make_eval_step",
     "make_train_step",
-    "split_loss",
+    "numbers_of",
 ]

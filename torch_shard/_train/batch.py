@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from torch_shard._capture import Spec
+from torch_shard._common.convert import flatten
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import named
 from torch_shard._train.batch_objects import TakenApart, is_static, take_apart
 
 
@@ -32,6 +34,11 @@ class BatchSignature:
         """The array leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Spec)]
 
+    @property
+    def paths(self) -> list[str]:
+        """Path of each array leaf, for messages."""
+        return array_paths(self.rebuild([torch.empty(spec.shape, device="meta") for spec in self.specs]))
+
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         """The batch, with these tensors as its array leaves."""
         batch = jax.tree.unflatten(self.tree, list(self._rebuilt(tensors)))
@@ -48,10 +55,14 @@ class BatchSignature:
 
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
-    leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(batch, _is_iterator))
-    found, kinds = [], []
+    leaves, tree = flatten(batch, _is_iterator)
+    found, kinds = list[PyTree](), list[object]()
     for number, leaf in enumerate(leaves):
-        kind = _describe(leaf)
+        try:
+            kind = _describe(leaf)
+        except TypeError:
+            with named(_paths(batch)[number]):
+                raise
         if kind is None:
             apart, arrays = take_apart(leaf, _paths(batch)[number])
             kinds += [apart, *(_describe(array) for _, array in arrays)]

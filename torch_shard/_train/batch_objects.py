@@ -7,16 +7,17 @@ import enum
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
 import torch
 from torch import nn
 
+from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 
-Array = torch.Tensor | np.ndarray | jax.Array
+Array = torch.Tensor | np.ndarray[Any, Any] | jax.Array
 
 _PLAIN = (str, bytes, int, complex, type(None), np.generic, enum.Enum, torch.dtype, torch.device, torch.Size)
 
@@ -84,8 +85,8 @@ def take_apart(value: object, path: str) -> tuple[TakenApart, list[tuple[str, Ar
     walk.visit(value, "")
     if id(value) in walk.unknown:
         raise TypeError(
-            f"{path} is of type {type(value).__name__}, which is neither an array nor an object whose attributes can "
-            "be read. Pass its arrays in a dict or a tuple."
+            f"{caller()}: {path} is of type {type(value).__name__}, which is neither an array nor an object whose "
+            "attributes can be read. Pass its arrays in a dict or a tuple."
         )
     holes = [torch.empty(tuple(array.shape), device="meta") for _, array in walk.arrays]
     memo = {id(array): hole for (_, array), hole in zip(walk.arrays, holes, strict=True)} | walk.unknown
@@ -94,14 +95,14 @@ def take_apart(value: object, path: str) -> tuple[TakenApart, list[tuple[str, Ar
         skeleton = copy.deepcopy(value, cast(dict[int, object], memo))
     except Exception as error:
         raise TypeError(
-            f"{path} is of type {type(value).__name__}, which cannot be copied to hold other tensors ({error}). Pass "
-            "its arrays in a dict or a tuple."
+            f"{caller()}: {path} is of type {type(value).__name__}, which cannot be copied to hold other tensors "
+            f"({error}). Pass its arrays in a dict or a tuple."
         ) from error
     return TakenApart(tuple(walk.parts), skeleton, tuple(holes), tuple(walk.kept)), walk.arrays
 
 
 def _said(part: Hashable) -> str:
-    value = part[1] if isinstance(part, tuple) and len(part) == 2 else part
+    value: object = cast(tuple[object, object], part)[1] if isinstance(part, tuple) else part
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
@@ -133,10 +134,10 @@ class _Walk:
             self._open(value, path)
 
     def _open(self, value: object, path: str) -> None:
-        if isinstance(value, np.ndarray) and value.dtype.kind not in "biufcV":
-            self.unknown[id(value)] = _Unknown(self._path + path, f"array of {value.dtype}")
+        if isinstance(value, np.ndarray) and cast(Any, value).dtype.kind not in "biufcV":
+            self.unknown[id(cast(object, value))] = _Unknown(self._path + path, f"array of {cast(Any, value).dtype}")
         elif isinstance(value, torch.Tensor | np.ndarray | jax.Array):
-            self.arrays.append((path, value))
+            self.arrays.append((path, cast(Array, value)))
         elif (children := list(_children(value))) or _is_container(value):
             for name, child in children:
                 if name.lstrip(".") in _NOTES:
@@ -159,13 +160,14 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"[{i}]", item) for i, item in enumerate(cast(Sequence[object], value)))
     elif isinstance(value, set | frozenset):
         yield from (("{}", item) for item in sorted(cast(set[object], value), key=repr))
-    yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
+    owner = cast(object, value)
+    yield from ((f".{name}", item) for name, item in getattr(owner, "__dict__", {}).items())
+    for cls in type(owner).__mro__:
         slots: object = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else cast(Sequence[str], slots):
             name = f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
+                yield f".{name}", getattr(owner, name)
 
 
 class _Unknown:

@@ -43,7 +43,7 @@ class CompileCache:
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL is no value
             raise ValueError(
                 f"{caller()}: compile_cache={str(directory)!r} must be a directory that can be written to: {error}. "
                 "Name another, or leave compile_cache out."

@@ -6,19 +6,28 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import cast
 
-import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import Spec, TensorFn, binding, note, reached_by, runs_user_backward, specialise
+from torch_shard._capture import (
+    MetricCall,
+    MetricCalls,
+    Spec,
+    TensorFn,
+    binding,
+    note,
+    reached_by,
+    runs_user_backward,
+    specialise,
+)
 from torch_shard._common.caller import caller
-from torch_shard._common.types import PyTree
+from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
-from torch_shard._sharding import LossFn, holdings, marked_like
+from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.loss_result import split_loss
+from torch_shard._train.loss_result import as_metric, split_loss
+from torch_shard._train.metric_updates import as_calls
 
 Check = Callable[[], None] | None
 
@@ -31,6 +40,7 @@ class LossShape:
     grads: list[GraphInput]
     buffers: list[str]
     metrics: object
+    calls: list[MetricCall]
     without_grad: tuple[GraphInput, ...]
 
 
@@ -122,26 +132,30 @@ class JointLoss:
         for name, hooks in self._hooks.items():
             for hook in hooks:
                 leaves[name].register_hook(hook)
-        loss, metrics, tree = self._forward(batch, check)
+        loss, metrics, tree, calls = self._forward(batch, check)
         grads, without = self._gradients(loss, leaves)
         buffers = self._buffers()
         outputs = [loss.detach(), *grads, *(b.detach() for b in buffers), *metrics]
-        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, without)
+        return outputs, LossShape(list(given), list(leaves), list(self._held.buffers), tree, calls, without)
 
     def _evaluation(
         self, given: dict[GraphInput, torch.Tensor], batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[Sequence[torch.Tensor], LossShape]:
-        loss, metrics, tree = self._forward(batch, check)
-        return [loss, *self._buffers(), *metrics], LossShape(list(given), [], list(self._held.buffers), tree, ())
+        loss, metrics, tree, calls = self._forward(batch, check)
+        shape = LossShape(list(given), [], list(self._held.buffers), tree, calls, ())
+        return [loss, *self._buffers(), *metrics], shape
 
-    def _forward(self, batch: Sequence[torch.Tensor], check: Check) -> tuple[torch.Tensor, list[torch.Tensor], object]:
-        with torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext():
+    def _forward(
+        self, batch: Sequence[torch.Tensor], check: Check
+    ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
+        casting = torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext()
+        with casting, (objects := MetricCalls()).noted():
             out = self._loss_fn(self._model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = cast(tuple[list[PyTree], object], jax.tree.flatten(metrics))
-        return loss, [torch.as_tensor(x).detach() for x in leaves], tree
+        leaves, tree = flatten({**metrics, **as_calls(objects.tensors)})
+        return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:
         """The buffers as forward left them."""
@@ -162,7 +176,8 @@ class JointLoss:
         if not loss.requires_grad:
             raise ValueError(
                 f"{caller()}: the loss does not depend on any trainable parameter. Something between them "
-                "cuts the gradient: .detach(), torch.no_grad(), argmax, or a loss of the batch alone."
+                "cuts the gradient: .detach(), torch.no_grad(), torch.inference_mode() (around the step, too), argmax, "
+                "or a loss of the batch alone."
             )
         found = _derivatives(loss, list(leaves.values()))
         without = tuple(name for name, grad in zip(leaves, found, strict=True) if grad is None)
@@ -214,11 +229,11 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Generator
     """
     own = holdings(module).all
     new = {id(own[name]): marked_like(own[name], tensor) for name, tensor in tensors.items()}
-    entries = [held for m in module.modules() for held in (m._parameters, m._buffers)]
-    places = [(held, name, t) for held in entries for name, t in held.items() if t is not None and id(t) in new]
+    places = [place for place in entry_places(module) if id(place[2]) in new]
     for held, name, tensor in places:
         held[name] = new[id(tensor)]
-        new[id(tensor)]._is_param = isinstance(tensor, nn.Parameter)  # as `isinstance` asks
+        if isinstance(tensor, nn.Parameter):
+            mark_parameter(new[id(tensor)])
     try:
         with binding([own[name] for name in tensors], list(new.values())):  # in lists and other places, too
             yield

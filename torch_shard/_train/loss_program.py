@@ -3,17 +3,29 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from torch_shard._capture import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, made_buffers
+from torch_shard._capture import (
+    MetricCall,
+    ModuleFlags,
+    PlainAttributes,
+    ValueGuard,
+    clocks_noted,
+    flags_hold,
+    generator_states,
+    give_values,
+    made_buffers,
+    reached_by,
+)
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
@@ -35,6 +47,7 @@ from torch_shard._scan import (
 from torch_shard._sharding import LossFn, Stacks, holdings
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
+from torch_shard._train.last_used import LastUsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +144,11 @@ class LossProgram:
         return [name for given in self.program.graph.aux.grads for name in names_of(given)]
 
     @property
+    def calls(self) -> list[MetricCall]:
+        """What metric objects are to be given after each run, in order."""
+        return self.program.graph.aux.calls
+
+    @property
     def buffers(self) -> list[str]:
         """Buffers, as `run` gives them."""
         return self.program.graph.aux.buffers
@@ -209,7 +227,7 @@ class _Inputs:
         return None if found is None else StackRow(*found)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[object, LossProgram]]" = weakref.WeakKeyDictionary()
+_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()
 
 
 def loss_program(
@@ -237,28 +255,52 @@ def loss_program(
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
-    programs = _CAPTURED.setdefault(model, {})
-    known = programs.get(key)
-    if known is None or known.outdated() or known.unfit(buffer, known.asked):
+    programs = _CAPTURED.setdefault(model, LastUsed())
+    program = programs.use(key)
+    if program is None or program.outdated() or program.unfit(buffer, program.asked):
         joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, buffer=buffer)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
-        captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        drawn = generator_states(reached_by(model, loss_fn))
+        try:
+            with clocks_noted() as clocks, _told(what, signature):
+                captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+        finally:
+            give_values()
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-            _refuse_counting(joint, what, name)
+            _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more
-        programs[key] = LossProgram(captured, model, guard)
-    return programs[key]
+        if clocks:
+            _refuse_counting(joint, what, f"reads {clocks[0]}")
+        after = generator_states(reached_by(model, loss_fn))
+        if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
+            _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
+        program = LossProgram(captured, model, guard)
+        programs.keep(key, program)
+    return program
 
 
-def _refuse_counting(joint: JointLoss, what: str, name: str) -> None:
-    """Refuse a loss that depends on a value that it changes with each call: two captures then differ."""
+@contextlib.contextmanager
+def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
+    """Let an error of the user's own code say that it ran for a capture, and on what."""
+    try:
+        yield
+    except Exception as error:
+        shown = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in signature.specs[:9]) or "no arrays"
+        note = f"{what} was captured, once, for a batch of {shown}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _refuse_counting(joint: JointLoss, what: str, does: str) -> None:
+    """Refuse a loss that depends on a value that differs with each call: two captures then differ."""
     captures = [joint(None) for _ in range(2)]
     first, second = (Program(fn, specs, what).graph.module.code for fn, specs in captures)
     if first != second:
         raise NotImplementedError(
-            f"{what} changes {name} on each call and depends on it, but a compiled program is the same for every "
-            "call. Pass it in the batch, or make it a buffer of the model."
+            f"{what} {does} and depends on it, but a compiled program is the same for every call. Pass it in the "
+            "batch, or make it a buffer of the model."
         )
 
 

@@ -7,10 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call
 
 RESERVED = ("loss", "grad_norm", "guard")
 
@@ -34,6 +36,8 @@ def split_loss(out: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
             f"dict of metrics, or a dict or record that has it as `loss`; it returned {_described(out, entries)}. "
             "Reduce the loss with .mean() or .sum()."
         )
+    if odd := [name for name in metrics if not isinstance(cast(object, name), str)]:
+        raise TypeError(f"{caller()}: metrics are named by strings, but loss_fn names one {odd[0]!r}.")
     if taken := [name for name in RESERVED if name in metrics]:
         raise ValueError(f"{caller()}: the step itself reports {', '.join(taken)}; name that metric otherwise.")
     return loss.reshape(()), metrics
@@ -64,3 +68,38 @@ def _described(out: Any, entries: dict[str, PyTree] | None) -> str:
     if isinstance(out, tuple) and len(pair := cast(tuple[Any, ...], out)) == 2:
         return f"{_described(pair[0], None)} and metrics of type {type(pair[1]).__name__}"
     return type(cast(object, out)).__name__
+
+
+def as_metric(value: PyTree) -> torch.Tensor:
+    """A leaf of the metrics as a tensor.
+
+    Raises:
+        TypeError: It is neither a tensor nor a number.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
+        value = value.astype(np.float32)  # as torch takes a float
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{caller()}: metrics must be tensors or numbers, but loss_fn returns {value!r:.99} among them. A compiled "
+            "program returns arrays alone: keep the rest outside."
+        ) from error
+    return found
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Refuse what cannot be called with a model and a batch.
+
+    Raises:
+        TypeError: It is not callable, takes other arguments, or compares predictions with targets.
+    """
+    check_call("loss_fn", loss_fn, "model", "batch")
+    if getattr(loss_fn, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"{caller()}: loss_fn is called with (model, batch), and {name} wants predictions and targets. Put them "
+            "together: lambda model, batch: loss(model(batch[0]), batch[1])."
+        )

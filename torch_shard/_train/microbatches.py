@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from torch_shard._device import BatchLayout
 from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, stack_sharding
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_program import LossOutputs, LossProgram
+
+ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
 
 
 class Microbatches:
@@ -129,10 +132,20 @@ class Microbatches:
 
         return run
 
+    def on_host(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The microbatches of the leaves of a batch that lie on the CPU."""
+        if self.num == 1:
+            return [list(tensors)]
+        split = [self._rows(tensor) if tensor.ndim else tensor.expand(self.num) for tensor in tensors]
+        return [[rows[number] for rows in split] for number in range(self.num)]
+
+    def _rows(self, array: ArrayT) -> ArrayT:
+        rest, shards = array.shape[1:], self._num_shards(tuple(array.shape))
+        return array.reshape(shards, self.num, -1, *rest).swapaxes(0, 1).reshape(self.num, -1, *rest)
+
     def _split(self, array: jax.Array) -> jax.Array:
         """`(B, ...)` to `(n, B / n, ...)`, each microbatch spread as the batch was; compiles to no communication."""
-        rest, shards = array.shape[1:], self._num_shards(array.shape)
-        rows = array.reshape(shards, self.num, -1, *rest).swapaxes(0, 1).reshape(self.num, -1, *rest)
+        rows = self._rows(array)
         spec = PartitionSpec(None, *self._layout.sharding(array.ndim).spec)
         return jax.lax.with_sharding_constraint(rows, NamedSharding(self._layout.mesh, spec))
 

@@ -7,7 +7,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
 from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh
@@ -37,10 +37,7 @@ class StepOptions:
         check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
         self._check_compute_dtype()
         self._check_layers()
-        if not _is_count(self.accumulate_steps):
-            raise ValueError(
-                f"{caller()}: accumulate_steps must be an integer of at least 1, got {self.accumulate_steps!r}."
-            )
+        check_count("accumulate_steps", self.accumulate_steps)
 
     def _check_compute_dtype(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16):
@@ -52,7 +49,7 @@ class StepOptions:
     def _check_layers(self) -> None:
         if not isinstance(self.scan_layers, bool) and self.scan_layers != "auto":
             raise ValueError(f'{caller()}: scan_layers must be True, False or "auto", got {self.scan_layers!r}.')
-        if self.remat not in REMAT and not _is_count(self.remat):
+        if self.remat not in REMAT and not (is_integer(self.remat) and int(self.remat) > 0):
             choices = ", ".join(map(repr, REMAT))
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
 
@@ -72,7 +69,3 @@ class StepOptions:
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
         return dataclasses.replace(self, remat="none", accumulate_steps=1)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

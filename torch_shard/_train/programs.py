@@ -6,7 +6,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
+
+MANY_SHAPES = 3
+"""A short last batch makes two."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
@@ -57,6 +60,19 @@ class ProgramKey:
         pairs = zip(old.leaves, new.leaves, strict=True)
         changed = [_difference(was, now) for was, now in pairs if was != now]
         return "in the batch, " + "; ".join(changed)
+
+    def varying(self, others: Iterable["ProgramKey"]) -> dict[str, list[tuple[int, ...]]]:
+        """Arrays of the batch that have come in three shapes or more where all else is as here: paths and shapes."""
+        alike = [other.signature.specs for other in others if other._apart_from_leaves() == self._apart_from_leaves()]
+        shapes = [list(dict.fromkeys(spec.shape for spec in specs)) for specs in zip(*alike, strict=True)]
+        if not any(len(seen) >= MANY_SHAPES for seen in shapes):
+            return {}
+        pairs = zip(self.signature.paths, shapes, strict=True)
+        return {path: seen for path, seen in pairs if len(seen) >= MANY_SHAPES}
+
+    def _apart_from_leaves(self) -> tuple[object, ...]:
+        signature = self.signature
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.max_grad_norm
 
 
 def _difference(was: object, now: object) -> str:
@@ -101,9 +117,11 @@ class StepProgram:
     Attributes:
         without_grad: Trainable parameters that the loss does not reach.
         random: Whether it draws random numbers.
+        calls: What metric objects are to be given after each run.
         report: Lines that say which layers are loops, and of the others why not.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
+        num_draws: How many random operators it runs; None where PyTorch decomposes some.
         made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
     """
 
@@ -111,7 +129,9 @@ class StepProgram:
         self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
     ) -> None:
         self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
+        self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
+        self.calls = program.calls
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers

@@ -31,6 +31,7 @@ from torch_shard._sharding import (
     unsaved_buffers,
 )
 from torch_shard._train.by_name import run_by_name
+from torch_shard._train.optimizer import in_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +157,8 @@ class StateLayout:
             sharding = self._plan[names[-1]] if fits else replicated
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        structs = jax.eval_shape(self._optimizer.init, params)
+        with in_optimizer("init"):
+            structs = jax.eval_shape(self._optimizer.init, params)
         return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
 
     def place(

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import jax
 import torch
@@ -15,15 +15,19 @@ from torch_shard._common.caller import speaks_as
 from torch_shard._common.convert import to_host
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_kind, named
+from torch_shard._device import BatchLayout
 from torch_shard._lowering import capture_settings
-from torch_shard._sharding import LossFn, ResolvedPlan, holdings, shared_memory
+from torch_shard._sharding import LossFn, ResolvedPlan, check_current_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
+from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
+from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
+from torch_shard._train.pace import Pace
 from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState
 
@@ -53,7 +57,7 @@ class Step:
     @speaks_as(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
         check_kind("model", model, torch.nn.Module)
-        check_kind("loss_fn", loss_fn, Callable)
+        check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
         self._held = holdings(model)
@@ -71,15 +75,17 @@ class Step:
         self._modules = list(model.modules())
         self._params = list(self._held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
-        self._programs: dict[ProgramKey, StepProgram] = {}
+        self._programs = LastUsed[ProgramKey, StepProgram]()
+        self._warned = False
+        self._layouts: dict[BatchSignature, BatchLayout] = {}
+        self._pace = Pace(options.mesh)
         self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
-        self._checked: set[BatchSignature] = set()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
-        """The programs compiled so far, to be looked at: `loops`, `collectives`, `memory`, `compiled`.
+        """The last 32 programs, as they were used, to be looked at: `loops`, `collectives`, `memory`, `compiled`.
 
         Example:
             >>> import optax, torch, torch_shard as ts
@@ -105,10 +111,11 @@ class Step:
     ) -> tuple[StepProgram, list[jax.Array]]:
         """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
         self._check_requires_grad()
+        check_current_mesh()
         leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
-        program = self._programs.get(key)
+        program = self._programs.use(key)
         reason = (program.outdated() or self._unfit(key, program, state)) if program else None
         if program is None or reason:
             placed = (batch if leaves is None else self.put(batch)).arrays
@@ -116,10 +123,24 @@ class Step:
             if self._programs:
                 reason = reason or key.difference(list(self._programs)[-1])
                 logger.info("%s compiles again: %s", self.caller, reason)
-            self._programs[key] = program
+            self._programs.keep(key, program)
             self.num_compiles += 1
+            self._warn_of_shapes(key)
             return program, placed
-        return program, batch.arrays if leaves is None else self.layout.put(leaves)
+        return program, batch.arrays if leaves is None else self._place(batch, leaves, signature)
+
+    def _warn_of_shapes(self, key: ProgramKey) -> None:
+        """Say once that leaves of the batch keep changing their shapes."""
+        if self._warned or not (found := key.varying(self._programs)):
+            return
+        self._warned = True
+        logger.warning(
+            "%s: each new shape of a batch is compiled, which takes time, and kept, which takes memory (the last %d "
+            "programs): %s. Pad to one size, or to a few; leave a short last batch out (drop_last=True).",
+            self.caller,
+            KEPT,
+            "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
+        )
 
     def _unfit(self, key: ProgramKey, program: StepProgram, state: TrainState | None) -> str | None:
         """Say which buffer, whose value Python asks for, has another one in this state."""
@@ -157,13 +178,32 @@ class Step:
             ValueError: It does not divide over the mesh.
         """
         leaves, signature = flatten_batch(batch)
-        if signature not in self._checked:
+        return Placed(self._place(batch, leaves, signature), signature)
+
+    def _place(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> list[jax.Array]:
+        """The array leaves of a batch, on the mesh."""
+        if signature not in self._layouts:
             paths = array_paths(batch)
-            self.layout.check(leaves, paths)
-            self._microbatches.check(leaves, paths)
+            self._layouts[signature] = self._choose_layout(leaves, paths)
             self._say_rounded(paths, signature)
-            self._checked.add(signature)
-        return Placed(self.layout.put(leaves), signature)
+        layout = self._layouts[signature]
+        try:
+            return layout.put(leaves)
+        except (TypeError, OverflowError, NotImplementedError):
+            for leaf, path in zip(leaves, array_paths(batch), strict=True):
+                with named(path):
+                    layout.put([leaf])
+            raise
+
+    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
+        """Where the leaves of such a batch go, at these paths in it.
+
+        Raises:
+            ValueError: They do not divide over the mesh.
+        """
+        self.layout.check(leaves, paths)
+        self._microbatches.check(leaves, paths)
+        return self.layout
 
     def _say_rounded(self, paths: list[str], signature: BatchSignature) -> None:
         wide = [p for p, s in zip(paths, signature.specs, strict=True) if s.dtype in (torch.float64, torch.complex128)]
@@ -270,6 +310,40 @@ class Step:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse what is no state, and one that is used up.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It was donated.
+            NotImplementedError: A program of the user's is being compiled.
+        """
+        hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
+        check_kind("state", state, TrainState, hint=hint)
+        if isinstance(state.step, jax.core.Tracer):
+            raise NotImplementedError(
+                f"{self.caller}: the state is traced by a jax.jit or another transform around the call. A step is a "
+                "compiled program by itself: call it outside."
+            )
+        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
+            raise ValueError(
+                f"{self.caller}: this state was donated to an earlier call of the step. Go on with the state that "
+                "the call returned: state, metrics = step(state, batch)."
+            )
+
+    def _check_names(self, state: TrainState) -> None:
+        """Refuse the state of another model.
+
+        Raises:
+            ValueError: It lacks entries; all are listed.
+        """
+        found = state.tensors
+        if missing := [name for name in self._held.all if name not in found]:
+            raise ValueError(
+                f"{self.caller}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
+                "step.init or Checkpointer.restore made for this model."
+            )
+
     def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
         return state
@@ -277,5 +351,6 @@ class Step:
     @speaks_as(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
+        self._check_state(state)
         program, arrays = self._prepare(batch, state)
         return program.lower(self._normal(state), arrays)

@@ -5,25 +5,30 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
 
 import jax
 import numpy as np
 import optax
 import torch
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 from torch import nn
 
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.types import PyTree
-from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._common.validate import check_kind, check_seed
+from torch_shard._device import BatchLayout, put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
+from torch_shard._train.comparison import Comparison
 from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.metric_updates import update_objects
+from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
+from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.state import StateLayout, TrainState
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
@@ -53,11 +58,7 @@ class TrainStep(Step):
         self, model: nn.Module, loss_fn: LossFn, optimizer: optax.GradientTransformation, options: StepOptions
     ) -> None:
         super().__init__(model, loss_fn, options)
-        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise TypeError(
-                f"{self.caller}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
-                f"{type(optimizer).__name__}. (torch.optim optimisers work in place and cannot be compiled.)"
-            )
+        check_optimizer(optimizer)
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
         self.optimizer, self._donated = optimizer, False
@@ -81,7 +82,7 @@ class TrainStep(Step):
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
 
         Args:
-            seed: For the random numbers of the run (dropout and its kin); not for initial values.
+            seed: For the random numbers of the run (dropout and its kin), from 0 to 2**32 - 1; not for initial values.
             donate: Let the state take over the module's values, one stored array at a time, so that no second copy of
                 them exists. The module is left with entries on the meta device: it still serves the step and `export`,
                 which read shapes alone.
@@ -92,6 +93,8 @@ class TrainStep(Step):
         Raises:
             ValueError: Entries of the module have no values, or went into an earlier state.
         """
+        seed = check_seed(seed)
+        check_kind("donate", donate, bool)
         if self._donated:
             raise ValueError(
                 "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
@@ -157,13 +160,12 @@ class TrainStep(Step):
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
         check_max_grad_norm(max_grad_norm)
+        self._check_state(state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
-        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
-            raise ValueError(
-                "make_train_step: this state was donated to an earlier call of the step. Go on with the state that "
-                "the call returned: state, metrics = step(state, batch)."
-            )
-        return program(self._normal(state), arrays)
+        state, metrics = program(self._normal(state), arrays)
+        self._pace.follow(metrics["loss"])
+        update_objects(program.calls, metrics, self._microbatches.num)
+        return state, metrics
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
@@ -180,9 +182,10 @@ class TrainStep(Step):
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
         ) -> PyTree:  # by name, whatever is stored together
-            updates, opt_state = self.optimizer.update(
-                grads, opt_state, params, **({"value": loss} if self._takes_value else {})
-            )
+            with in_optimizer("update"):
+                updates, opt_state = self.optimizer.update(
+                    grads, opt_state, params, **({"value": loss} if self._takes_value else {})
+                )
             updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
             return {**updated, **kept}, opt_state, global_norm(grads)
@@ -236,10 +239,50 @@ class TrainStep(Step):
         refuse_meta(tensors)
         return {name: put(tensor.detach(), self.plan[name]) for name, tensor in tensors.items()}
 
+    @functools.cached_property
+    def gradient_step(self) -> GradientStep:
+        """The program that `prove` compares."""
+        return GradientStep(self.model, self.loss_fn, self.options)
+
+    @speaks_as(None)
+    def prove(self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None) -> Comparison:
+        """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
+
+        Random numbers (dropout) are drawn alike: eager torch gets those of the step. Where float32 differs and float64
+        does not, it is rounding that the model magnifies, and no difference. It takes memory for the state twice, and
+        the time to compile the gradients once more; the step is as fast as before.
+
+        Args:
+            state: Only read.
+            batch: As the step takes it.
+            max_grad_norm: As the step takes it.
+
+        Returns:
+            A `Comparison` of the loss, the metrics, each gradient and buffer with eager torch, and of each parameter
+            after the step with what optax makes of the gradients; `raise_if_different()` names what is apart.
+
+        Raises:
+            NotImplementedError: Eager torch cannot draw the random numbers of the step.
+
+        Example:
+            >>> import optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> step = ts.make_train_step(
+            ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.adamw(0.1),
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
+        """
+        check_max_grad_norm(max_grad_norm)
+        self._check_state(state)
+        self._check_names(state)
+        return prove(self, state, batch, max_grad_norm)
+
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
+    @speaks_as(None)
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
 
@@ -247,7 +290,13 @@ class TrainStep(Step):
 
         Args:
             state: A state of this step; it is only read.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It was donated to a step, or is of another model.
         """
+        self._check_state(state)
+        self._check_names(state)
         model = with_values(self.model, to_host_by_name(state.tensors))
         for name, buffer, persistent in (made for program in self.programs for made in program.made_buffers):
             path, _, leaf = name.rpartition(".")
@@ -280,18 +329,32 @@ class EvalStep(Step):
 
         Args:
             state: A training state; it is only read.
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One
+                that does not divide over the mesh, as the last of a loader, is evaluated whole on each device: the
+                same numbers, for one compilation more.
 
         Returns:
             `loss` and the metrics of `loss_fn`.
         """
+        self._check_state(state)
         program, arrays = self._prepare(batch)
-        return program(state, arrays)
+        metrics = program(state, arrays)
+        self._pace.follow(metrics["loss"])
+        update_objects(program.calls, metrics, 1)
+        return metrics
+
+    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
+        """That of a training step; what does not divide over the mesh goes whole to each device."""
+        if not self.layout.faults(leaves, paths):
+            return self.layout
+        logger.info("%s: a batch that does not divide over the mesh is evaluated whole on each device", self.caller)
+        return BatchLayout(self.mesh, PartitionSpec())
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
+            self._check_names(state)
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 

@@ -1,0 +1,54 @@
+"""The compiler is asked: what it has, and what is right on this machine."""
+
+import sys
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
+
+NO_OPTION = {"xla_cpu_no_such_option": False}
+NO_FUSION = {"xla_disable_hlo_passes": "fusion"}
+MODULE = sys.modules[safe_pads.__module__]  # the room's face has a function of this name
+
+
+@pytest.fixture(autouse=True)
+def _ask_again() -> Iterator[None]:
+    safe_pads.cache_clear()
+    yield
+    safe_pads.cache_clear()
+
+
+def test_an_option_that_the_compiler_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_WAYS", (NO_OPTION, NO_FUSION))
+    assert safe_pads() == NO_FUSION
+
+
+def test_a_way_that_pads_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_WAYS", ({}, NO_FUSION))
+    answers = iter([np.zeros((2, 20), np.float32)])
+    jit = jax.jit
+
+    def wrong_at_first(function, compiler_options):
+        if function is cut_add_pad and not compiler_options:
+            return lambda *args: next(answers)
+        return jit(function, compiler_options=compiler_options)
+
+    monkeypatch.setattr(jax, "jit", wrong_at_first)
+    assert safe_pads() == NO_FUSION
+
+
+def test_without_any_way_the_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "_WAYS", (NO_OPTION,))
+    with pytest.raises(NotImplementedError, match=r"pads the sum of two slices wrong on this machine.*another version"):
+        safe_pads()
+
+
+def test_without_fusions_a_pad_stands_alone() -> None:
+    """No operand is computed within the pad's own loop, which is where XLA goes wrong."""
+    args = 0, np.ones((2, 8), np.float32), np.ones((2, 8), np.float32)
+    text = jax.jit(cut_add_pad, compiler_options=NO_FUSION).lower(*args).compile().as_text()
+    (pad,) = [line for line in text.splitlines() if " pad(" in line]
+    assert "pad(%param" in pad

@@ -1,0 +1,1025 @@
+"""Calls of the public API with arguments that are wrong, and with which words each is refused."""
+
+# ruff: noqa: E501
+
+import ast
+import functools
+import pathlib
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from torch_shard import cli, collectives
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 2), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.layer(self.dropout(x))
+
+
+class Plain:
+    pass
+
+
+def mse(model, batch):
+    return model(batch).square().mean()
+
+
+def adds_parameter(model, batch):
+    model.scale = nn.Parameter(torch.ones(2))
+    return (model(batch) * model.scale).square().mean()
+
+
+def adds_module(model, batch):
+    model.extra = nn.Linear(2, 2)
+    return model.extra(model(batch)).square().mean()
+
+
+def reads_clock(model, batch):
+    return mse(model, batch) * time.time()
+
+
+def reads_perf(model, batch):
+    return mse(model, batch) * time.perf_counter()
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+def draws(model, batch):
+    return mse(model, batch) * GENERATOR.random()
+
+
+def infers(model, batch):
+    with torch.inference_mode():
+        return mse(model, batch)
+
+
+def in_inference(call):
+    with torch.inference_mode():
+        return call()
+
+
+def in_explicit(call):
+    with jax.set_mesh(explicit()):
+        return call()
+
+
+X = torch.ones(8, 4)
+PLAN = ts.ShardingPlan({}, default=P())
+
+
+@functools.cache
+def mesh():
+    return ts.make_mesh(batch=2)
+
+
+@functools.cache
+def explicit():
+    return jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+
+def make(model=None, loss_fn=mse, optimizer=None, **options):
+    options = {"mesh": mesh(), "plan": PLAN, **options}
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    return ts.make_train_step(Net() if model is None else model, loss_fn, optimizer, **options)
+
+
+def make_eval(model=None, loss_fn=mse, **options):
+    return ts.make_eval_step(model or Net(), loss_fn, **{"mesh": mesh(), "plan": PLAN, **options})
+
+
+def run(loss_fn=mse, **options):
+    step = make(loss_fn=loss_fn, **options)
+    return step(step.init(seed=0), X)
+
+
+step = functools.cache(make)
+
+
+@functools.cache
+def evaluate():
+    return step().evaluation()
+
+
+def donated():
+    state = step().init(seed=0)
+    step()(state, X)
+    return state
+
+
+@functools.cache
+def other_state():
+    return make(nn.Linear(4, 3)).init(seed=0)
+
+
+@functools.cache
+def saved():
+    """A Checkpointer with a checkpoint of step 0."""
+    with ts.Checkpointer(tempfile.mkdtemp(), asynchronous=False) as checkpointer:
+        checkpointer.save(step().init(seed=0), metrics={"loss": 1.0})
+    return checkpointer
+
+
+def restore(**options):
+    return saved().restore(step(), **options)
+
+
+def fit(train_step=None, state=None, loader=None, **options):
+    train_step, loader = (step() if train_step is None else train_step), ([X] if loader is None else loader)
+    return ts.fit(train_step, state, loader, **{"steps": 1, "progress": False, **options})
+
+
+def compare(**options):
+    options = {"model": Net(), "loss_fn": mse, "batch": X, "mesh": mesh(), "plan": PLAN, **options}
+    return ts.compare_with_torch(**options)
+
+
+comparison = functools.cache(compare)
+
+
+@functools.cache
+def weights():
+    return ts.export_safetensors(Net(), tempfile.mkdtemp())
+
+
+def file():
+    path = pathlib.Path(tempfile.mkdtemp()) / "file"
+    path.write_text("x")
+    return path
+
+
+def run_cli(*args):
+    return cli.app(list(map(str, args)), standalone_mode=False)
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    **{fn.__name__: fn for fn in (mesh, explicit, donated, evaluate, other_state, saved, file, weights)},
+    **{"step": step, "comparison": comparison, "model": Net, "folder": tempfile.mkdtemp},
+    **{"state": lambda: step().init(seed=0), "sgd": lambda: optax.sgd(0.1), "plan": lambda: PLAN, "x": lambda: X},
+}
+"""What a name in a call stands for, made anew for each call that has it."""
+
+NAMES: dict[str, Any] = {
+    **{"ts": ts, "cli": run_cli, "collectives": collectives, "jax": jax, "jnp": jnp, "np": np, "optax": optax},
+    **{"torch": torch, "nn": nn, "P": P, "random": random, "re": re, "Checkpointer": ts.Checkpointer},
+    **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, restore, fit, compare)},
+    **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws, infers)},
+    **{fn.__name__: fn for fn in (in_inference, in_explicit)},
+}
+
+
+def call(text: str) -> object:
+    """Evaluate a call of the tables."""
+    tree = ast.parse(text, mode="eval")
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    made = {name: make() for name, make in MADE.items() if name in names}
+    return eval(compile(tree, "<a call of the table>", "eval"), {**NAMES, **made})
+
+
+REFUSED: dict[str, dict[str, str]] = {
+    "make_mesh": {
+        "ts.make_mesh()": "ValueError: make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).",
+        "ts.make_mesh(4)": "ValueError: make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).",
+        'ts.make_mesh("cpu", batch=1)': "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        'ts.make_mesh(devices="cpu", batch=-1)': "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        "ts.make_mesh([], batch=1)": "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        "ts.make_mesh([], batch=-1)": "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        'ts.make_mesh(["cpu:0"], batch=1)': "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        "ts.make_mesh([0, 1], batch=2)": "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        "ts.make_mesh([jax.devices()[0], jax.devices()[0]], batch=2)": "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        "ts.make_mesh(batch=0)": "ValueError: make_mesh: axis sizes must be positive, or -1 for the rest, got batch=0.",
+        "ts.make_mesh(batch=-2)": "ValueError: make_mesh: axis sizes must be positive, or -1 for the rest, got batch=-2.",
+        "ts.make_mesh(batch=True)": "TypeError: make_mesh: every axis size must be an int, got batch=True.",
+        'ts.make_mesh(batch="4")': "TypeError: make_mesh: every axis size must be an int, got batch='4'.",
+        "ts.make_mesh(batch=4.0)": "TypeError: make_mesh: every axis size must be an int, got batch=4.0.",
+        "ts.make_mesh(batch=None)": "TypeError: make_mesh: every axis size must be an int, got batch=None.",
+        "ts.make_mesh(batch=-1, model=-1)": "ValueError: make_mesh: one axis size at most may be -1, got batch and model.",
+        "ts.make_mesh(batch=3, model=-1)": "ValueError: make_mesh: model=-1 takes what the other axes leave, but their product 3 does not",
+        "ts.make_mesh(batch=10**30)": "ValueError: make_mesh: batch=1000000000000000000000000000000 needs",
+        "ts.make_mesh(mesh, batch=2)": "ValueError: make_mesh: devices must be a sequence of different JAX devices, as in",
+        'ts.make_mesh({"batch": 2})': "ValueError: make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).",
+    },
+    "ShardingPlan": {
+        "ts.ShardingPlan(None)": "TypeError: ShardingPlan: rules must map names to specs, got NoneType.",
+        'ts.ShardingPlan([("weight", P())])': "TypeError: ShardingPlan: rules must map names to specs, got list.",
+        'ts.ShardingPlan("weight")': "TypeError: ShardingPlan: rules must map names to specs, got str.",
+        "ts.ShardingPlan({1: P()})": "TypeError: ShardingPlan: 1 rule cannot be read. rule 1: a rule is a name, a glob or a compiled",
+        "ts.ShardingPlan({None: P()})": "TypeError: ShardingPlan: 1 rule cannot be read. rule default: a rule is a name, a glob or a",
+        'ts.ShardingPlan({"weight": "model"})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "weight": expected a PartitionSpec, got',
+        'ts.ShardingPlan({"weight": ("model", None)})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "weight": expected a PartitionSpec, got',
+        'ts.ShardingPlan({"weight": None})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "weight": expected a PartitionSpec, got',
+        'ts.ShardingPlan({"weight": 0})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "weight": expected a PartitionSpec, got',
+        'ts.ShardingPlan({}, default="batch")': "TypeError: ShardingPlan: 1 rule cannot be read. rule default: expected a PartitionSpec, got",
+        "ts.ShardingPlan({}, default=())": "TypeError: ShardingPlan: 1 rule cannot be read. rule default: expected a PartitionSpec, got",
+        'ts.ShardingPlan({"a**": P()})': 'ValueError: ShardingPlan: 1 rule cannot be read. rule "a**": ** stands for whole segments. Use',
+        'ts.ShardingPlan({re.compile(b"x"): P()})': "TypeError: ShardingPlan: 1 rule cannot be read. rule re.compile(b'x'): a rule is a name, a",
+        'ts.ShardingPlan({"weight": P(("batch", 1))})': "TypeError: ShardingPlan: 1 rule cannot be read. rule \"weight\": P(('batch', 1)) has 1. Its",
+        'ts.ShardingPlan({"weight": P(P.UNCONSTRAINED)})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "weight": P(UNCONSTRAINED) has',
+        "ts.ShardingPlan({}, default=P(3))": "TypeError: ShardingPlan: 1 rule cannot be read. rule default: P(3) has 3. Its parts are names",
+        "ts.ShardingPlan({}, default=P(P.UNCONSTRAINED))": "TypeError: ShardingPlan: 1 rule cannot be read. rule default: P(UNCONSTRAINED) has",
+        'ts.ShardingPlan({"layer.weight": P(True)})': 'TypeError: ShardingPlan: 1 rule cannot be read. rule "layer.weight": P(True) has True. Its',
+        "plan.resolve(None, mesh)": "TypeError: ShardingPlan.resolve: expected a module or a mapping, got NoneType.",
+        "plan.resolve(model, None)": "TypeError: ShardingPlan.resolve: mesh must be a jax.sharding.Mesh, got NoneType. Build one",
+        "plan.resolve(mesh, model)": "TypeError: ShardingPlan.resolve: mesh must be a jax.sharding.Mesh, got Net. Build one with",
+        'plan.resolve([("a", (2,))], mesh)': "TypeError: ShardingPlan.resolve: expected a module or a mapping, got list.",
+        'plan.resolve({"a": 3}, mesh)': "TypeError: ShardingPlan: 1 value cannot be read. a: int has no shape. Give a tensor, an array",
+        'plan.resolve({"a": "xy"}, mesh)': "TypeError: ShardingPlan: 1 value cannot be read. a: str has no shape. Give a tensor, an array",
+        'plan.resolve({"a": (-1,)}, mesh)': "TypeError: ShardingPlan: 1 value cannot be read. a: tuple has no shape. Give a tensor, an",
+        'plan.resolve({"a": None}, mesh)': "TypeError: ShardingPlan: 1 value cannot be read. a: NoneType has no shape. Give a tensor, an",
+        "plan.resolve({1: (2,)}, mesh)": "TypeError: ShardingPlan: 1 value cannot be read. 1: a name must be a string, got int.",
+        "plan.resolve(model, explicit)": "ValueError: ShardingPlan.resolve: every mesh axis must be Auto, so that XLA may choose the",
+        'ts.ShardingPlan({"layer.weight": P("bach")}, default=P()).resolve(model, mesh)': "ValueError: ShardingPlan: 1 parameter cannot be split as asked on mesh (batch=2). layer.weight",
+        'ts.ShardingPlan({"": P()}, default=P()).resolve(model, mesh)': 'ValueError: ShardingPlan: 1 rule matches nothing. rule "" matches no name. The closest name is',
+    },
+    "make_train_step": {
+        "ts.make_train_step(None, mse, sgd, mesh=mesh, plan=plan)": "TypeError: make_train_step: model must be a Module, got NoneType.",
+        "make(Net)": "TypeError: make_train_step: model must be a Module, got type.",
+        "make(model.state_dict())": "TypeError: make_train_step: model must be a Module, got OrderedDict.",
+        "make(loss_fn=None)": "TypeError: make_train_step: loss_fn must be a Callable, got NoneType.",
+        'make(loss_fn="mse")': "TypeError: make_train_step: loss_fn must be a Callable, got str.",
+        "make(loss_fn=5)": "TypeError: make_train_step: loss_fn must be a Callable, got int.",
+        "make(loss_fn=nn.MSELoss())": "TypeError: make_train_step: loss_fn is called with (model, batch), and MSELoss wants",
+        "make(loss_fn=lambda: 0)": "TypeError: make_train_step: loss_fn is called with (model, batch), but <lambda>() cannot be:",
+        "make(loss_fn=lambda batch: 0)": "TypeError: make_train_step: loss_fn is called with (model, batch), but <lambda>(batch) cannot",
+        "make(loss_fn=lambda model, x, y: 0)": "TypeError: make_train_step: loss_fn is called with (model, batch), but <lambda>(model, x, y)",
+        'make(optimizer="adam")': "TypeError: make_train_step: optimizer must be an optax gradient transformation such as",
+        "make(optimizer=1e-3)": "TypeError: make_train_step: optimizer must be an optax gradient transformation such as",
+        "make(optimizer=optax.adam)": "TypeError: make_train_step: optimizer must be an optax gradient transformation such as",
+        "make(optimizer=torch.optim.SGD(model.parameters(), 0.1))": "TypeError: make_train_step: optimizer must be an optax gradient transformation such as",
+        'run(optimizer=optax.sgd("0.1"))': "TypeError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
+        'run(optimizer=optax.adam("0.1"))': "TypeError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
+        'run(optimizer=optax.adamw(1e-3, b1="x"))': "TypeError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
+        'run(optimizer=optax.sgd(lambda step: "x"))': "ValueError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
+        'run(optimizer=optax.adamw(1e-3, mask={"layer.wrong": True}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
+        'run(optimizer=optax.multi_transform({"a": optax.sgd(0.1)}, {"layer.weight": "b", "layer.bias": "a"}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
+        'make(optimizer=optax.masked(optax.sgd(0.1), {"x": True}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
+        "make(mesh=None)": "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        'make(mesh="batch=2")': "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got str. Build one with",
+        'make(mesh={"batch": 2})': "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got dict. Build one with",
+        "make(mesh=explicit)": "ValueError: make_train_step: every mesh axis must be Auto, so that XLA may choose the",
+        "make(plan=None)": "TypeError: make_train_step: plan must be a ShardingPlan, got NoneType.",
+        "make(plan={})": "TypeError: make_train_step: plan must be a ShardingPlan, got dict.",
+        "make(plan=P())": "TypeError: make_train_step: plan must be a ShardingPlan, got P.",
+        "make(plan=mesh, mesh=plan)": "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one with",
+        'make(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or None, got str.",
+        'make(batch_spec=("batch",))': "TypeError: make_train_step: batch_spec must be a P or None, got tuple.",
+        'make(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
+        'make(batch_spec=P("batch", "batch"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('batch', 'batch') names 'batch'",
+        "make(batch_spec=P(P.UNCONSTRAINED))": "ValueError: make_train_step: batch_spec on mesh (batch=2): P(UNCONSTRAINED) names an axis that",
+        'make(batch_spec=P(("batch", "bach")))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P(('batch', 'bach')) names an axis",
+        'make(compute_dtype="bfloat16")': "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got bfloat16.",
+        "make(compute_dtype=torch.float16)": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got torch.float16.",
+        "make(compute_dtype=True)": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got True. (float16",
+        "make(compute_dtype=jnp.bfloat16)": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got <class",
+        "make(compute_dtype=[torch.bfloat16])": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got",
+        'make(scan_layers="yes")': "ValueError: make_train_step: scan_layers must be True, False or \"auto\", got 'yes'.",
+        "make(scan_layers=None)": 'ValueError: make_train_step: scan_layers must be True, False or "auto", got None.',
+        "make(scan_layers=1)": 'ValueError: make_train_step: scan_layers must be True, False or "auto", got 1.',
+        'make(remat="all")': "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        "make(remat=True)": "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        "make(remat=-1)": "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        "make(remat=0)": "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got 0.",
+        "make(remat=1.5)": "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        "make(remat=None)": "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        'make(remat=["none"])': "ValueError: make_train_step: remat must be 'none', 'dots', 'block' or a number of bytes, got",
+        'run(remat="block", scan_layers=False)': "ValueError: make_train_step: the loss: remat='block' needs repeated layers that are one",
+        "make(accumulate_steps=0)": "ValueError: make_train_step: accumulate_steps must be a positive integer, got 0.",
+        "make(accumulate_steps=-1)": "ValueError: make_train_step: accumulate_steps must be a positive integer, got -1.",
+        "make(accumulate_steps=1.5)": "ValueError: make_train_step: accumulate_steps must be a positive integer, got 1.5.",
+        "make(accumulate_steps=True)": "ValueError: make_train_step: accumulate_steps must be a positive integer, got True.",
+        'make(accumulate_steps="2")': "ValueError: make_train_step: accumulate_steps must be a positive integer, got '2'.",
+        "make(accumulate_steps=None)": "ValueError: make_train_step: accumulate_steps must be a positive integer, got None.",
+        "run(accumulate_steps=10**30)": "ValueError: make_train_step: the batch cannot be split into",
+        "make(compile_cache=1)": "TypeError: make_train_step: compile_cache must be a path or None, got int.",
+        'make(compile_cache="")': "ValueError: make_train_step: compile_cache is empty. Name a directory, or leave compile_cache",
+        "make(compile_cache=True)": "TypeError: make_train_step: compile_cache must be a path or None, got bool.",
+        'make(compile_cache=b"cache")': "TypeError: make_train_step: compile_cache must be a path or None, got bytes.",
+        'make(compile_cache="a\\0b")': "ValueError: make_train_step: compile_cache='a\\x00b' must be a directory that can be written",
+        "make(compile_cache=file)": "ValueError: make_train_step: compile_cache='",
+        'make(compile_cache=f"{file}/below")': "ValueError: make_train_step: compile_cache='",
+        "ts.make_train_step(model, sgd, mse, mesh=mesh, plan=plan)": "TypeError: make_train_step: loss_fn must be a Callable, got GradientTransformationExtraArgs.",
+        "ts.make_train_step(mse, model, sgd, mesh=mesh, plan=plan)": "TypeError: make_train_step: model must be a Module, got function.",
+        "make(nn.Linear(4, 2).requires_grad_(False))": "ValueError: make_train_step: no parameter of Linear has requires_grad=True.",
+        "make(nn.LazyLinear(2))": "TypeError: ShardingPlan: 2 values cannot be read. weight: a lazy parameter has no shape yet.",
+        "make(nn.Linear(4, 2, dtype=torch.float64)).init()": "TypeError: init: weight, bias are float64 or complex128 and need 64 bits, which JAX has",
+    },
+    "init": {
+        "step.init(seed=1.5)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
+        'step.init(seed="a")': "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
+        "step.init(seed=None)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got None.",
+        "step.init(seed=True)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got True.",
+        "step.init(seed=-1)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got -1.",
+        "step.init(seed=2**32)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got 4294967296.",
+        "step.init(seed=2**70)": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got",
+        "step.init(seed=torch.tensor(3))": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got tensor(3).",
+        "step.init(seed=jax.random.key(0))": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got Array((),",
+        "step.init(seed=[1, 2])": "ValueError: init: seed must be an int of 32 bits, from 0 to 4294967295, got [1, 2].",
+        'make().init(donate="yes")': "TypeError: init: donate must be a bool, got str.",
+        "make().init(donate=None)": "TypeError: init: donate must be a bool, got NoneType.",
+        "make().init(donate=1)": "TypeError: init: donate must be a bool, got int.",
+    },
+    "step": {
+        "step(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
+        "step((state, {}), x)": "TypeError: make_train_step: state must be a TrainState, got tuple. step.init(seed=0) gives",
+        "step(model, x)": "TypeError: make_train_step: state must be a TrainState, got Net. step.init(seed=0) gives one,",
+        "step(x, state)": "TypeError: make_train_step: state must be a TrainState, got Tensor. step.init(seed=0) gives",
+        "step(state.params, x)": "TypeError: make_train_step: state must be a TrainState, got Stacks. step.init(seed=0) gives",
+        "step(other_state, x)": "ValueError: make_train_step: params of the state do not fit. layer.weight: missing layer.bias:",
+        "step(donated, x)": "ValueError: make_train_step: this state was donated to an earlier call of the step. Go on with",
+        'step(state, np.array(["a", "b"]))': "TypeError: make_train_step: batch: JAX dtype <U1 has no torch counterpart; convert the array",
+        "step(state, np.array([object(), None]))": "TypeError: make_train_step: batch: JAX dtype object has no torch counterpart; convert the",
+        'step(state, np.array(["2020-01-01"], dtype="datetime64[s]"))': "TypeError: make_train_step: batch: JAX dtype datetime64[s] has no torch counterpart; convert",
+        "step(state, torch.ones(8, 4).to_sparse())": "TypeError: make_train_step: batch: A torch.sparse_coo tensor cannot move to the jax device;",
+        'step(state, torch.ones(8, 4, device="meta"))': "NotImplementedError: make_train_step: batch: Cannot copy out of meta tensor; no data!",
+        "step(state, torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
+        "step(state, torch.full((8, 4), 2**40))": "OverflowError: make_train_step: batch: An int64 array of shape (8, 4) has values from",
+        "step(state, (x, 2**31))": "OverflowError: make_train_step: batch[1]: An int64 array of shape () has values from",
+        "step(state, (x, 2**64))": "OverflowError: make_train_step: batch[1]: 18446744073709551616 does not fit 64 bits. Give",
+        "step(state, (x, -2**70))": "OverflowError: make_train_step: batch[1]: -1180591620717411303424 does not fit 64 bits. Give",
+        "step(state, np.array([2**70]))": "TypeError: make_train_step: batch: JAX dtype object has no torch counterpart; convert the",
+        "step(state, [2**64])": "OverflowError: make_train_step: batch[0]: 18446744073709551616 does not fit 64 bits. Give",
+        'step(state, {1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        'step(state, {"a": {1: x, "b": x}})': "TypeError: make_train_step: a dict has the keys 1, 'b', which cannot be put in order, as JAX",
+        'step(state, {None: x, "b": x})': "TypeError: make_train_step: a dict has the keys None, 'b', which cannot be put in order, as",
+        'step(state, {("a", 1): x, "b": x})': "TypeError: make_train_step: a dict has the keys ('a', 1), 'b', which cannot be put in order,",
+        "step(state, (y for y in [x]))": "TypeError: make_train_step: batch is of type generator, which is neither an array nor an",
+        "step(state, jax.random.key(0))": "TypeError: make_train_step: batch: JAX dtype key<fry> has no torch counterpart; convert the",
+        'step(state, x, max_grad_norm="1")': "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        "step(state, x, max_grad_norm=0)": "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        "step(state, x, max_grad_norm=-1)": "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        "step(state, x, max_grad_norm=True)": "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        'step(state, x, max_grad_norm=float("nan"))': "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        "step(state, x, max_grad_norm=torch.tensor(1.0))": "ValueError: make_train_step: max_grad_norm must be a positive number, math.inf to skip only",
+        "step.prove(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType.",
+        "step.prove(donated, x)": "ValueError: make_train_step: this state was donated to an earlier call of the step.",
+        "step.prove(other_state, x)": "ValueError: make_train_step: the state lacks layer.weight, layer.bias, so that it is of another model.",
+        "step.prove(state, x, max_grad_norm=0)": "ValueError: make_train_step: max_grad_norm must be a positive number",
+        "fit(prove_steps=-1)": "ValueError: fit: prove_steps must be an integer, 0 or more, got -1.",
+        "fit(prove_steps=True)": "ValueError: fit: prove_steps must be an integer, 0 or more, got True.",
+        'fit(prove_steps="1")': "ValueError: fit: prove_steps must be an integer, 0 or more, got '1'.",
+        'step.put({1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        "step.put(torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
+        "step.put((x, 2**70))": "OverflowError: make_train_step: batch[1]: 1180591620717411303424 does not fit 64 bits. Give",
+        "step.lower(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
+        'step.lower(state, {1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        "step.lower(state, torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
+        "step.export(None)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
+        "step.export((state, {}))": "TypeError: make_train_step: state must be a TrainState, got tuple. step.init(seed=0) gives",
+        "step.export(model)": "TypeError: make_train_step: state must be a TrainState, got Net. step.init(seed=0) gives one,",
+        "step.export(other_state)": "ValueError: make_train_step: the state lacks layer.weight, layer.bias, so that it is of",
+        "step.export(donated)": "ValueError: make_train_step: this state was donated to an earlier call of the step. Go on with",
+        "evaluate(None, x)": "TypeError: make_eval_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
+        "evaluate((state, {}), x)": "TypeError: make_eval_step: state must be a TrainState, got tuple. step.init(seed=0) gives one,",
+        "evaluate(x, state)": "TypeError: make_eval_step: state must be a TrainState, got Tensor. step.init(seed=0) gives",
+        "evaluate(other_state, x)": "ValueError: make_eval_step: the state lacks layer.weight, layer.bias, so that it is of another",
+        "evaluate(donated, x)": "ValueError: make_eval_step: this state was donated to an earlier call of the step. Go on with",
+        'evaluate(state, {1: x, "a": x})': "TypeError: make_eval_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        "evaluate(state, (x, 2**70))": "OverflowError: make_eval_step: batch[1]: 1180591620717411303424 does not fit 64 bits. Give",
+        "evaluate.lower(None, x)": "TypeError: make_eval_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
+        "jax.jit(lambda s: step(s, x))(state)": "NotImplementedError: make_train_step: the state is traced by a jax.jit or another transform",
+        "in_explicit(lambda: step(state, x))": "ValueError: make_train_step: every axis of the mesh that is current here, by jax.set_mesh or",
+        "in_explicit(lambda: run())": "ValueError: make_train_step: every axis of the mesh that is current here, by jax.set_mesh or",
+        "in_inference(lambda: run())": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
+        "in_explicit(lambda: evaluate(state, x))": "ValueError: make_eval_step: every axis of the mesh that is current here, by jax.set_mesh or",
+    },
+    "losses": {
+        "run(lambda model, batch: None)": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: 1.0)": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: model(batch))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: (model(batch) > 0).sum())": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: mse(model, batch).detach())": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
+        "run(lambda model, batch: (mse(model, batch), {}, {}))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: (mse(model, batch), 5))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: (mse(model, batch), [5]))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: (mse(model, batch), None))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        'run(lambda model, batch: (mse(model, batch), {"loss": 1.0}))': "ValueError: make_train_step: the step itself reports loss; name that metric otherwise.",
+        'run(lambda model, batch: (mse(model, batch), {"name": "train"}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns 'train'",
+        'run(lambda model, batch: (mse(model, batch), {"a": ["b"]}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns 'b' among",
+        'run(lambda model, batch: (mse(model, batch), {"a": Plain()}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns",
+        'run(lambda model, batch: (mse(model, batch), {"a": lambda: 1}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns <function",
+        'run(lambda model, batch: (mse(model, batch), {1: 2.0, "a": 3.0}))': "TypeError: make_train_step: metrics are named by strings, but loss_fn names one 1.",
+        "run(lambda model, batch: (mse(model, batch), {1: 2.0}))": "TypeError: make_train_step: metrics are named by strings, but loss_fn names one 1.",
+        'run(lambda model, batch: (mse(model, batch), {"a": 2**70}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns",
+        'run(lambda model, batch: (mse(model, batch), {"a": np.array(["x"])}))': "TypeError: make_train_step: metrics must be tensors or numbers, but loss_fn returns",
+        'run(lambda model, batch: (mse(model, batch), {"a": torch.ones(2).to_sparse()}))': "NotImplementedError: make_train_step: the loss uses 1 operator without a lowering to JAX:",
+        "run(lambda model, batch: mse(model, batch).to(torch.complex64))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: jnp.ones(()))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(lambda model, batch: np.float32(1))": "TypeError: make_train_step: loss_fn must return a scalar (a floating-point tensor of one",
+        "run(adds_parameter)": "NotImplementedError: The function adds scale to a module, with parameters that the state of a",
+        "run(adds_module)": "NotImplementedError: The function adds extra to a module, with parameters that the state of a",
+        "run(draws)": "NotImplementedError: make_train_step: the loss draws random numbers from GENERATOR and depends on it",
+        "run(reads_clock)": "NotImplementedError: make_train_step: the loss reads time.time() in line",
+        "run(reads_perf)": "NotImplementedError: make_train_step: the loss reads time.perf_counter() in line",
+        "run(lambda model, batch: mse(model, batch) * random.random())": "NotImplementedError: The captured function draws from Python's `random` or from numpy.random.",
+        "run(lambda model, batch: mse(model, batch) * np.random.rand())": "NotImplementedError: The captured function draws from Python's `random` or from numpy.random.",
+        "run(infers)": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
+        "run(lambda model, batch: mse(model, batch).item())": 'NotImplementedError: File "',
+        'run(lambda model, batch: run()[1]["loss"])': "NotImplementedError: make_train_step: layer.bias and layer.weight share memory: one is a view",
+    },
+    "make_eval_step": {
+        "make_eval(Net)": "TypeError: make_eval_step: model must be a Module, got type.",
+        "ts.make_eval_step(None, mse, mesh=mesh, plan=plan)": "TypeError: make_eval_step: model must be a Module, got NoneType.",
+        "make_eval(loss_fn=None)": "TypeError: make_eval_step: loss_fn must be a Callable, got NoneType.",
+        "make_eval(loss_fn=lambda batch: 0)": "TypeError: make_eval_step: loss_fn is called with (model, batch), but <lambda>(batch) cannot",
+        "make_eval(mesh=None)": "TypeError: make_eval_step: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        "make_eval(mesh=explicit)": "ValueError: make_eval_step: every mesh axis must be Auto, so that XLA may choose the shardings",
+        "make_eval(plan={})": "TypeError: make_eval_step: plan must be a ShardingPlan, got dict.",
+        'make_eval(batch_spec=P("bach"))': "ValueError: make_eval_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
+        'make_eval(batch_spec="batch")': "TypeError: make_eval_step: batch_spec must be a P or None, got str.",
+        "make_eval(compute_dtype=torch.float16)": "ValueError: make_eval_step: compute_dtype must be torch.bfloat16 or None, got torch.float16.",
+        'make_eval(scan_layers="yes")': "ValueError: make_eval_step: scan_layers must be True, False or \"auto\", got 'yes'.",
+        "make_eval(compile_cache=5)": "TypeError: make_eval_step: compile_cache must be a path or None, got int.",
+    },
+    "Checkpointer": {
+        "ts.Checkpointer(None)": "TypeError: Checkpointer: directory must be a path, got NoneType.",
+        "ts.Checkpointer(1)": "TypeError: Checkpointer: directory must be a path, got int.",
+        'ts.Checkpointer("")': "ValueError: Checkpointer: directory is empty. Name a file or a directory.",
+        'ts.Checkpointer(b"x")': "TypeError: Checkpointer: directory must be a path, got bytes.",
+        'ts.Checkpointer("a\\0b")': "ValueError: Checkpointer: directory cannot be 'a\\x00b': embedded null byte. Name another path.",
+        "ts.Checkpointer(file)": "NotADirectoryError: Checkpointer: directory must be a directory, but",
+        'ts.Checkpointer(f"{file}/below")': "NotADirectoryError: Checkpointer: directory is",
+        'ts.Checkpointer(f"{file}/below").save(state)': "NotADirectoryError: Checkpointer: directory is",
+        'ts.Checkpointer(folder + "/" + "a" * 300).save(state)': "ValueError: Checkpointer: directory cannot be '",
+        "ts.Checkpointer(folder, keep=True)": "ValueError: Checkpointer: keep must be a positive integer, got True.",
+        "ts.Checkpointer(folder, keep=0)": "ValueError: Checkpointer: keep must be a positive integer, got 0.",
+        "ts.Checkpointer(folder, keep=-1)": "ValueError: Checkpointer: keep must be a positive integer, got -1.",
+        "ts.Checkpointer(folder, keep=1.5)": "ValueError: Checkpointer: keep must be a positive integer, got 1.5.",
+        'ts.Checkpointer(folder, keep="3")': "ValueError: Checkpointer: keep must be a positive integer, got '3'.",
+        "ts.Checkpointer(folder, every=0)": "ValueError: Checkpointer: every must be a positive integer, got 0.",
+        "ts.Checkpointer(folder, every=True)": "ValueError: Checkpointer: every must be a positive integer, got True.",
+        "ts.Checkpointer(folder, every=None)": "ValueError: Checkpointer: every must be a positive integer, got None.",
+        'ts.Checkpointer(folder, every="10")': "ValueError: Checkpointer: every must be a positive integer, got '10'.",
+        'ts.Checkpointer(folder, asynchronous="no")': "TypeError: Checkpointer: asynchronous must be a bool, got str.",
+        "ts.Checkpointer(folder, asynchronous=None)": "TypeError: Checkpointer: asynchronous must be a bool, got NoneType.",
+        "ts.Checkpointer(saved.path(0))": "ValueError: Checkpointer:",
+        "ts.Checkpointer(folder).restore(step)": "FileNotFoundError: Checkpointer: no whole checkpoint in",
+        "saved.restore(None)": "TypeError: Checkpointer.restore: train_step must be a TrainStep, got NoneType. make_train_step",
+        "saved.restore(state)": "TypeError: Checkpointer.restore: train_step must be a TrainStep, got TrainState.",
+        "saved.restore(evaluate)": "TypeError: Checkpointer.restore: train_step must be a TrainStep, got EvalStep. make_train_step",
+        "saved.restore(model)": "TypeError: Checkpointer.restore: train_step must be a TrainStep, got Net. make_train_step",
+        "restore(step=False)": "ValueError: Checkpointer.restore: step must be a number of steps, 0 or more, got False.",
+        "restore(step=True)": "ValueError: Checkpointer.restore: step must be a number of steps, 0 or more, got True.",
+        "restore(step=-1)": "ValueError: Checkpointer.restore: step must be a number of steps, 0 or more, got -1.",
+        "restore(step=1.5)": "ValueError: Checkpointer.restore: step must be a number of steps, 0 or more, got 1.5.",
+        'restore(step="0")': "ValueError: Checkpointer.restore: step must be a number of steps, 0 or more, got '0'.",
+        "restore(step=99)": "FileNotFoundError: Checkpointer: no checkpoint of step 99 in",
+        "restore(step=10**30)": "FileNotFoundError: Checkpointer: no checkpoint of step 1000000000000000000000000000000 in",
+        'restore(params_only="yes")': "TypeError: Checkpointer.restore: params_only must be a bool, got str.",
+        "restore(params_only=1)": "TypeError: Checkpointer.restore: params_only must be a bool, got int.",
+        "restore(params_only=None)": "TypeError: Checkpointer.restore: params_only must be a bool, got NoneType.",
+        'restore(params_only=True, seed="a")': "ValueError: Checkpointer.restore: seed must be an int of 32 bits, from 0 to 4294967295, got",
+        "restore(params_only=True, seed=-1)": "ValueError: Checkpointer.restore: seed must be an int of 32 bits, from 0 to 4294967295, got -1.",
+        "restore(params_only=True, seed=2**32)": "ValueError: Checkpointer.restore: seed must be an int of 32 bits, from 0 to 4294967295, got",
+        'restore(seed="a")': "ValueError: Checkpointer.restore: seed must be an int of 32 bits, from 0 to 4294967295, got",
+        'saved.path("x")': "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got 'x'.",
+        "saved.path(-1)": "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got -1.",
+        "saved.path(None)": "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got None.",
+        "saved.path(True)": "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got True.",
+        'saved.metrics("0")': "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got '0'.",
+        "saved.metrics(99)": "ValueError: Checkpointer.metrics:",
+        "saved.metrics(None)": "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got None.",
+        "saved.metrics(-1)": "ValueError: Checkpointer.path: step must be a number of steps, 0 or more, got -1.",
+        "Checkpointer(folder).save(None)": "TypeError: Checkpointer.save: state must be a TrainState, got NoneType. A step returns one.",
+        "Checkpointer(folder).save((state, {}))": "TypeError: Checkpointer.save: state must be a TrainState, got tuple. A step returns one.",
+        "Checkpointer(folder).save(model)": "TypeError: Checkpointer.save: state must be a TrainState, got Net. A step returns one.",
+        "Checkpointer(folder).save(donated)": "ValueError: Checkpointer: this state was donated to a step. Save it before, or save what the",
+        "Checkpointer(folder).save(state, metrics=[1])": "TypeError: Checkpointer.save: metrics must be a Mapping, got list. Give numbers by name.",
+        'Checkpointer(folder).save(state, metrics={"a": "x"})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': 'x'.",
+        'Checkpointer(folder).save(state, metrics={"a": None})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': None.",
+        'Checkpointer(folder).save(state, metrics={"a": torch.ones(2)})': "TypeError: Checkpointer.save: metrics must be numbers by name, got 'a': tensor([1., 1.]).",
+        "Checkpointer(folder).save(state, metrics={1: 2.0})": "TypeError: Checkpointer.save: metrics must be numbers by name, got 1: 2.0.",
+        'Checkpointer(folder).save(state, metrics="loss")': "TypeError: Checkpointer.save: metrics must be a Mapping, got str. Give numbers by name.",
+    },
+    "fit": {
+        "ts.fit(None, state, [x], steps=1)": "TypeError: fit: step must be a TrainStep, got NoneType. make_train_step gives one.",
+        "fit(evaluate)": "TypeError: fit: step must be a TrainStep, got EvalStep. make_train_step gives one.",
+        "fit(model)": "TypeError: fit: step must be a TrainStep, got Net. make_train_step gives one.",
+        "fit(state=(state, {}))": "TypeError: fit: state must be a TrainState or None, got tuple. step.init(seed=0) gives one.",
+        "fit(state=model)": "TypeError: fit: state must be a TrainState or None, got Net. step.init(seed=0) gives one.",
+        "fit(state=donated)": "ValueError: fit: this state was donated to an earlier step or fit. Go on with the state that",
+        "fit(state=other_state)": "ValueError: make_train_step: params of the state do not fit. layer.weight: missing layer.bias:",
+        "ts.fit(state, step, [x], steps=1, progress=False)": "TypeError: fit: step must be a TrainStep, got TrainState. make_train_step gives one.",
+        "fit(loader=5)": "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        "fit(loader=[])": "ValueError: fit: the loader has no batches (drop_last=True, and too few rows?).",
+        'fit(loader={"x": x})': "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        'fit(loader="text")': "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        'fit(loader=b"text")': "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        "fit(loader=lambda: [x])": "TypeError: fit: the loader, a function, is called with (position), but <lambda>() cannot be:",
+        "fit(loader=lambda position: None)": "TypeError: fit: the loader, a function, must return an iterable of batches, got NoneType at",
+        "fit(loader=lambda position: 5)": "TypeError: fit: the loader, a function, must return an iterable of batches, got int at",
+        'fit(loader=[{1: x, "a": x}])': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        "fit(loader=[(x, 2**70)])": "OverflowError: make_train_step: batch[1]: 1180591620717411303424 does not fit 64 bits. Give",
+        "fit(loader=model)": "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        "fit(loader=type)": "TypeError: fit: the loader, a function, must return an iterable of batches, got type at",
+        "fit(steps=0)": "ValueError: fit: steps must be a positive integer, got 0.",
+        "fit(steps=-1)": "ValueError: fit: steps must be a positive integer, got -1.",
+        "fit(steps=1.5)": "ValueError: fit: steps must be a positive integer, got 1.5.",
+        'fit(steps="3")': "ValueError: fit: steps must be a positive integer, got '3'.",
+        "fit(steps=True)": "ValueError: fit: steps must be a positive integer, got True.",
+        "fit(steps=None)": "ValueError: fit: steps must be a positive integer, got None.",
+        "fit(steps=10**30, loader=lambda position: [])": "ValueError: fit: the loader ended before the run did. Let it go on, or pass what starts anew",
+        "fit(eval_loader=5)": "TypeError: fit: eval_loader must be an Iterable, got int. All of its batches are taken each",
+        'fit(eval_loader="text")': "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        "fit(eval_loader=[])": "ValueError: fit: eval_loader has no batches. (An iterator is used up after one evaluation.)",
+        'fit(eval_loader={"x": x})': "TypeError: fit: a loader is an iterable of batches, or a function from a position to one, got",
+        "fit(eval_every=1)": "ValueError: fit: eval_every and eval_step are for an evaluation, which needs eval_loader.",
+        "fit(eval_loader=[x], eval_every=0)": "ValueError: fit: eval_every must be a positive integer, got 0.",
+        "fit(eval_loader=[x], eval_every=True)": "ValueError: fit: eval_every must be a positive integer, got True.",
+        'fit(eval_loader=[x], eval_every="1")': "ValueError: fit: eval_every must be a positive integer, got '1'.",
+        "fit(eval_loader=[x], eval_step=step)": "TypeError: fit: eval_step must be an EvalStep or None, got TrainStep. make_eval_step gives one.",
+        "fit(eval_step=evaluate)": "ValueError: fit: eval_every and eval_step are for an evaluation, which needs eval_loader.",
+        'fit(checkpointer="runs")': "TypeError: fit: checkpointer must be a Checkpointer or None, got str. Give",
+        "fit(checkpointer=folder)": "TypeError: fit: checkpointer must be a Checkpointer or None, got str. Give",
+        "fit(checkpointer=Checkpointer)": "TypeError: fit: checkpointer must be a Checkpointer or None, got type. Give",
+        "fit(log=5)": "TypeError: fit: log must be a path, got int.",
+        "fit(log=True)": "TypeError: fit: log must be a path, got bool.",
+        'fit(log="")': "ValueError: fit: log is empty. Name a file or a directory.",
+        'fit(log="a\\0b")': "ValueError: fit: log cannot be 'a\\x00b': embedded null byte. Name another path.",
+        "fit(log=file)": "NotADirectoryError: fit: log must be a directory, but",
+        'fit(log=f"{file}/below")': "NotADirectoryError: fit: log is",
+        "fit(log_every=0)": "ValueError: fit: log_every must be a positive integer, got 0.",
+        "fit(log_every=True)": "ValueError: fit: log_every must be a positive integer, got True.",
+        'fit(log_every="1")': "ValueError: fit: log_every must be a positive integer, got '1'.",
+        "fit(log_every=1.0)": "ValueError: fit: log_every must be a positive integer, got 1.0.",
+        'fit(on_bad_step="ignore")': "ValueError: fit: on_bad_step must be one of 'raise', 'stop', 'skip', got 'ignore'.",
+        "fit(on_bad_step=None)": "ValueError: fit: on_bad_step must be one of 'raise', 'stop', 'skip', got None.",
+        'fit(on_bad_step=["raise"])': "ValueError: fit: on_bad_step must be one of 'raise', 'stop', 'skip', got ['raise'].",
+        "fit(on_bad_step=True)": "ValueError: fit: on_bad_step must be one of 'raise', 'stop', 'skip', got True.",
+        'fit(max_grad_norm="1")': "ValueError: fit: max_grad_norm must be a positive number, math.inf to skip only what is not",
+        "fit(max_grad_norm=0)": "ValueError: fit: max_grad_norm must be a positive number, math.inf to skip only what is not",
+        'fit(max_grad_norm=float("nan"))': "ValueError: fit: max_grad_norm must be a positive number, math.inf to skip only what is not",
+        "fit(seed=-1)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got -1.",
+        "fit(seed=1.5)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
+        "fit(seed=True)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got True.",
+        "fit(seed=None)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got None.",
+        'fit(seed="a")': "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
+        "fit(seed=2**32)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got 4294967296.",
+        "fit(seed=2**70)": "ValueError: fit: seed must be an int of 32 bits, from 0 to 4294967295, got",
+        "fit(prefetch=0)": "ValueError: fit: prefetch must be a positive integer, got 0.",
+        "fit(prefetch=-1)": "ValueError: fit: prefetch must be a positive integer, got -1.",
+        "fit(prefetch=True)": "ValueError: fit: prefetch must be a positive integer, got True.",
+        'fit(prefetch="2")': "ValueError: fit: prefetch must be a positive integer, got '2'.",
+        'fit(progress="yes")': "TypeError: fit: progress must be a bool or a Console, got str.",
+        "fit(progress=None)": "TypeError: fit: progress must be a bool or a Console, got NoneType.",
+        "fit(progress=0)": "TypeError: fit: progress must be a bool or a Console, got int.",
+    },
+    "compare_with_torch": {
+        "compare(model=None)": "TypeError: make_train_step: model must be a Module, got NoneType.",
+        "compare(model=Net)": "TypeError: make_train_step: model must be a Module, got type.",
+        "compare(loss_fn=None)": "TypeError: make_train_step: loss_fn must be a Callable, got NoneType.",
+        'compare(loss_fn="mse")': "TypeError: make_train_step: loss_fn must be a Callable, got str.",
+        'compare(batch={1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        "compare(batch=torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
+        "compare(mesh=None)": "TypeError: compare_with_torch: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        "compare(mesh=explicit)": "ValueError: compare_with_torch: every mesh axis must be Auto, so that XLA may choose the",
+        "compare(plan=None)": "TypeError: make_train_step: plan must be a ShardingPlan, got NoneType.",
+        "compare(steps=0)": "ValueError: compare_with_torch: steps must be a positive integer, got 0.",
+        "compare(steps=1.5)": "ValueError: compare_with_torch: steps must be a positive integer, got 1.5.",
+        'compare(steps="2")': "ValueError: compare_with_torch: steps must be a positive integer, got '2'.",
+        "compare(steps=True)": "ValueError: compare_with_torch: steps must be a positive integer, got True.",
+        "compare(steps=None)": "ValueError: compare_with_torch: steps must be a positive integer, got None.",
+        "compare(optimizer=sgd)": "ValueError: compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or",
+        "compare(torch_optimizer=torch.optim.SGD)": "ValueError: compare_with_torch: give optimizer and torch_optimizer both, for the same rule, or",
+        'compare(optimizer="sgd", torch_optimizer=torch.optim.SGD)': "TypeError: compare_with_torch: optimizer must be an optax gradient transformation such as",
+        'compare(optimizer=sgd, torch_optimizer="sgd")': "TypeError: compare_with_torch: torch_optimizer must be a Callable, got str.",
+        "compare(optimizer=sgd, torch_optimizer=torch.optim.SGD(model.parameters(), 0.1))": "TypeError: compare_with_torch: torch_optimizer must be a Callable, got SGD.",
+        'compare(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
+        'compare(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or None, got str.",
+        'compare(compute_dtype="bfloat16")': "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got bfloat16.",
+        "compare(compute_dtype=torch.float16)": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got torch.float16.",
+        'comparison.raise_if_different("a")': "ValueError: raise_if_different: rtol must be a number of at least 0, got 'a'.",
+        "comparison.raise_if_different(-1)": "ValueError: raise_if_different: rtol must be a number of at least 0, got -1.",
+        'comparison.raise_if_different(float("nan"))': "ValueError: raise_if_different: rtol must be a number of at least 0, got nan.",
+        "comparison.raise_if_different(True)": "ValueError: raise_if_different: rtol must be a number of at least 0, got True.",
+    },
+    "explain_capture": {
+        "ts.explain_capture(None, mse, x)": "TypeError: explain_capture: model must be a Module, got NoneType.",
+        "ts.explain_capture(Net, mse, x)": "TypeError: explain_capture: model must be a Module, got type.",
+        "ts.explain_capture(model, None, x)": "TypeError: explain_capture: loss_fn must be a Callable, got NoneType.",
+        'ts.explain_capture(model, "mse", x)': "TypeError: explain_capture: loss_fn must be a Callable, got str.",
+        "ts.explain_capture(mse, model, x)": "TypeError: explain_capture: model must be a Module, got function.",
+        'ts.explain_capture(model, mse, {1: x, "a": x})': "TypeError: explain_capture: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
+        'ts.explain_capture(model, mse, x, train="yes")': "TypeError: explain_capture: train must be a bool, got str.",
+        "ts.explain_capture(model, mse, x, train=None)": "TypeError: explain_capture: train must be a bool, got NoneType.",
+        "ts.explain_capture(model, lambda batch: 0, x)": "TypeError: explain_capture: loss_fn is called with (model, batch), but <lambda>(batch) cannot",
+        "ts.explain_capture(model, lambda model, batch: None, x)": "TypeError: explain_capture: loss_fn must return a scalar (a floating-point tensor of one",
+    },
+    "visualize_sharding": {
+        "ts.visualize_sharding(None)": "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got",
+        'ts.visualize_sharding("text")': "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got str,",
+        "ts.visualize_sharding(5)": "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got int,",
+        "ts.visualize_sharding([])": "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got list,",
+        "ts.visualize_sharding({})": "ValueError: visualize_sharding: dict has no entries, so there is nothing to draw.",
+        "ts.visualize_sharding(np.ones(2))": "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got",
+        "ts.visualize_sharding(torch.ones(2))": "TypeError: visualize_sharding: expected a jax.Array or a tensor on the jax device, got Tensor,",
+        "ts.visualize_sharding(model)": "TypeError: visualize_sharding: 2 of the 2 names in Net have no sharding (Parameter on cpu):",
+        'ts.visualize_sharding({"a": 5})': "TypeError: visualize_sharding: 1 of the 1 names in dict have no sharding (int): a. Place them",
+        "ts.visualize_sharding(jnp.ones(2), name=5)": "TypeError: visualize_sharding: name must be a str, got int.",
+        "ts.visualize_sharding(state).save(None)": "TypeError: Drawing.save: path must be a path, got NoneType.",
+        'ts.visualize_sharding(state).save("picture.bmp")': "ValueError: Drawing.save: the suffix must be .svg or .png, got '.bmp' in 'picture.bmp'.",
+        'ts.visualize_sharding(state).save("")': "ValueError: Drawing.save: path is empty. Name a file or a directory.",
+        "ts.visualize_sharding(state).save(5)": "TypeError: Drawing.save: path must be a path, got int.",
+        'ts.visualize_sharding(state).save(f"{file}/a.svg")': "NotADirectoryError: Drawing.save: path is",
+        'ts.visualize_sharding(state).save(folder + "/a\\0.svg")': "ValueError: Drawing.save: path cannot be '",
+    },
+    "interop": {
+        "ts.call_jax(None)": "TypeError: call_jax: fn must be a Callable, got NoneType. Give a function of arrays.",
+        "ts.call_jax(5, x)": "TypeError: call_jax: fn must be a Callable, got int. Give a function of arrays.",
+        'ts.call_jax("sin", x)': "TypeError: call_jax: fn must be a Callable, got str. Give a function of arrays.",
+        'ts.call_jax(jnp.sin, {1: x, "a": x})': "TypeError: call_jax: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.call_torch(None)": "TypeError: call_torch: fn must be a Callable, got NoneType. Give a torch callable.",
+        "ts.call_torch(5, jnp.ones(2))": "TypeError: call_torch: fn must be a Callable, got int. Give a torch callable.",
+        'ts.call_torch("relu", jnp.ones(2))': "TypeError: call_torch: fn must be a Callable, got str. Give a torch callable.",
+        "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2))": "NeedsKey: dropout() draws random numbers: pass it a key (key=jax.random.key(seed)).",
+        "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key=5)": "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got 5.",
+        'ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key="key")': "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got 'key'.",
+        "ts.call_torch(torch.nn.functional.dropout, jnp.ones(2), key=jnp.ones(2))": "TypeError: call_torch: key must be a random key of JAX, jax.random.key(seed), got Array([1.,",
+        'ts.call_torch(lambda x: x, {1: jnp.ones(2), "a": jnp.ones(2)})': "TypeError: call_torch: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.jax_view(torch.ones(2).to_sparse())": "TypeError: jax_view: value: A torch.sparse_coo tensor cannot move to the jax device; use",
+        "ts.jax_view(torch.full((2,), 2**40))": "OverflowError: jax_view: value: An int64 array of shape (2,) has values from 1099511627776 to",
+        "ts.jax_view(torch.ones(2, dtype=torch.float64))": "TypeError: jax_view: value: A float64 array of shape (2,) needs 64 bits, and JAX has them",
+        'ts.jax_view({1: x, "a": x})': "TypeError: jax_view: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        'ts.torch_view({1: jnp.ones(2), "a": jnp.ones(2)})': "TypeError: torch_view: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.debug_print(5)": "TypeError: debug_print: fmt must be a str, got int.",
+        "ts.debug_print(None)": "TypeError: debug_print: fmt must be a str, got NoneType.",
+        'ts.debug_print("{} {}", x)': "ValueError: debug_print: '{} {}' cannot be formatted with 1 arguments and the names []:",
+        'ts.debug_print("{name}", x)': "ValueError: debug_print: '{name}' cannot be formatted with 1 arguments and the names []:",
+        'ts.debug_print("{", x)': "ValueError: debug_print: '{' cannot be formatted with 1 arguments and the names []: ValueError",
+        "ts.jax_jit(None)": "TypeError: jax_jit: expected a torch callable, such as a function or a module, got None.",
+        "ts.jax_jit(5)": "TypeError: jax_jit: expected a torch callable, such as a function or a module, got 5.",
+        'ts.jax_jit(torch.relu)("x")': "TypeError: jax_jit: arguments and results are tensors or numbers, in containers that JAX",
+        'ts.jax_jit(torch.relu, static_argnums="0")': "TypeError: jax_jit: static_argnums must be a position of an argument, or a tuple of them, got",
+        "ts.jax_jit(torch.relu, static_argnums=1.5)": "TypeError: jax_jit: static_argnums must be a position of an argument, or a tuple of them, got",
+        'ts.jax_jit(torch.relu, donate_argnums="0")': "TypeError: jax_jit: donate_argnums must be a position of an argument, or a tuple of them, got",
+        "ts.jax_jit(torch.relu, in_shardings=5)(x)": "TypeError: jax_jit: in_shardings, or out_shardings, must be a Sharding or a P, got int.",
+        "ts.jax_jit(torch.relu, wrong=1)": "TypeError: jax_jit: jax.jit has no argument wrong. It has fun, in_shardings, out_shardings,",
+        'ts.jax_jit(lambda x: {1: x, "a": x})(x)': "TypeError: jax_jit: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.jax_jit(lambda x: Plain())(x)": "TypeError: jax_jit: arguments and results are tensors or numbers, in containers that JAX",
+        "ts.jax_jit(torch.relu)(Plain())": "TypeError: jax_jit: arguments and results are tensors or numbers, in containers that JAX",
+        "ts.jax_grad(None)": "TypeError: jax_value_and_grad: expected a torch callable, such as a function or a module, got",
+        "ts.jax_grad(5)": "TypeError: jax_value_and_grad: expected a torch callable, such as a function or a module, got",
+        'ts.jax_grad(lambda x: x.sum(), argnums="0")(x)': "TypeError: jax_value_and_grad: argnums must be a position of an argument, or a tuple of them,",
+        "ts.jax_grad(lambda x: x.sum(), argnums=1.5)(x)": "TypeError: jax_value_and_grad: argnums must be a position of an argument, or a tuple of them,",
+        "ts.jax_grad(lambda x: x.sum(), argnums=None)(x)": "TypeError: jax_value_and_grad: argnums must be a position of an argument, or a tuple of them,",
+        "ts.jax_grad(lambda x: x.sum(), argnums=3)(x)": "ValueError: call_jax: argnums has 3, and the function was called with 1 arguments (argument 0).",
+        "ts.jax_grad(lambda x: x.sum(), argnums=-3)(x)": "ValueError: call_jax: argnums has -3, and the function was called with 1 arguments (argument",
+        "ts.jax_grad(lambda x: x.sum(), argnums=True)(x, x)": "TypeError: jax_value_and_grad: argnums must be a position of an argument, or a tuple of them,",
+        "ts.jax_grad(lambda x: x.sum(), has_aux=True)(x)": "TypeError: jax_value_and_grad: with has_aux=True <lambda>() must return a pair of a scalar and",
+        'ts.jax_grad(lambda x: (x.sum(), 5), has_aux="yes")(x)': "TypeError: jax_value_and_grad: has_aux must be a bool, got str.",
+        "ts.jax_grad(lambda x: x)(x)": "TypeError: jax_value_and_grad: <lambda>() must return a scalar floating-point tensor to be",
+        "ts.jax_grad(lambda x: None)(x)": "TypeError: jax_value_and_grad: <lambda>() must return a scalar floating-point tensor to be",
+        'ts.jax_grad(lambda x: x.sum())("text")': "TypeError: jax_value_and_grad: cannot differentiate by 'text', which is no tensor. See argnums.",
+        "ts.jax_grad(lambda x: x.sum(), wrong=1)(x)": "TypeError: jax_value_and_grad: jax.value_and_grad has no argument wrong. It has fun, argnums,",
+        "ts.jax_value_and_grad(None)": "TypeError: jax_value_and_grad: expected a torch callable, such as a function or a module, got",
+        'ts.jax_value_and_grad(lambda x: x.sum(), argnums="0")(x)': "TypeError: jax_value_and_grad: argnums must be a position of an argument, or a tuple of them,",
+        "ts.jax_value_and_grad(lambda x: x.sum(), argnums=3)(x)": "ValueError: call_jax: argnums has 3, and the function was called with 1 arguments (argument 0).",
+        "ts.jax_value_and_grad(lambda x: x.sum(), has_aux=True)(x)": "TypeError: jax_value_and_grad: with has_aux=True <lambda>() must return a pair of a scalar and",
+        "ts.jax_checkpoint(None)": "TypeError: jax_checkpoint: expected a torch callable, such as a function or a module, got None.",
+        "ts.jax_checkpoint(5)": "TypeError: jax_checkpoint: expected a torch callable, such as a function or a module, got 5.",
+        'ts.jax_checkpoint(torch.relu, policy="dots")(x)': "TypeError: jax_checkpoint: policy must be a Callable or None, got str. jax.checkpoint_policies",
+        "ts.jax_checkpoint(torch.relu, wrong=1)(x)": "TypeError: jax_checkpoint: jax.checkpoint has no argument wrong. It has fun, prevent_cse,",
+        "x.apply_jax(None)": "TypeError: call_jax: fn must be a Callable, got NoneType. Give a function of arrays.",
+        'x.apply_jax("sin")': "TypeError: call_jax: fn must be a Callable, got str. Give a function of arrays.",
+        "x.apply_jax_(lambda a: a[0])": "ValueError: apply_jax_ keeps shape and dtype: the tensor is (8, 4) torch.float32, the function",
+        "x.apply_jax_(None)": "TypeError: call_jax: fn must be a Callable, got NoneType. Give a function of arrays.",
+        "x.shard_(None)": "TypeError: shard_: sharding must be a Sharding, got NoneType. Give NamedSharding(mesh,",
+        'x.shard_("batch")': "TypeError: shard_: sharding must be a Sharding, got str. Give NamedSharding(mesh, P('batch')).",
+        'x.shard_(P("batch"))': "TypeError: shard_: sharding must be a Sharding, got P. Give NamedSharding(mesh, P('batch')).",
+        "x.jax()": "TypeError: jax() gives the array of a jax-device tensor; this tensor is on the CPU: move it",
+    },
+    "maps": {
+        "ts.jax_vmap(None)": "TypeError: jax_vmap: expected a torch callable, such as a function or a module, got None.",
+        'ts.jax_vmap(torch.relu, in_axes="0")(x)': "TypeError: jax_vmap: in_axes must be an int, None, or a pytree of them, got '0'.",
+        "ts.jax_vmap(torch.relu, in_axes=1.5)(x)": "TypeError: jax_vmap: in_axes must be an int, None, or a pytree of them, got 1.5.",
+        "ts.jax_vmap(torch.relu, in_axes=(0, 0))(x)": "ValueError: jax_vmap: in_axes has 2 entries, and the function was called with 1 arguments",
+        "ts.jax_vmap(torch.relu, in_axes=5)(x)": "ValueError: jax_vmap: argument 0 has shape (8, 4), and in_axes maps its dim 5, which it lacks.",
+        "ts.jax_vmap(torch.relu, in_axes=None)(x)": "ValueError: jax_vmap: no argument is mapped (in_axes is None for all), so axis_size must be",
+        "ts.jax_vmap(torch.relu, in_axes=True)(x)": "TypeError: jax_vmap: in_axes must be an int, None, or a pytree of them, got True.",
+        'ts.jax_vmap(torch.relu, out_axes="0")(x)': "TypeError: jax_vmap: out_axes must be an int, None, or a pytree of them, got '0'.",
+        "ts.jax_vmap(torch.relu, out_axes=5)(x)": "ValueError: jax_vmap: result has shape (4,) in each row, in which out_axes cannot put a dim 5.",
+        "ts.jax_vmap(torch.relu, axis_name=5)(x)": "TypeError: jax_vmap: axis_name must be a string, got 5.",
+        'ts.jax_vmap(torch.relu, axis_size="8")(x)': "TypeError: jax_vmap: axis_size must be an int or None, got str.",
+        "ts.jax_vmap(torch.relu, axis_size=True)(x)": "ValueError: jax_vmap: axis_size must be a positive integer, got True.",
+        "ts.jax_vmap(torch.relu, axis_size=-1, in_axes=None)(x)": "ValueError: jax_vmap: axis_size must be a positive integer, got -1.",
+        "ts.jax_vmap(torch.relu, axis_size=7)(x)": "ValueError: jax_vmap: the mapped dims must have one size, got argument 0: 8, axis_size: 7.",
+        'ts.jax_vmap(torch.relu, fold_in_axes="i")(x)': "ValueError: jax_vmap: fold_in_axes='i' names 'i', which is not the axis_name here.",
+        "ts.jax_vmap(torch.relu, fold_in_axes=5)(x)": "TypeError: jax_vmap: fold_in_axes must be a name of an axis, or a tuple of names, got 5.",
+        "ts.jax_vmap(torch.relu, wrong=1)(x)": "TypeError: jax_vmap: jax.vmap has no argument wrong. It has fun, in_axes, out_axes, axis_name,",
+        'ts.jax_vmap(torch.relu)("text")': "TypeError: jax_vmap: argument 0 is 'text', which is no tensor. Let the function close over it,",
+        "ts.jax_vmap(torch.relu)(5)": "ValueError: jax_vmap: argument 0 has shape (), and in_axes maps its dim 0, which it lacks.",
+        "ts.jax_vmap(torch.relu)()": "ValueError: jax_vmap: no argument is mapped (in_axes is None for all), so axis_size must be",
+        'ts.jax_vmap(torch.relu)({1: x, "a": x})': "TypeError: torch_shard: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.jax_pmap(None)": "TypeError: jax_pmap: expected a torch callable, such as a function or a module, got None.",
+        "ts.jax_pmap(torch.relu, 5)": "TypeError: jax_pmap: axis_name must be a string, got 5.",
+        'ts.jax_pmap(torch.relu, in_axes="0")(x)': "TypeError: jax_pmap: in_axes must be an int, None, or a pytree of them, got '0'.",
+        'ts.jax_pmap(torch.relu, out_axes="0")(x)': "TypeError: jax_pmap: out_axes must be an int, None, or a pytree of them, got '0'.",
+        "ts.jax_pmap(torch.relu)(torch.ones(99, 2))": "ValueError: jax_pmap: argument 0 has size 99 along its mapped dim, but there are 8 devices.",
+        'ts.jax_pmap(torch.relu, devices="cpu")': "ValueError: jax_pmap: devices must be a sequence of different JAX devices, as in",
+        "ts.jax_pmap(torch.relu, devices=[])": "ValueError: jax_pmap: devices must be a sequence of different JAX devices, as in",
+        "ts.jax_pmap(torch.relu, devices=[jax.devices()[0]] * 2)": "ValueError: jax_pmap: devices must be a sequence of different JAX devices, as in",
+        "ts.jax_pmap(torch.relu, devices=5)": "ValueError: jax_pmap: devices must be a sequence of different JAX devices, as in",
+        'ts.jax_pmap(torch.relu, static_broadcasted_argnums="0")(x)': "TypeError: jax_pmap: static_broadcasted_argnums must be a position of an argument, or a tuple",
+        "ts.jax_pmap(torch.relu, static_broadcasted_argnums=5)(x)": "ValueError: jax_pmap: static_broadcasted_argnums has 5, and the function was called with 1",
+        "ts.jax_pmap(torch.relu, static_broadcasted_argnums=None)(x)": "TypeError: jax_pmap: static_broadcasted_argnums must be a position of an argument, or a tuple",
+        "ts.jax_pmap(torch.relu, donate_argnums=5)(x)": "ValueError: jax_pmap: donate_argnums has 5, and the function was called with 1 arguments",
+        "ts.jax_pmap(torch.relu, wrong=1)(x)": "TypeError: jax_pmap: jax.pmap has no argument wrong. It has fun, axis_name, in_axes, out_axes,",
+        'ts.jax_pmap(torch.relu)("text")': "TypeError: jax_pmap: argument 0 is 'text', which is no tensor. Let the function close over it,",
+        "ts.jax_shard_map(None, mesh=mesh, in_specs=P(), out_specs=P())": "TypeError: jax_shard_map: expected a torch callable, such as a function or a module, got None.",
+        "ts.jax_shard_map(torch.relu, mesh=None, in_specs=P(), out_specs=P())": "TypeError: jax_shard_map: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        "ts.jax_shard_map(torch.relu, mesh=explicit, in_specs=P(), out_specs=P())": "ValueError: jax_shard_map: every mesh axis must be Auto, so that XLA may choose the shardings",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs="batch", out_specs=P())': "TypeError: jax_shard_map: in_specs must be a jax.sharding.PartitionSpec, got 'batch'. P()",
+        "ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=None, out_specs=P())": "TypeError: jax_shard_map: in_specs must be a jax.sharding.PartitionSpec, got None. P() leaves",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P("bach"), out_specs=P())': "ValueError: jax_shard_map: in_specs on mesh (batch=2): in_specs: P('bach') names an axis that",
+        "ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P(P.UNCONSTRAINED), out_specs=P())(x)": "ValueError: jax_shard_map: in_specs on mesh (batch=2): in_specs: P(UNCONSTRAINED) names an",
+        "ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x)": "TypeError: jax_shard_map: in_specs has 2 entries, and the function was called with 1 arguments",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P("batch"), out_specs=P())(x)': "ValueError: jax_shard_map: results do not fit out_specs on mesh (batch=2): result of local",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))(torch.ones(7))': "ValueError: jax_shard_map: arguments do not fit in_specs on mesh (batch=2): argument 0 (7,):",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))("x")': "TypeError: jax_shard_map: argument 0 is 'x', which is no tensor. Let the function close over",
+        "ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=5)": "TypeError: jax_shard_map: axis_names must be a name of an axis, or a tuple of names, got 5.",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P(), out_specs=P(), axis_names="bach")': "ValueError: jax_shard_map: axis_names has 'bach', which mesh (batch=2) lacks.",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P(), out_specs=P(), check_vma="yes")(x)': "TypeError: jax_shard_map: check_vma must be a bool, got str.",
+        'ts.jax_shard_map(torch.relu, mesh=mesh, in_specs=P(), out_specs=P(), fold_in_axes="bach")(x)': "ValueError: jax_shard_map: fold_in_axes='bach' names an axis that the mesh lacks: ('batch',).",
+        'ts.tpmap(None, "i", ["shard"])': "TypeError: tpmap: expected a torch callable, such as a function or a module, got None.",
+        'ts.tpmap(torch.relu, 5, ["shard"])': "TypeError: tpmap: axis_name must be a string, got 5.",
+        'ts.tpmap(torch.relu, None, ["shard"])': "TypeError: tpmap: axis_name must be a string, got None.",
+        'ts.tpmap(torch.relu, "i", "shard")': "ValueError: tpmap: argtypes must have a kind for each positional argument, as ['shard']; got",
+        'ts.tpmap(torch.relu, "i", None)': "ValueError: tpmap: argtypes must have a kind for each positional argument, as ['shard',",
+        'ts.tpmap(torch.relu, "i", ["shrad"])': "ValueError: tpmap: argtypes[0] is 'shrad', which is not a kind of argument. Did you mean",
+        'ts.tpmap(torch.relu, "i", [None])': "ValueError: tpmap: argtypes[0] is None, which is not a kind of argument. The kinds are",
+        'ts.tpmap(torch.relu, "i", [5])': "ValueError: tpmap: argtypes[0] is 5, which is not a kind of argument. The kinds are",
+        'ts.tpmap(torch.relu, "i", {"x": "shard"})': "ValueError: tpmap: argtypes must have a kind for each positional argument, as ['shard',",
+        'ts.tpmap(torch.relu, "i", ["shard"], ["shard"])': 'ValueError: tpmap: kwargtypes must map names to kinds, as {"x": "shard"}; got [\'shard\'].',
+        'ts.tpmap(torch.relu, "i", ["shard"], {"x": "shrad"})': "ValueError: tpmap: kwargtypes['x'] is 'shrad', which is not a kind of argument. Did you mean",
+        'ts.tpmap(torch.relu, "i", ["shard"], {1: "shard"})': 'ValueError: tpmap: kwargtypes must map names to kinds, as {"x": "shard"}; got {1: \'shard\'}.',
+        'ts.tpmap(torch.relu, "i", ["shard"], devices="cpu")(x)': "ValueError: tpmap: devices must be a sequence of different JAX devices, as in",
+        'ts.tpmap(torch.relu, "i", ["shard"], devices=[])(x)': "ValueError: tpmap: devices must be a sequence of different JAX devices, as in",
+        'ts.tpmap(torch.relu, "i", ["shard"], wrap_return="rng")': "ValueError: tpmap: wrap_return='rng' cannot be undone; 'shard', 'thru' can. Or pass a callable.",
+        'ts.tpmap(torch.relu, "i", ["shard"], wrap_return=5)': "ValueError: tpmap: wrap_return is 5, which is not a kind of argument. The kinds are",
+        'ts.tpmap(torch.relu, "i", ["shard"])("text")': "ValueError: tpmap: arguments of _VariableFunctionsClass.relu: argument 0 is 'text', which is",
+        'ts.tpmap(torch.relu, "i", ["shard"])(None)': "ValueError: tpmap: arguments of _VariableFunctionsClass.relu: argument 0 is None: it holds no",
+        'ts.tpmap(torch.relu, "i", ["shard"])()': "ValueError: tpmap: _VariableFunctionsClass.relu takes 1 positional arguments by its argtypes",
+        'ts.tpmap(torch.relu, "i", ["rng"])(-1)': "ValueError: tpmap: arguments of _VariableFunctionsClass.relu: argument 0 is the seed -1: give",
+        'ts.tpmap(torch.relu, "i", ["rng"])(True)': "ValueError: tpmap: arguments of _VariableFunctionsClass.relu: argument 0 is neither one key of",
+        'ts.tpmap(torch.relu, "i", ["static"])([1])': 'ValueError: tpmap: arguments of _VariableFunctionsClass.relu: argument 0 is "static", and a',
+        "ts.ArgKind(spread=5)": "TypeError: ArgKind: spread must be a Callable, got int.",
+        "ts.ArgKind(join=5)": "TypeError: ArgKind: join must be a Callable, got int.",
+        "ts.ArgKind(check=5)": "TypeError: ArgKind: check must be a Callable, got int.",
+        "ts.ArgKind(check=None)": "TypeError: ArgKind: check must be a Callable, got NoneType.",
+        'ts.ArgKind(needs_leaves="no")': "TypeError: ArgKind: needs_leaves must be a bool, got str.",
+        "ts.unshard(None)": "ValueError: unshard: the tree holds no tensor, so there is nothing to take apart.",
+        "ts.unshard(5)": "ValueError: unshard: every leaf needs a leading dim of devices, and the tensor () has none.",
+        'ts.unshard("text")': "ValueError: unshard: every leaf needs a leading dim of devices, and the tensor () has none.",
+        'ts.unshard(["a", "b"])': "ValueError: unshard: every leaf needs a leading dim of devices, and [0] (), [1] () has none.",
+        "ts.unshard([])": "ValueError: unshard: the tree holds no tensor, so there is nothing to take apart.",
+        'ts.unshard({1: x, "a": x})': "TypeError: unshard: a dict has the keys 1, 'a', which cannot be put in order, as JAX does.",
+        "ts.unshard([torch.ones(2), torch.ones(3)])": "ValueError: unshard: the leading dims must have one size, the number of devices, got [0]: 2,",
+        "ts.unshard(np.array(5))": "ValueError: unshard: every leaf needs a leading dim of devices, and the tensor () has none.",
+        "ts.assert_replica_integrity(None)": "ValueError: assert_replica_integrity: the tree holds no tensor, so there is nothing to compare.",
+        'ts.assert_replica_integrity("text")': "TypeError: assert_replica_integrity: the tensor is 'text'; the tree must hold tensors and",
+        "ts.assert_replica_integrity(model)": "TypeError: assert_replica_integrity: the tensor is Net( (layer): Linear(in_features=4,",
+        'ts.assert_replica_integrity({1: x, "a": x})': "TypeError: assert_replica_integrity: a dict has the keys 1, 'a', which cannot be put in order,",
+        'ts.assert_replica_integrity(x, rtol="a")': "ValueError: assert_replica_integrity: rtol must be a number of at least 0, got 'a'.",
+        "ts.assert_replica_integrity(x, rtol=-1)": "ValueError: assert_replica_integrity: rtol must be a number of at least 0, got -1.",
+        'ts.assert_replica_integrity(x, rtol=float("nan"))': "ValueError: assert_replica_integrity: rtol must be a number of at least 0, got nan.",
+        "ts.assert_replica_integrity(x, rtol=True)": "ValueError: assert_replica_integrity: rtol must be a number of at least 0, got True.",
+        "ts.assert_replica_integrity(x, atol=None)": "ValueError: assert_replica_integrity: atol must be a number of at least 0, got None.",
+        'ts.assert_replica_integrity(x, device_axis="yes")': "TypeError: assert_replica_integrity: device_axis must be a bool, got str.",
+        "ts.assert_replica_integrity(torch.tensor(1.0), device_axis=True)": "ValueError: assert_replica_integrity: the tensor is a scalar, and device_axis=True needs a",
+        'ts.gather_from_jax_processes({1: x, "a": x})': "TypeError: gather_from_jax_processes: a dict has the keys 1, 'a', which cannot be put in",
+    },
+    "collectives": {
+        'collectives.psum(x, "i")': "NameError: psum: axis 'i' is not bound here. Collectives work inside a function that is mapped",
+        'collectives.psum("x", "i")': "NameError: psum: axis 'i' is not bound here. Collectives work inside a function that is mapped",
+        "collectives.psum(x, 5)": 'TypeError: psum: an axis is a name, such as "i", or a tuple of names; got 5.',
+        "collectives.psum(x, None)": 'TypeError: psum: an axis is a name, such as "i", or a tuple of names; got None.',
+        "collectives.psum(x, ())": 'TypeError: psum: an axis is a name, such as "i", or a tuple of names; got ().',
+        'collectives.psum(x, ("i", "i"))': "ValueError: psum: ('i', 'i') names an axis twice.",
+        'collectives.pmean(x, "i")': "NameError: pmean: axis 'i' is not bound here. Collectives work inside a function that is",
+        'collectives.pmax(x, ["i"])': "TypeError: pmax: an axis is a name, such as \"i\", or a tuple of names; got ['i'].",
+        'collectives.all_gather(x, "i", dim="0")': "NameError: all_gather: axis 'i' is not bound here. Collectives work inside a function that is",
+        'collectives.all_gather(x, "i", to="all")': "NameError: all_gather: axis 'i' is not bound here. Collectives work inside a function that is",
+        'collectives.axis_index("i")': "NameError: axis_index: axis 'i' is not bound here. Collectives work inside a function that is",
+        "collectives.axis_size(5)": 'TypeError: axis_size: an axis is a name, such as "i", or a tuple of names; got 5.',
+        'collectives.fold_in_axis("i")': "NameError: fold_in_axis: axis 'i' is not bound here. Collectives work inside a function that",
+        "collectives.fold_in_axis(5)": 'TypeError: fold_in_axis: an axis is a name, such as "i", or a tuple of names; got 5.',
+        'ts.jax_vmap(lambda x: collectives.psum("x", "i"), axis_name="i")(x)': "TypeError: psum: expected torch tensors, or a pytree of them, got str.",
+        'ts.jax_vmap(lambda x: collectives.psum(x, "j"), axis_name="i")(x)': "NameError: psum: axis 'j' is not bound here. Collectives work inside a function that is mapped",
+        'ts.jax_vmap(lambda x: collectives.pmean(x.long(), "i"), axis_name="i")(x)': "TypeError: pmean: a mean needs floating-point numbers, got (4,) int64. Use x.float(), or psum.",
+        'ts.jax_vmap(lambda x: collectives.pmax(x.to(torch.complex64), "i"), axis_name="i")(x)': "TypeError: pmax: complex numbers have no order, got (4,) complex64.",
+        'ts.jax_vmap(lambda x: collectives.all_gather(x, "i", dim=5), axis_name="i")(x)': "ValueError: all_gather: dim=5 is not a dim of a tensor of local shape (4,).",
+        'ts.jax_vmap(lambda x: collectives.all_gather(x, "i", dim=True), axis_name="i")(x)': "ValueError: all_gather: dim=True is not a dim of a tensor of local shape (4,).",
+        'ts.jax_vmap(lambda x: collectives.psum_scatter(x, "i", dim=0), axis_name="i")(x)': "ValueError: psum_scatter: dim=0 has local size 4, which is not a multiple of i=8. Pad it, or",
+        'ts.jax_vmap(lambda x: collectives.psum_scatter(x, "i", dim=None), axis_name="i")(x)': "ValueError: psum_scatter: dim=None is not a dim of a tensor of local shape (4,).",
+        'ts.jax_vmap(lambda x: collectives.all_to_all(x, "i", split_dim=0, concat_dim=0), axis_name="i")(x)': "ValueError: all_to_all: split_dim=0 has local size 4, which is not a multiple of i=8. Pad it,",
+        'ts.jax_vmap(lambda x: collectives.all_to_all(x, "i", split_dim="a", concat_dim=0), axis_name="i")(x)': "ValueError: all_to_all: split_dim='a' is not a dim of a tensor of local shape (4,).",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", 5), axis_name="i")(x)': "TypeError: ppermute: pairs are (source, destination) indices, got 5.",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", [(0, 9)]), axis_name="i")(x)': "ValueError: ppermute: pair (0, 9) leaves the axis, whose indices are 0 to 7.",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", [(0, 1), (0, 2)]), axis_name="i")(x)': "ValueError: ppermute: device 0 sends twice in [(0, 1), (0, 2)]; each may once.",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", [0, 1]), axis_name="i")(x)': "TypeError: ppermute: pairs are (source, destination) indices, got [0, 1].",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", ["01"]), axis_name="i")(x)': "TypeError: ppermute: pairs are (source, destination) indices, got ['01'].",
+        'ts.jax_vmap(lambda x: collectives.ppermute(x, "i", [(True, False)]), axis_name="i")(x)': "TypeError: ppermute: pairs are (source, destination) indices, got [(True, False)].",
+        'ts.jax_vmap(lambda x: collectives.axis_index(None), axis_name="i")(x)': 'TypeError: axis_index: an axis is a name, such as "i", or a tuple of names; got None.',
+    },
+    "place, gather, materialize": {
+        "ts.place(None, mesh, plan)": "TypeError: place: model_or_tree must be a Module or a Mapping, got NoneType.",
+        "ts.place(5, mesh, plan)": "TypeError: place: model_or_tree must be a Module or a Mapping, got int.",
+        "ts.place([x], mesh, plan)": "TypeError: place: model_or_tree must be a Module or a Mapping, got list.",
+        'ts.place({"a": "text"}, mesh, plan)': "TypeError: ShardingPlan: 1 value cannot be read. a: str has no shape. Give a tensor, an array",
+        'ts.place({"a": (2, 2)}, mesh, plan)': "TypeError: place: a must be a Tensor or a jaxlib._jax.Array or a ndarray, got tuple.",
+        'ts.place({"a": [1, 2]}, mesh, plan)': "TypeError: place: a must be a Tensor or a jaxlib._jax.Array or a ndarray, got list.",
+        "ts.place(model, plan, mesh)": "TypeError: place: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one with",
+        "ts.place(model, mesh, None)": "TypeError: place: plan must be a ShardingPlan, got NoneType.",
+        "ts.place(model, mesh, {})": "TypeError: place: plan must be a ShardingPlan, got dict.",
+        "ts.place(model, None, plan)": "TypeError: place: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        'ts.place(model, "batch=2", plan)': "TypeError: place: mesh must be a jax.sharding.Mesh, got str. Build one with",
+        "ts.place(model, explicit, plan)": "ValueError: place: every mesh axis must be Auto, so that XLA may choose the shardings inside a",
+        "ts.place(Net, mesh, plan)": "TypeError: place: model_or_tree must be a Module or a Mapping, got type.",
+        'ts.place({"a": torch.ones(2, dtype=torch.float64)}, mesh, plan)': "TypeError: place: a are float64 or complex128 and need 64 bits, which JAX has switched off.",
+        'ts.place({"a": torch.tensor([2**40])}, mesh, plan)': "OverflowError: place: a: An int64 array of shape (1,) has values from 1099511627776 to",
+        'ts.place(nn.Linear(2, 2, device="meta"), mesh, plan)': "ValueError: place: weight, bias on the meta device, so without values. Give the model values",
+        "ts.place(nn.Linear(2, 2).double(), mesh, plan)": "TypeError: place: weight, bias are float64 or complex128 and need 64 bits, which JAX has",
+        'ts.gather({1: x, "a": x})': "TypeError: gather: a dict has the keys 1, 'a', which cannot be put in order, as JAX does. Give",
+        "ts.gather(donated.params)": "ValueError: gather: an array of shape (2, 4) was donated to a step. Take what it returned.",
+        "ts.materialize(None, mesh, plan)": "TypeError: materialize: model must be a module or a callable, got NoneType.",
+        "ts.materialize(5, mesh, plan)": "TypeError: materialize: model must be a module or a callable, got int.",
+        "ts.materialize(lambda: None, mesh, plan)": "TypeError: materialize: the callable must return a torch.nn.Module, got NoneType.",
+        "ts.materialize(lambda n: Net(), mesh, plan)": "TypeError: materialize: model is called with (), but <lambda>(n) cannot be: missing a required",
+        "ts.materialize(model, plan, mesh)": "TypeError: materialize: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one with",
+        "ts.materialize(model, mesh, None)": "TypeError: materialize: plan must be a ShardingPlan, got NoneType.",
+        "ts.materialize(model, None, plan)": "TypeError: materialize: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        "ts.materialize(Net, mesh, plan, seed=1.5)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 1.5.",
+        'ts.materialize(Net, mesh, plan, seed="a")': "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 'a'.",
+        "ts.materialize(Net, mesh, plan, seed=None)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got None.",
+        "ts.materialize(Net, mesh, plan, seed=True)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got True.",
+        "ts.materialize(Net, mesh, plan, seed=-1)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got -1.",
+        "ts.materialize(Net, mesh, plan, seed=2**32)": "ValueError: materialize: seed must be an int of 32 bits, from 0 to 4294967295, got 4294967296.",
+        'ts.materialize(Net, mesh, plan, init="reset_parameters")': "TypeError: materialize: init= is for modules on the meta device; a constructor initialises by",
+        'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan)': "ValueError: materialize: a module on the meta device does not say how its values come about.",
+        'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan, init=5)': "TypeError: materialize: init must be a str or a Callable or None, got int. It names a method",
+        'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan, init="reset")': 'ValueError: materialize: init="reset" must name a method of the module or of one in it, and',
+        'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan, init="")': 'ValueError: materialize: init="" must name a method of the module or of one in it, and Linear',
+        'ts.materialize(nn.Linear(2, 2, device="meta"), mesh, plan, init=lambda: 0)': "TypeError: materialize: init is called with (module), but <lambda>() cannot be: too many",
+    },
+    "weights": {
+        "ts.load_safetensors(None, model, mesh, plan)": "TypeError: load_safetensors: path must be a path, got NoneType.",
+        "ts.load_safetensors(5, model, mesh, plan)": "TypeError: load_safetensors: path must be a path, got int.",
+        'ts.load_safetensors("", model, mesh, plan)': "ValueError: load_safetensors: path is empty. Name a file or a directory.",
+        'ts.load_safetensors("a\\0b", model, mesh, plan)': "ValueError: load_safetensors: path cannot be 'a\\x00b': embedded null byte. Name another path.",
+        'ts.load_safetensors("nowhere", model, mesh, plan)': "FileNotFoundError: load_safetensors: nowhere does not exist.",
+        "ts.load_safetensors(folder, model, mesh, plan)": "FileNotFoundError: load_safetensors:",
+        "ts.load_safetensors(file, model, mesh, plan)": "ValueError: load_safetensors:",
+        'ts.load_safetensors(f"{file}/below", model, mesh, plan)': "NotADirectoryError: load_safetensors: path is",
+        "ts.load_safetensors(model.state_dict(), model, mesh, plan)": "TypeError: load_safetensors: path must be a path, got OrderedDict. Tensors by name are for",
+        "ts.load_safetensors(model, weights, mesh, plan)": "TypeError: load_safetensors: path must be a path, got Net.",
+        "ts.load_safetensors(weights, None, mesh, plan)": "TypeError: load_safetensors: model_or_names must be a Module or a Mapping, got NoneType.",
+        "ts.load_safetensors(weights, Net, mesh, plan)": "TypeError: load_safetensors: model_or_names must be a Module or a Mapping, got type.",
+        "ts.load_safetensors(weights, model, plan, mesh)": "TypeError: load_safetensors: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one",
+        "ts.load_safetensors(weights, model, None, plan)": "TypeError: load_safetensors: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        "ts.load_safetensors(weights, model, mesh, None)": "TypeError: load_safetensors: plan must be a ShardingPlan, got NoneType.",
+        "ts.load_safetensors(weights, model, mesh, {})": "TypeError: load_safetensors: plan must be a ShardingPlan, got dict.",
+        "ts.load_safetensors(weights, model, explicit, plan)": "ValueError: load_safetensors: every mesh axis must be Auto, so that XLA may choose the",
+        "ts.load_safetensors(weights, model, mesh, plan, rename=5)": "TypeError: load_safetensors: rename must be a Mapping or a Callable or None, got int.",
+        'ts.load_safetensors(weights, model, mesh, plan, rename="x")': "TypeError: load_safetensors: rename must be a Mapping or a Callable or None, got str.",
+        "ts.load_safetensors(weights, model, mesh, plan, rename=lambda name: 5)": "TypeError: load_safetensors: rename must give strings, or None to drop a name, but gives",
+        "ts.load_safetensors(weights, model, mesh, plan, rename=lambda: None)": "TypeError: load_safetensors: rename is called with (name), but <lambda>() cannot be: too many",
+        'ts.load_safetensors(weights, model, mesh, plan, rename={"x": "y"})': "ValueError: load_safetensors:",
+        'ts.load_safetensors(weights, model, mesh, plan, rename={"layer.weight": 5})': "TypeError: load_safetensors: rename must give strings, or None to drop a name, but gives",
+        'ts.load_safetensors(weights, model, mesh, plan, rename={5: "layer.weight"})': "ValueError: load_safetensors:",
+        'ts.load_safetensors(weights, model, mesh, plan, dtype="bfloat16")': "TypeError: load_safetensors: dtype must be a floating-point torch.dtype such as",
+        "ts.load_safetensors(weights, model, mesh, plan, dtype=torch.int8)": "TypeError: load_safetensors: dtype must be a floating-point torch.dtype such as",
+        "ts.load_safetensors(weights, model, mesh, plan, dtype=jnp.bfloat16)": "TypeError: load_safetensors: dtype must be a floating-point torch.dtype such as",
+        "ts.load_safetensors(weights, model, mesh, plan, allow_missing=5)": "TypeError: load_safetensors: allow_missing must be an Iterable or a bool, got int. Give names",
+        "ts.load_safetensors(weights, model, mesh, plan, allow_missing=[5])": "TypeError: load_safetensors: a pattern of allow_missing must be a str, got int.",
+        "ts.load_safetensors(weights, model, mesh, plan, allow_missing=None)": "TypeError: load_safetensors: allow_missing must be an Iterable or a bool, got NoneType. Give",
+        'ts.load_safetensors(weights, model, mesh, plan, allow_unused="nothing")': "ValueError: load_safetensors:",
+        "ts.load_safetensors(weights, model, mesh, plan, allow_unused=[None])": "TypeError: load_safetensors: a pattern of allow_unused must be a str, got NoneType.",
+        'ts.load_safetensors(weights, {"layer.weight": 5}, mesh, plan)': "TypeError: ShardingPlan: 1 value cannot be read. layer.weight: int has no shape. Give a",
+        "ts.load_safetensors(weights, {1: x}, mesh, plan)": "TypeError: ShardingPlan: 1 value cannot be read. 1: a name must be a string, got int.",
+        "ts.load_torch(None, model, mesh, plan)": "TypeError: load_torch: path must be a path, got NoneType.",
+        'ts.load_torch("", model, mesh, plan)': "ValueError: load_torch: path is empty. Name a file or a directory.",
+        'ts.load_torch("nowhere", model, mesh, plan)': "FileNotFoundError: load_torch: nowhere does not exist.",
+        'ts.load_torch("a\\0b", model, mesh, plan)': "ValueError: load_torch: path cannot be 'a\\x00b': embedded null byte. Name another path.",
+        "ts.load_torch(file, model, mesh, plan)": "ValueError: load_torch:",
+        "ts.load_torch(folder, model, mesh, plan)": "FileNotFoundError: load_torch:",
+        "ts.load_torch({}, model, mesh, plan)": "ValueError: load_torch: the mapping cannot be loaded as asked; nothing was. layer.weight (2,",
+        'ts.load_torch({"a": 5}, model, mesh, plan)': "ValueError: load_torch: the mapping must hold tensors by name, and nothing else. It holds 'a':",
+        "ts.load_torch({1: x}, model, mesh, plan)": "ValueError: load_torch: the mapping must hold tensors by name, and nothing else. It holds 1:",
+        'ts.load_torch({"layer.weight": np.ones((2, 4))}, model, mesh, plan)': "ValueError: load_torch: the mapping must hold tensors by name, and nothing else. It holds",
+        "ts.load_torch(model, model, mesh, plan)": "TypeError: load_torch: path must be a path, got Net.",
+        "ts.load_torch(model.state_dict(), mesh, model, plan)": "TypeError: load_torch: mesh must be a jax.sharding.Mesh, got Net. Build one with",
+        "ts.load_torch(model.state_dict(), model, mesh, plan, dtype=5)": "TypeError: load_torch: dtype must be a floating-point torch.dtype such as torch.bfloat16, got",
+        "ts.load_torch(model.state_dict(), model, mesh, plan, rename=[1])": "TypeError: load_torch: rename must be a Mapping or a Callable or None, got list.",
+        "ts.export_safetensors(None, folder)": "TypeError: export_safetensors: expected a TrainState, a module or a mapping, got NoneType.",
+        "ts.export_safetensors(5, folder)": "TypeError: export_safetensors: expected a TrainState, a module or a mapping, got int.",
+        "ts.export_safetensors(folder, model)": "TypeError: export_safetensors: path must be a path, got Net.",
+        "ts.export_safetensors((state, {}), folder)": "TypeError: export_safetensors: expected a TrainState, a module or a mapping, got tuple.",
+        "ts.export_safetensors(donated, folder)": "ValueError: export_safetensors: this state was donated to a step. Export what the step",
+        "ts.export_safetensors(model, None)": "TypeError: export_safetensors: path must be a path, got NoneType.",
+        "ts.export_safetensors(model, 5)": "TypeError: export_safetensors: path must be a path, got int.",
+        'ts.export_safetensors(model, "")': "ValueError: export_safetensors: path is empty. Name a file or a directory.",
+        'ts.export_safetensors(model, "a\\0b")': "ValueError: export_safetensors: path cannot be 'a\\x00b': embedded null byte. Name another path.",
+        "ts.export_safetensors(model, file)": "NotADirectoryError: export_safetensors: path must be a directory, but",
+        'ts.export_safetensors(model, f"{file}/below")': "NotADirectoryError: export_safetensors: path is",
+        'ts.export_safetensors(model, f"{file}/below.safetensors")': "NotADirectoryError: export_safetensors: path is",
+        'ts.export_safetensors(model, folder + "/" + "a" * 300 + ".safetensors")': "ValueError: export_safetensors: path cannot be '",
+        "ts.export_safetensors(model, folder, max_shard_bytes=0)": "ValueError: export_safetensors: max_shard_bytes must be a positive integer, got 0.",
+        "ts.export_safetensors(model, folder, max_shard_bytes=-1)": "ValueError: export_safetensors: max_shard_bytes must be a positive integer, got -1.",
+        'ts.export_safetensors(model, folder, max_shard_bytes="5GB")': "ValueError: export_safetensors: max_shard_bytes must be a positive integer, got '5GB'.",
+        "ts.export_safetensors(model, folder, max_shard_bytes=True)": "ValueError: export_safetensors: max_shard_bytes must be a positive integer, got True.",
+        "ts.export_safetensors(model, folder, max_shard_bytes=None)": "ValueError: export_safetensors: max_shard_bytes must be a positive integer, got None.",
+        'ts.export_safetensors(model, folder, metadata=["a"])': "TypeError: export_safetensors: metadata must be a Mapping or None, got list.",
+        'ts.export_safetensors(model, folder, metadata={"a": 1})': "TypeError: export_safetensors: metadata must map strings to strings, got {'a': 1}.",
+        'ts.export_safetensors(model, folder, metadata="format")': "TypeError: export_safetensors: metadata must be a Mapping or None, got str.",
+        "ts.export_safetensors(model, folder, metadata=5)": "TypeError: export_safetensors: metadata must be a Mapping or None, got int.",
+        'ts.export_safetensors({"a": 5}, folder)': "TypeError: export_safetensors: names must lead to tensors or arrays, but a is a int.",
+        "ts.export_safetensors({1: x}, folder)": "TypeError: export_safetensors: 1 cannot be names in a file. Names must be other strings.",
+        'ts.export_safetensors({"__metadata__": x}, folder)': "TypeError: export_safetensors: '__metadata__' cannot be names in a file. Names must be other",
+        'ts.export_safetensors({"a": x.to_sparse()}, folder)': "TypeError: export_safetensors: files hold dense tensors, but not a (torch.sparse_coo). Use",
+        'ts.export_safetensors(nn.Linear(2, 2, device="meta"), folder)': "ValueError: export_safetensors: weight, bias on the meta device, so without values. Give the",
+        'ts.export_torch(None, folder + "/a.pt")': "TypeError: export_torch: expected a TrainState, a module or a mapping, got NoneType.",
+        "ts.export_torch(model, None)": "TypeError: export_torch: path must be a path, got NoneType.",
+        'ts.export_torch(model, "")': "ValueError: export_torch: path is empty. Name a file or a directory.",
+        "ts.export_torch(model, folder)": "IsADirectoryError: export_torch: path must be a file, but",
+        'ts.export_torch(model, "a\\0b")': "ValueError: export_torch: path cannot be 'a\\x00b': embedded null byte. Name another path.",
+        'ts.export_torch(model, f"{file}/below.pt")': "NotADirectoryError: export_torch: path is",
+        'ts.export_torch(donated, folder + "/a.pt")': "ValueError: export_torch: this state was donated to a step. Export what the step returned.",
+        'ts.export_torch({"a": 5}, folder + "/a.pt")': "TypeError: export_torch: names must lead to tensors or arrays, but a is a int.",
+    },
+    "command line": {
+        'cli("demo", "--mesh", "batch")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
+        'cli("demo", "--mesh", "batch=0,model=1")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
+        'cli("demo", "--mesh", "batch=4,batch=2")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
+        'cli("demo", "--mesh", "rows=4,model=2")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
+        'cli("demo", "--steps", "0")': "BadParameter: Input should be greater than or equal to 1",
+        'cli("demo", "--steps", "many")': "BadParameter: Input should be a valid integer, unable to parse string as an integer",
+        'cli("demo", "--seed", "-1")': "BadParameter: Input should be greater than or equal to 0",
+        'cli("demo", "--seed", 2**40)': "BadParameter: Input should be less than or equal to 2147483647",
+        'cli("demo", "--out", file)': "BadParameter: cannot write to",
+        'cli("demo", "--out", f"{file}/below")': "BadParameter: cannot write to",
+        'cli("inspect")': "MissingParameter: Missing parameter: checkpoint",
+        'cli("inspect", "nowhere")': "BadParameter: nowhere is not a checkpoint and holds none (directories such as step_00000100).",
+        'cli("inspect", "")': "BadParameter: . is not a checkpoint and holds none (directories such as step_00000100).",
+        'cli("inspect", file)': "BadParameter:",
+        'cli("inspect", folder)': "BadParameter:",
+        'cli("inspect", "a\\0b")': "BadParameter: Value error, embedded null byte",
+        'cli("convert", "nowhere", folder)': "BadParameter: convert: nowhere does not exist.",
+        'cli("convert", file, folder)': "BadParameter: convert:",
+        'cli("convert", folder, folder)': "BadParameter: convert:",
+        'cli("convert", weights, f"{file}/below")': "BadParameter: convert: DST is",
+        'cli("convert", weights, f"{file}/below.pt")': "BadParameter: convert: DST is",
+        'cli("convert", weights, folder + "/a.txt")': "BadParameter: convert:",
+        'cli("convert", weights, folder, "--to", "onnx")': "BadParameter: must be one of safetensors, torch, checkpoint, got 'onnx'.",
+        'cli("convert", weights, file, "--to", "checkpoint")': "BadParameter: Checkpointer: directory must be a directory, but",
+        'cli("tutorials", "nothing")': "BadParameter: there is no tutorial 'nothing'. There are: distributed_arrays,",
+        'cli("tutorials", "nothing", "--notebook", "a.ipynb")': "BadParameter: there is no tutorial 'nothing'. There are: distributed_arrays,",
+        'cli("tutorials", "--notebook", "a.ipynb")': "BadParameter: give the name of a tutorial too.",
+        'cli("tutorials", "--all", "first")': "BadParameter: takes neither a name nor --notebook.",
+        'cli("wrong")': "UsageError: No such command 'wrong'.",
+    },
+}
+"""By what is called: the call, and how its error begins, after the name of its class. Of text, each run of white space counts as one space."""
+
+RAISED: dict[str, str] = {
+    "step(state, None)": "TypeError",
+    "step(state, ())": "TypeError",
+    "step(state, {})": "TypeError",
+    'step(state, "text")': "TypeError",
+    'step(state, ["a", "b"])': "TypeError",
+    "step(state, 5)": "RuntimeError",
+    "step(state, torch.ones(8, 5))": "RuntimeError",
+    "step(state, torch.ones(()))": "RuntimeError",
+    "step(state, torch.ones(8, 4, dtype=torch.int64))": "RuntimeError",
+    "step(state, Plain())": "TypeError",
+    "step(state, [Plain()])": "TypeError",
+    "step(state, lambda: x)": "TypeError",
+    "step(state, {x})": "TypeError",
+    "step(state, torch.utils.data.DataLoader([x]))": "TypeError",
+    'evaluate(state, "text")': "TypeError",
+    "evaluate(state, None)": "TypeError",
+    "run(lambda model, batch: mse(model, batch.cuda()))": "RuntimeError",
+    "fit(loader=[None])": "TypeError",
+    'fit(loader=["text"])': "TypeError",
+    "fit(eval_loader=[None])": "TypeError",
+    'fit(eval_loader=["text"])': "TypeError",
+    "ts.explain_capture(model, mse, None)": "TypeError",
+    'ts.explain_capture(model, mse, "text")': "TypeError",
+}
+"""Calls in which the user's own code raises, and the class: the error stays torch's, and a note says for which batch."""

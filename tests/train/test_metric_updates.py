@@ -1,0 +1,164 @@
+"""Metric objects in a loss: kept out of the program, and updated after each step with what eager torch gives them."""
+
+import copy
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_shard as ts
+from tests.oracles.errors import refuses
+from tests.tables.cases import BATCH, WHOLE, make_mesh
+
+
+class Metric(nn.Module):
+    """As torchmetrics has them: an update that looks at values, states in plain attributes, one that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.seen, self.count = torch.zeros(()), [], 0
+
+    def update(self, values: torch.Tensor, target: torch.Tensor, *, weight: float = 1.0) -> None:
+        assert target.dtype is torch.int64
+        self.total = self.total + weight * values.sum()
+        self.seen.append(target)
+        self.count += 1
+
+    def compute(self) -> torch.Tensor:
+        return torch.stack([self.total / max(self.count, 1), torch.cat(self.seen).float().mean()])
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Picky(Metric):
+    def update(self, values: torch.Tensor, target: torch.Tensor, *, weight: float = 1.0) -> None:
+        super().update(values[values > 0], target, weight=weight)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torchmetrics")
+    module.Metric = Metric  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torchmetrics", module)
+
+
+class Model(nn.Module):
+    def __init__(self, metric: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.metric = nn.Linear(8, 4), metric
+
+
+def batches(num: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(BATCH, 8, generator=generator), torch.randint(0, 4, (BATCH,), generator=generator))
+        for _ in range(num)
+    ]
+
+
+def loss_of(*, within: bool, metric: Any, use: Callable[..., Any]) -> Any:
+    def loss_fn(model: Model, batch: Any) -> Any:
+        out = model.layer(batch[0])
+        found = use(model.metric if within else metric, out, batch[1])
+        loss = F.cross_entropy(out, batch[1])
+        return loss if found is None else (loss, {"of this batch": found})
+
+    return loss_fn
+
+
+def make(model: nn.Module, loss_fn: Any, accumulate_steps: int = 1) -> ts.TrainStep:
+    mesh = make_mesh((4, 2))
+    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=WHOLE, accumulate_steps=accumulate_steps)
+
+
+def check(make_metric: Callable[[], Any], use: Callable[..., Any], *, within: bool, accumulate_steps: int = 1) -> None:
+    """Train, evaluate and compare what the objects have gathered with eager torch."""
+    torch.manual_seed(0)
+    model, ours = Model(make_metric() if within else nn.Identity()), make_metric()
+    wanted_model, wanted = copy.deepcopy(model), copy.deepcopy(ours)
+    step = make(model, loss_of(within=within, metric=ours, use=use), accumulate_steps)
+    eager = loss_of(within=within, metric=wanted, use=use)
+    sgd = torch.optim.SGD(wanted_model.parameters(), lr=0.1)
+    state, found = step.init(), [model.metric if within else ours]
+    evaluate = step.evaluation()
+    for batch in batches(3):
+        state, metrics = step(state, batch)
+        assert set(metrics) <= {"loss", "grad_norm", "of this batch"}
+        sgd.zero_grad()
+        for part in range(accumulate_steps):
+            rows = torch.arange(BATCH).view(4, accumulate_steps, -1)[:, part].reshape(-1)
+            out = eager(wanted_model, tuple(t[rows] for t in batch))
+            loss, values = out if isinstance(out, tuple) else (out, None)
+            (loss / accumulate_steps).backward()
+        sgd.step()
+        if values is not None:
+            np.testing.assert_allclose(metrics["of this batch"], values["of this batch"].detach(), rtol=1e-4, atol=1e-5)
+    evaluate(state, batches(1)[0])
+    with torch.no_grad():
+        eager(wanted_model.eval(), batches(1)[0])
+    assert step.num_compiles == 1
+    theirs = wanted_model.metric if within else wanted
+    torch.testing.assert_close(found[0].compute(), theirs.compute(), rtol=1e-4, atol=1e-5)
+
+
+def update(metric: Any, out: torch.Tensor, target: torch.Tensor) -> None:
+    metric.update(out, target, weight=0.5)
+
+
+@pytest.mark.parametrize(("within", "accumulate_steps"), [(False, 1), (True, 1), (False, 2)])
+def test_objects_gather_what_they_do_in_eager_torch(within: bool, accumulate_steps: int) -> None:
+    check(Picky, update, within=within, accumulate_steps=accumulate_steps)
+
+
+def test_the_value_for_a_batch_is_part_of_the_program() -> None:
+    model, metric = Model(nn.Identity()), Metric()
+    step = make(model, loss_of(within=False, metric=metric, use=lambda m, out, target: m(out, target)))
+    batch = batches(1)[0]
+    _, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics["of this batch"], metric.compute().detach(), rtol=1e-5)
+    assert metric.count == 1
+
+
+@pytest.mark.parametrize(
+    ("use", "match"),
+    [
+        (lambda m, out, target: m.compute(), "uses what a Picky has gathered.*after the step"),
+        (lambda m, out, target: m.reset(), "uses what a Picky has gathered"),
+        (lambda m, out, target: m(out, target), r"Picky gives its value for this batch.*Call its update\(\.\.\.\)"),
+    ],
+)
+def test_what_a_program_cannot_know_is_refused(use: Any, match: str) -> None:
+    metric = Picky()
+    step = make(Model(nn.Identity()), loss_of(within=False, metric=metric, use=use))
+    with refuses(rf"(?s)test_metric_updates.*{match}", NotImplementedError):
+        step(step.init(), batches(1)[0])
+    assert (metric.count, metric.seen) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", ["accuracy", "forward", "auroc", "mean", "collection"])
+def test_torchmetrics(name: str, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchmetrics")
+    torchmetrics = pytest.importorskip("torchmetrics")
+    options = {"task": "multiclass", "num_classes": 4}
+    plain = lambda m, out, target: m.update(out, target)  # noqa: E731
+    metric, use = {
+        "accuracy": (lambda: torchmetrics.Accuracy(**options), plain),
+        "forward": (lambda: torchmetrics.Accuracy(**options), lambda m, out, target: m(out, target)),
+        "auroc": (lambda: torchmetrics.AUROC(**options), plain),
+        "mean": (torchmetrics.MeanMetric, lambda m, out, target: m.update(F.cross_entropy(out, target))),
+        "collection": (lambda: torchmetrics.MetricCollection([torchmetrics.F1Score(**options)]), plain),
+    }[name]
+    check(metric, use, within=within)

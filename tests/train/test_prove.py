@@ -1,0 +1,126 @@
+"""A proof of a step from its own state and batch: eager torch beside it, by the same random numbers."""
+
+import logging
+import pathlib
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import BATCH, CASE, WHOLE, make_mesh, make_step, squared_error
+
+
+class Drops(nn.Module):
+    """Random numbers of several kinds, some drawn again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x[:, None] + 0.1 * torch.randn(BATCH, 3, 8)
+        for layer in self.layers:
+            h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=False)
+        keep = torch.randint(0, 3, (BATCH, 1, 1))
+        return self.head(F.dropout(h.gather(1, keep.expand(-1, -1, 8))[:, 0], 0.2))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(BATCH, 8), torch.randn(BATCH, 4)
+
+
+def test_random_numbers_are_drawn_alike() -> None:
+    torch.manual_seed(0)
+    step = ts.make_train_step(Drops(), squared_error, optax.adamw(1e-3), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state, _ = step(step.init(), batch())
+    found = step.prove(state, batch())
+    assert found.reference == "eager torch, which drew the random numbers of the step"
+    assert {row.kind for row in found.rows} == {"loss", "gradient", "update"}
+    found.raise_if_different()
+    _, metrics = step(state, batch())  # it was only read
+    assert float(metrics["loss"]) > 0
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_buffers_and_metrics_too(accumulate_steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        out = model(batch[0])
+        return F.mse_loss(out, batch[1]), {"norm": out.norm(), "rows": out.sum(1)}
+
+    plan = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
+    step = ts.make_train_step(
+        model, loss_fn, optax.adamw(1e-3), mesh=make_mesh((2, 2)), plan=plan, accumulate_steps=accumulate_steps
+    )
+    state, _ = step(step.init(), batch())
+    found = step.prove(state, batch())
+    found.raise_if_different()
+    assert {"metric", "buffer"} <= {row.kind for row in found.rows}
+
+
+def test_a_difference_is_named() -> None:
+    """Of a lowering that is wrong, which nobody would see in the loss."""
+    case = CASE["mlp"]
+    step = make_step(case)
+    model = step.model
+
+    def wrong(grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1.001 if torch.compiler.is_compiling() or type(grad) is not torch.Tensor else 1.0)
+
+    next(model.parameters()).register_hook(wrong)
+    with pytest.raises(
+        AssertionError, match=r"of \d+ values differ from eager torch by more than 1e-04.*\n  gradient "
+    ):
+        step.prove(step.init(), case.batches(1)[0]).raise_if_different()
+
+
+def test_what_float32_cannot_do_twice_alike_is_told_apart() -> None:
+    """A batch norm over two rows that hardly differ magnifies rounding by thousands."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.randn(1, 8).expand(BATCH, 8) + 1e-5 * torch.randn(BATCH, 8)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    found = step.prove(step.init(), (x, torch.randn(BATCH, 4)))
+    assert any(max(row.mesh, row.one_device or 0) > found.tolerance for row in found.rows)
+    found.raise_if_different()
+
+
+def test_updates_are_those_of_optax() -> None:
+    case = CASE["gpt"]
+    step = make_step(case, optimizer=optax.adamw(1e-2))
+    found = step.prove(step.init(), case.batches(1)[0])
+    found.raise_if_different()
+    assert {row.name for row in found.rows if row.kind == "update"} == set(step.init().params)
+
+
+def test_fit_proves_its_first_steps_and_saves_before_one_that_differs(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = CASE["mlp"]
+    step, batches = make_step(case), case.batches(4)
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        state = ts.fit(step, step.init(), batches, steps=3, prove_steps=2, progress=False)
+    assert [r.getMessage().split(":")[1] for r in caplog.records if "is that of" in r.getMessage()] == [
+        " step 1 is that of eager torch",
+        " step 2 is that of eager torch",
+    ]
+    assert step.num_compiles == 1
+    unproved = ts.fit(step, step.init(), batches, steps=3, progress=False)
+    for name, value in unproved.params.items():
+        np.testing.assert_array_equal(value, state.params[name])
+    wrong = make_step(case)
+    next(wrong.model.parameters()).register_hook(lambda grad: grad * (1 + (type(grad) is not torch.Tensor)))
+    with pytest.raises(AssertionError, match=r"  gradient 0\.weight: ") as error:
+        ts.fit(
+            wrong, wrong.init(), batches, steps=3, prove_steps=1, checkpointer=ts.Checkpointer(tmp_path), progress=False
+        )
+    assert "after 0 of 3 batches" in "".join(error.value.__notes__)

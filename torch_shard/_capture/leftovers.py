@@ -1,0 +1,68 @@
+"""What a capture has left behind in caches that nobody named: tensors without values get those that they stand for.
+
+A mask that `functools.lru_cache` keeps, or a dict in another file, is a constant of the program. It was made within the
+capture, so that it has no value; but everything that it was made of is known.
+"""
+
+import collections
+import functools
+import gc
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_shard._capture.data_dependence import left_over
+from torch_shard._capture.fakes import constant_of
+from torch_shard._capture.function_mode import current_mode
+
+_DEPTH = 3  # a tuple of tensors in a tuple in a cache
+
+
+def give_values() -> None:
+    """Put real tensors into the places of those that captures of this thread have left in containers and caches."""
+    if current_mode() is not None or not left_over():
+        return
+    gc.collect()  # what only cycles hold
+    old: list[Any] = left_over()
+    new: list[Any] = [constant_of(tensor) for tensor in old]
+    for _ in range(_DEPTH):
+        if not old:
+            return
+        old, new = _replace(old, new)
+
+
+def _replace(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Replace values in what holds them; returns the tuples among that, and what they are to be."""
+    places = {id(value): at for at, value in enumerate(old)}
+
+    def renewed(value: object) -> Any:
+        at = places.get(id(value))
+        return value if at is None or new[at] is None else new[at]
+
+    tuples = []
+    for holder in gc.get_referrers(*old):
+        if isinstance(holder, tuple):
+            tuples.append(holder)
+        elif holder is not old:
+            _renew(holder, renewed)
+    return tuples, [_like(holder, map(renewed, holder)) for holder in tuples]
+
+
+def _renew(holder: Any, renewed: Callable[[object], Any]) -> None:
+    if isinstance(holder, functools._lru_cache_wrapper):
+        holder.cache_clear()
+    elif isinstance(holder, dict):
+        holder.update({key: now for key, value in holder.items() if (now := renewed(value)) is not value})
+    elif isinstance(holder, list | collections.deque):
+        for at, value in enumerate(holder):
+            holder[at] = renewed(value)
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = renewed(holder.cell_contents)
+    elif isinstance(getattr(holder, "__dict__", None), dict) and not isinstance(holder, torch.Tensor):
+        _renew(vars(holder), renewed)
+
+
+def _like(holder: Any, items: Any) -> Any:
+    return holder._make(items) if hasattr(holder, "_make") else tuple(items)

@@ -1,0 +1,54 @@
+"""Eager torch on the CPU that draws the random numbers of a compiled step."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import torch
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_shard._common.patching import patched
+from torch_shard._common.random import drawing_by
+from torch_shard._common.types import Operator, PyTree
+from torch_shard._device.dispatch import runner
+from torch_shard._device.placement import to_cpu
+
+
+class DrawsAlike(TorchDispatchMode):
+    """Each random operator runs on the jax device, by the key of a step at the place that it has in the step.
+
+    Args:
+        key: Of the step; None leaves all to torch.
+    """
+
+    def __init__(self, key: jax.Array | None) -> None:
+        super().__init__()
+        self._key, self.position = key, 0
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        kwargs = kwargs or {}
+        if self._key is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        key = jax.random.fold_in(self._key, self.position)
+        self.position += 1
+        given, named = torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to("jax"), (args, kwargs))
+        with drawing_by(key):
+            drawn = torch_pytree.tree_map_only(torch.Tensor, to_cpu, runner(func)(*given, **named))
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        like = func(*args, **kwargs)  # for its dtypes: JAX may have held an int64 in 32 bits
+        return torch_pytree.tree_map(lambda value, of: value.to(of.dtype), drawn, like)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw so within; a checkpoint goes back to a place in the stream."""
+        with (
+            self,
+            patched(torch, "get_rng_state", lambda _: lambda: torch.tensor(self.position)),
+            patched(torch, "set_rng_state", lambda _: self._go_to),
+        ):
+            yield
+
+    def _go_to(self, state: torch.Tensor) -> None:
+        self.position = int(state)

@@ -1,0 +1,61 @@
+"""XLA options without which a program would be wrong; the compiler is asked whether it needs and has them."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from torch.fx import GraphModule
+
+Options = dict[str, str | int | bool]
+
+# Only these operators lower to `pad`; the gradients of slices come as `cat` and scatters, which are not affected.
+_MAY_PAD = {"aten::constant_pad_nd", "torch_shard::ctc_backward", "torch_shard::call", "torch_shard::call_for_effect"}
+
+# XLA's CPU backend can give wrong values for a fused `pad` over slices of exactly two local rows (an address
+# computation loses its row in LLVM's loop strength reduction; whether it does depends on the CPU). The older way to
+# emit fusions is right. jaxlib 0.11 has it no more: there, no fusions at all, if the values are wrong with them.
+_WAYS: tuple[Options, ...] = ({"xla_cpu_use_fusion_emitters": False}, {}, {"xla_disable_hlo_passes": "fusion"})
+
+
+def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> Options | None:
+    """XLA options that a program of these graphs needs to be right on these platforms, for a top-level `jax.jit`."""
+    names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
+    return safe_pads() if platforms == {"cpu"} and names & _MAY_PAD else None
+
+
+@functools.cache
+def safe_pads() -> Options:
+    """The first way of these to compile for the CPU which this compiler has, and which pads right on this machine.
+
+    Raises:
+        NotImplementedError: There is none.
+    """
+    found = next(_right_ways(), None)
+    if found is None:
+        raise NotImplementedError(
+            f"XLA's CPU backend (jax {jax.__version__}) pads the sum of two slices wrong on this machine, whatever its "
+            "options. Use another version of jax."
+        )
+    return found
+
+
+def _right_ways() -> Iterator[Options]:
+    a, b = np.arange(32, dtype=np.float32).reshape(2, 2, 8)
+    wanted = np.pad(a[:, :4] + b[:, :4], ((0, 0), (8, 8)))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for options in _WAYS:
+            try:
+                got = jax.jit(cut_add_pad, compiler_options=options)(0, a, b)
+            except jax.errors.JaxRuntimeError as error:
+                if "No such compile option" not in str(error):
+                    raise
+            else:
+                if np.array_equal(got, wanted):
+                    yield options
+
+
+def cut_add_pad(i: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Half of each, chosen at run time; added; put into a row of zeros: the smallest program that XLA has wrong."""
+    cut = [jax.lax.dynamic_slice(x, (0, i * 4), (2, 4)) for x in (a, b)]
+    return jax.lax.pad(cut[0] + cut[1], np.float32(0), ((0, 0, 0), (8, 8, 0)))

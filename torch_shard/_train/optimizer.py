@@ -1,0 +1,41 @@
+"""What is given as an optimiser: whether it is one of optax, and whose an error is that its functions raise."""
+
+import contextlib
+from collections.abc import Generator
+
+from torch_shard._common.caller import caller
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no gradient transformation.
+
+    Raises:
+        TypeError: It has no functions `init` and `update`.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"{caller()}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
+            f"{type(optimizer).__name__}. (torch.optim optimisers work in place and cannot be compiled.)"
+        )
+
+
+@contextlib.contextmanager
+def in_optimizer(function: str) -> Generator[None, None, None]:
+    """Let an error of the optimiser's own code say so.
+
+    Args:
+        function: `init` or `update`, which is called within.
+
+    Raises:
+        TypeError: It raised one: an argument of the optimiser is of the wrong kind, perhaps.
+        ValueError: It raised anything else.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{caller()}: optimizer.{function} fails for the parameters of the model, a dict by name. Look at what the "
+            f"optimizer was made with: learning rates are numbers or schedules, masks and labels have the parameters' "
+            f"names. {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,183 @@
+"""Proof on the user's own run: a state and a batch through the step and through eager torch."""
+
+# optax has no stubs. JAX and PyTorch annotate some of their functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from jax.sharding import Sharding
+
+from torch_shard._capture import MetricCalls
+from torch_shard._common.types import PyTree
+from torch_shard._device import DrawsAlike
+from torch_shard._sharding import as_dicts, describe_mesh
+from torch_shard._train.comparison import (
+    ROUNDING,
+    Comparison,
+    Difference,
+    Values,
+    array_of,
+    difference_of,
+    numbers_of,
+)
+from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
+from torch_shard._train.loss_program import LossProgram
+from torch_shard._train.metric_updates import CALLS
+from torch_shard._train.state import TrainState
+from torch_shard._train.step import Placed, Step
+
+if TYPE_CHECKING:
+    from torch_shard._train.train_step import TrainStep
+
+_ROUNDED = 1e-4  # of the largest: an optimiser such as Adam makes a whole step of a gradient that is only rounding
+
+
+class GradientStep(Step):
+    """Loss, metrics, gradients and buffers of a train step, as a program of their own that keeps the state."""
+
+    caller, train = "TrainStep.prove", True
+
+    def __call__(self, state: TrainState, placed: Placed) -> dict[str, PyTree]:
+        """Give them by name."""
+        program, arrays = self._prepare(placed, state)
+        return program(state, arrays)
+
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        run = self._microbatches.run(program, self.plan)
+
+        def gradients(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
+            out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            parts = {"grads": out.grads, "buffers": out.buffers, "written": out.written}
+            metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
+            return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
+
+        spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
+        return jax.jit(gradients, out_shardings=spread, compiler_options=program.compiler_options(self.mesh))
+
+    @property
+    def num_draws(self) -> int | None:
+        """How many random operators a run of the loss has; None if torch cannot draw the same."""
+        return next(iter(self._programs.values())).num_draws
+
+    def microbatches(self, placed: Placed) -> list[PyTree]:
+        """The batch, or the microbatches of it, with CPU tensors as torch has them."""
+        arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
+        parts = self._microbatches.on_host(host_batch(arrays, placed))
+        return [placed.signature.rebuild(tensors) for tensors in parts]
+
+
+def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: float | None) -> Comparison:
+    """Compare one step with eager torch; see `TrainStep.prove`."""
+    placed = batch if isinstance(batch, Placed) else step.put(batch)
+    rows = _rows(step, state, placed)
+    dtypes = {p.dtype for p in step.model.parameters()} | {step.options.compute_dtype or torch.float32}
+    tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
+    if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
+        exact = in_float64(step, state, [placed], functools.partial(_again, step))
+        rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
+    rows += _updates(step, state, placed, max_grad_norm)
+    drawn = bool(step.gradient_step.num_draws)
+    return Comparison(
+        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
+        reference="eager torch" + ", which drew the random numbers of the step" * drawn,
+        mesh=f"mesh {describe_mesh(step.mesh)}",
+        tolerance=tolerance,
+        losses=tuple(row.size for row in rows if row.kind == "loss"),
+    )
+
+
+def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Difference]:
+    """Loss, metrics, gradients and buffers."""
+    with _precision():
+        out = step.gradient_step(state, placed)
+    found = numbers_of(out["loss"], out["metrics"])
+    found |= {("gradient", name): array_of(grad) for name, grad in out["grads"].items()}
+    found |= {("buffer", name): array_of(buffer) for name, buffer in {**out["buffers"], **out["written"]}.items()}
+    wanted = _in_torch(step, state, placed, out)
+    return [difference_of(key, [wanted], None, [found]) for key in {**wanted, **found}]
+
+
+def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> list[Difference]:
+    wide = type(step)(model, step.loss_fn, step.optimizer, step.options)
+    return _rows(wide, wide.init(), wide.put(batches[0]))
+
+
+def _in_torch(step: "TrainStep", state: TrainState, placed: Placed, out: dict[str, PyTree]) -> Values:
+    """The same by eager torch."""
+    if step.gradient_step.num_draws is None:
+        raise NotImplementedError(
+            "TrainStep.prove: PyTorch decomposes a random operator of this loss, so that eager torch cannot draw the "
+            "numbers of the step. Prove it without dropout (model.eval()), or use compare_with_torch, which compares "
+            "one device with the mesh."
+        )
+    key = jax.random.fold_in(state.key, state.step)
+    model, parts = eager_copy(step, state), step.gradient_step.microbatches(placed)
+    losses, metrics = list[torch.Tensor](), list[PyTree]()
+    for number, part in enumerate(parts):
+        own = key if len(parts) == 1 else jax.random.fold_in(key, number)
+        with DrawsAlike(own if step.gradient_step.num_draws else None).active():
+            loss, found = eager_loss(step, model, part)
+            (loss / len(parts)).backward()
+        losses.append(loss.detach())
+        metrics.append(found)
+    together = metrics[0] if len(parts) == 1 else jax.tree.map(_together, *metrics)
+    wanted = numbers_of(torch.stack(losses).mean(), together) | eager_gradients(model, out["grads"])
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return wanted | {("buffer", name): array_of(held[name]) for name in (*out["buffers"], *out["written"])}
+
+
+def _together(*values: PyTree) -> torch.Tensor:
+    """A metric of the microbatches as the step gives it."""
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
+
+
+def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm: float | None) -> list[Difference]:
+    """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
+    with _precision(), MetricCalls().noted():  # metric objects count the steps of the run alone
+        out = step.gradient_step(state, placed)
+        new, metrics = step(jax.tree.map(jnp.copy, state), placed, max_grad_norm=max_grad_norm)
+    if "guard" in metrics and metrics["guard"].skipped:
+        return []
+    held = {**dict(state.params), **out["written"]}
+    params = {name: held[name] for name in state.params}
+    extra = {"value": out["loss"]} if isinstance(step.optimizer, optax.GradientTransformationExtraArgs) else {}
+
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
+        updates, _ = step.optimizer.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates)
+
+    wanted = cast(dict[str, jax.Array], jax.jit(update)(out["grads"], as_dicts(state.opt_state), params))
+    unreached = set(step.programs[-1].without_grad)
+    return [
+        _update(name, (params[name], wanted[name], new.params[name]), array_of(out["grads"][name]))
+        for name in params
+        if name not in unreached
+    ]
+
+
+def _precision() -> contextlib.AbstractContextManager[object]:
+    """Accelerators round products of float32 by default, torch does not; a CPU need not compile again."""
+    return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
+
+
+def _update(name: str, values: tuple[jax.Array, jax.Array, jax.Array], grad: np.ndarray) -> Difference:
+    before, wanted, found = (array_of(value).astype(np.float64) for value in values)
+    steps = np.abs(wanted - before)
+    rounding = 4 * float(jnp.finfo(values[0].dtype).eps) * np.abs(before).max(initial=0)
+    apart = np.maximum(np.abs(wanted - found) - rounding, 0)[np.abs(grad) > _ROUNDED * np.abs(grad).max(initial=0)]
+    largest = steps.max(initial=0)
+    mesh = float(apart.max(initial=0) / largest) if largest else float(apart.max(initial=0))
+    return Difference("update", name, float(largest), None, mesh)
