@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, cross_entropy, first, pairs, regression, rows, squared_error, tokens
+from tests.zoo.rows import BATCH, Row, cross_entropy, pairs, regression, rows, tokens
 
 LENGTH, VOCAB = 8, 32
 
@@ -168,12 +168,6 @@ def _qwen_vl() -> nn.Module:
         video_token_id=5,
     )
     return transformers.Qwen2VLForConditionalGeneration(config)
-
-
-def _detection() -> Any:
-    return {
-        "pixel_values": torch.randn(BATCH, 3, 32, 32),
-    }
 
 
 TRANSFORMERS = rows(
@@ -616,4 +610,3 @@ EMA = rows(
 )
 
 SEQUENCE = [*TRANSFORMERS, *PEFT, *X_TRANSFORMERS, *EFFICIENT, *ROTARY, *MAMBA, *VQ, *EMA]
-__all__ = ["SEQUENCE", "first", "squared_error"]

@@ -1,10 +1,18 @@
-"""All rows of the zoo."""
+"""All rows of the zoo, with what those that are refused are told."""
+
+import dataclasses
 
 from tests.zoo.losses import LOSSES
 from tests.zoo.science import SCIENCE
 from tests.zoo.sequence import SEQUENCE
 from tests.zoo.vision import VISION
 
-ZOO = [*VISION, *SEQUENCE, *SCIENCE, *LOSSES]
+_VALUE, _SIZE = "Python needs the value of a tensor", "the shape of a result depends on the values"
+
+REFUSED = {
+    "monai/HausdorffDTLoss": _VALUE,
+}
+"""A part of the error of each row that is refused."""
+
+ZOO = [dataclasses.replace(row, refused=REFUSED.get(str(row))) for row in (*VISION, *SEQUENCE, *SCIENCE, *LOSSES)]
 NAMED = {str(row): row for row in ZOO}
-assert len(NAMED) == len(ZOO)

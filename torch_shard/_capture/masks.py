@@ -11,7 +11,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.constants import writes
-from torch_shard._capture.ragged import has_rule
+from torch_shard._capture.ragged_rules import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
 
