@@ -111,7 +111,7 @@ class DataDependence(TorchDispatchMode):
             self._note_draw(result)
         made = result if isinstance(result, list | tuple) else [result]
         _CURRENT.made += [weakref.ref(tensor) for tensor in made if isinstance(tensor, torch.Tensor)]
-        if func in SELECTIONS and (node := self._node_of(result)) is not None:
+        if func in SELECTIONS and isinstance(result, torch.Tensor) and (node := self._node_of(result)) is not None:
             node.meta[PLACE] = current_user_line()
         return result
 

@@ -112,10 +112,11 @@ def _storages(node: Node) -> set[int]:
 
 def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
     """PyTorch's own asks whether there is anything."""
-    largest = x.amax(dim, keepdim=True)
+    dims = tuple(dim)
+    largest = x.amax(dims, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
-    total = (x - largest).exp().sum(dim, keepdim=keepdim).log()
-    return total + (largest if keepdim else largest.squeeze(dim))
+    total = (x - largest).exp().sum(dims, keepdim=True).log() + largest
+    return total if keepdim else aten.squeeze.dims(total, dims)
 
 
 def _native_layer_norm(

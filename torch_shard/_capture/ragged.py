@@ -133,7 +133,7 @@ def _place(node: Node) -> str:
     return UnknownSizeError.place
 
 
-def unknown_sizes(node: Node) -> list[torch.SymInt]:
+def unknown_sizes(node: Node) -> list[object]:
     """The sizes of what a node stands for that depend on values."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]

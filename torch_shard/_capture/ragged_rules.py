@@ -191,7 +191,7 @@ def _arange(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
 
 def _index_put(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     source, indices, values = args_of(node)[:3]
-    accumulate = len(args) > 3 and args[3]
+    accumulate = bool(args[3:]) and args[3]
     where = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.meta["val"].dtype in _MASKS for _, index in where):
         new = _put_back(run, (source, values), where, accumulate)
@@ -229,8 +229,8 @@ def _put_rows(run: WithMasks, source: Node, indices: Sequence[Any], values: Node
     size = old.shape[first]
     wide = torch.cat([old, old.narrow(first, 0, 1)], first)
     found = [None if index is None else run.filled(index) for index in indices]
-    found[first] = run.filled(indices[first], fill=size)
-    found[first] = torch.where(found[first] < 0, found[first] + size, found[first])
+    rows = run.filled(indices[first], fill=size)
+    found[first] = torch.where(rows < 0, rows + size, rows)
     return aten.index_put(wide, found, run.filled(values), accumulate).narrow(first, 0, size)
 
 
@@ -297,13 +297,17 @@ def _cat(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
         return _sized(run, node, args, kwargs)
     masks = [torch.ones(s, dtype=torch.bool) if isinstance(s, int) else run.mask(s) for s in sizes]
     order = tuple(s if isinstance(s, int) else s.node.expr for s in sizes)
-    run.learn(node.meta["val"].shape[dim], torch.cat(masks), order)
+    whole = node.meta["val"].shape[dim]
+    if whole.node.expr.primitive()[0] != 1:  # which might also be rows in pairs
+        raise UnknownSizeError("the same selection twice")
+    run.learn(whole, torch.cat(masks), order)
     return torch.cat(args[0], dim)
 
 
 def _slice(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     """Along what was put together, whole parts of it: so the gradient goes back."""
-    source, dim, start, end, step = (*args_of(node), *(0, 0, None, 1)[len(args) - 1 :])
+    source = args_of(node)[0]
+    dim, start, end, step = (*args_of(node)[1:], *(0, 0, None, 1)[len(args) - 1 :])
     if dim % args[0].ndim not in _ragged_dims(source):
         return _sized(run, node, args, kwargs)
     parts = run.parts(source.meta["val"].shape[dim])
