@@ -124,8 +124,11 @@ def test_objects_gather_what_they_do_in_eager_torch(within: bool, accumulate_ste
 def test_the_value_for_a_batch_is_part_of_the_program() -> None:
     model, metric = Model(nn.Identity()), Metric()
     step = make(model, loss_of(within=False, metric=metric, use=lambda m, out, target: m(out, target)))
-    batch = batches(1)[0]
-    _, metrics = step(step.init(), batch)
+    batch, state = batches(1)[0], step.init()
+    step.prove(state, batch)
+    ts.compare_with_torch(model, step.loss_fn, batch, mesh=step.mesh, plan=WHOLE).raise_if_different()
+    assert metric.count == 0
+    _, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["of this batch"], metric.compute().detach(), rtol=1e-5)
     assert metric.count == 1
 

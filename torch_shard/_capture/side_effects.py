@@ -126,7 +126,7 @@ class SideEffects:
         if id(owner) in self._before:
             return
         values = dict(vars(owner))
-        contents = {name: contents_of(value) for name, value in values.items() if type(value) in _CONTAINERS}
+        contents: dict[str, object] = {n: contents_of(v) for n, v in values.items() if type(v) in _CONTAINERS}
         whole = isinstance(owner, nn.Module) or is_record(owner)
         self._before[id(owner)] = _Noted(path, owner, values, contents, skipped, whole)
         for name, value in values.items():
@@ -239,7 +239,7 @@ def _refill(container: Any, contents: Any) -> None:
         if issubclass(base, dict):
             base.__setitem__(container, key, same.value)
         else:
-            (base.add if base is set else base.append)(container, same.value)
+            getattr(base, "add" if base is set else "append")(container, same.value)
 
 
 def _repair(entries: Any, contents: Any) -> None:

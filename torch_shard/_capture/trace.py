@@ -179,7 +179,7 @@ def _capture(
         changed=[],
         skipped=values.skipped,
         specialised=values.specialised,
-        graded=[tensor for fake, tensor in capture_mode.standins() if fake.grad is not None],
+        graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
         num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,
     )

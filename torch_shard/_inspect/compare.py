@@ -12,7 +12,6 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import MetricCalls
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
@@ -33,6 +32,7 @@ from torch_shard._train import (
     in_float64,
     make_train_step,
     numbers_of,
+    objects_kept,
 )
 
 
@@ -152,10 +152,10 @@ def _keep_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
 
 
+@objects_kept()
 def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     state, found = step.init(), []
-    # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
-    with jax.default_matmul_precision("highest"), MetricCalls().noted():
+    with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default, torch does not
         for batch in batches:
             state, metrics = step(state, batch)
             (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)  # of `_keep_gradients`, and of the optimizer

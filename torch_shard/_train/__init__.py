@@ -6,6 +6,7 @@ from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss,
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
+from torch_shard._train.metric_updates import objects_kept
 from torch_shard._train.optimizer import check_optimizer
 from torch_shard._train.state import KINDS, TrainState
 from torch_shard._train.step import Placed, Step
@@ -38,4 +39,5 @@ __all__ = [
     "make_eval_step",
     "make_train_step",
     "numbers_of",
+    "objects_kept",
 ]

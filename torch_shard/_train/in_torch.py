@@ -71,10 +71,9 @@ def in_float64(
 
 
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """The loss and the metrics of a batch."""
+    """The loss and the metrics of a batch; objects of the loss that gather metrics are not updated."""
     dtype = step.options.compute_dtype
-    casting = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
-    with casting, MetricCalls().noted():  # metric objects count the steps of the run alone
+    with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(), MetricCalls().noted():
         return split_loss(step.loss_fn(model, batch))
 
 

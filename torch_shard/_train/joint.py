@@ -27,7 +27,7 @@ from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_result import as_metric, split_loss
-from torch_shard._train.metric_updates import as_calls
+from torch_shard._train.metric_updates import for_objects
 
 Check = Callable[[], None] | None
 
@@ -154,7 +154,7 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         loss, metrics = split_loss(out)
-        leaves, tree = flatten({**metrics, **as_calls(objects.tensors)})
+        leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
         return loss, list(map(as_metric, leaves)), tree, objects.calls
 
     def _buffers(self) -> list[torch.Tensor]:

@@ -263,11 +263,11 @@ def loss_program(
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
-        try:
-            with clocks_noted() as clocks, _told(what, signature):
-                captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
-        finally:
-            give_values()
+        with contextlib.ExitStack() as stack:
+            stack.callback(give_values)
+            clocks = stack.enter_context(clocks_noted())
+            stack.enter_context(_told(what, signature))
+            captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more

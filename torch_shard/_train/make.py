@@ -67,6 +67,10 @@ def make_train_step(
         it has a `loss`: its other entries are metrics where they are numbers or tensors of one element, and left out
         where they are not (logits, hidden states). To have those too, name them: `return out.loss, {"logits": ...}`.
 
+        Objects of `torchmetrics` that `loss_fn` updates (`accuracy.update(logits, labels)`) are kept out of the
+        program: it returns what they are given, and the step makes the call on the host. That waits for each step, so
+        return numbers as metrics where they will do. Call `compute()` and `reset()` outside.
+
         With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
         is a mean over rows, that is the loss of the whole batch. It is another one where `loss_fn` is a sum (it
         comes out divided by `n`), a mean over a number that differs between microbatches (tokens without padding:

@@ -3,7 +3,9 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Generator, Sequence
 
 import jax
 import torch
@@ -16,14 +18,29 @@ CALLS = "calls of metric objects"
 """The name of the metric that is what they are to be given."""
 
 
-def as_calls(tensors: Sequence[Sequence[torch.Tensor]]) -> dict[str, PyTree]:
+def for_objects(tensors: Sequence[Sequence[torch.Tensor]]) -> dict[str, PyTree]:
     """The tensors of calls as a metric, each with a leading dim of one: microbatches are not to be averaged."""
     return {CALLS: [[tensor[None] for tensor in call] for call in tensors]} if tensors else {}
+
+
+_UPDATES = contextvars.ContextVar("updates metric objects", default=True)
+
+
+@contextlib.contextmanager
+def objects_kept() -> Generator[None, None, None]:
+    """Take steps within that leave metric objects as they are: they only compare."""
+    token = _UPDATES.set(False)
+    try:
+        yield
+    finally:
+        _UPDATES.reset(token)
 
 
 def update_objects(calls: Sequence[MetricCall], metrics: dict[str, PyTree], num_microbatches: int) -> None:
     """Make the calls, in order, with what a step has given, and take that out of its metrics."""
     given: list[list[jax.Array]] = metrics.pop(CALLS, [])
+    if not _UPDATES.get():
+        return
     leading = 1 if num_microbatches > 1 else 0  # the last of the leading dims
     hosts = [[to_host(array).flatten(0, leading) for array in arrays] for arrays in given]
     for index in range(num_microbatches):

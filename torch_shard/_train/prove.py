@@ -17,7 +17,6 @@ import optax
 import torch
 from jax.sharding import Sharding
 
-from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._device import DrawsAlike
 from torch_shard._sharding import as_dicts, describe_mesh
@@ -32,7 +31,7 @@ from torch_shard._train.comparison import (
 )
 from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
 from torch_shard._train.loss_program import LossProgram
-from torch_shard._train.metric_updates import CALLS
+from torch_shard._train.metric_updates import CALLS, objects_kept
 from torch_shard._train.state import TrainState
 from torch_shard._train.step import Placed, Step
 
@@ -50,7 +49,9 @@ class GradientStep(Step):
     def __call__(self, state: TrainState, placed: Placed) -> dict[str, PyTree]:
         """Give them by name."""
         program, arrays = self._prepare(placed, state)
-        return program(state, arrays)
+        out = program(state, arrays)
+        out["metrics"].pop(CALLS, None)
+        return out
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
@@ -60,8 +61,7 @@ class GradientStep(Step):
         def gradients(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             parts = {"grads": out.grads, "buffers": out.buffers, "written": out.written}
-            metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
-            return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
+            return {"loss": out.loss, "metrics": out.metrics, **{name: dict(part) for name, part in parts.items()}}
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return jax.jit(gradients, out_shardings=spread, compiler_options=program.compiler_options(self.mesh))
@@ -78,6 +78,7 @@ class GradientStep(Step):
         return [placed.signature.rebuild(tensors) for tensors in parts]
 
 
+@objects_kept()
 def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
     placed = batch if isinstance(batch, Placed) else step.put(batch)
@@ -146,7 +147,7 @@ def _together(*values: PyTree) -> torch.Tensor:
 
 def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm: float | None) -> list[Difference]:
     """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
-    with _precision(), MetricCalls().noted():  # metric objects count the steps of the run alone
+    with _precision():
         out = step.gradient_step(state, placed)
         new, metrics = step(jax.tree.map(jnp.copy, state), placed, max_grad_norm=max_grad_norm)
     if "guard" in metrics and metrics["guard"].skipped:
