@@ -22,7 +22,6 @@ PACKAGES = {
     "diffusers": "diffusers",
     "e3nn": "e3nn",
     "egnn_pytorch": "egnn-pytorch",
-    "ema_pytorch": "ema-pytorch",
     "entmax": "entmax",
     "gpytorch": "gpytorch",
     "info_nce": "info-nce-pytorch",
