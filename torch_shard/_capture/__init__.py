@@ -3,7 +3,6 @@
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
-from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws, specialise
 from torch_shard._capture.fakes import (
     StaleTensor,
@@ -42,7 +41,6 @@ __all__ = [
     "DEVICE_OF",
     "NUMBERS",
     "ActiveRegions",
-    "Asked",
     "Aux",
     "Captured",
     "Change",
