@@ -11,6 +11,7 @@ _VALUE, _SIZE = "Python needs the value of a tensor", "the shape of a result dep
 
 REFUSED = {
     "gpytorch/exact GP, marginal likelihood": _VALUE,
+    "kornia/FocalLoss": "aten.mean.default has no lowering to JAX",
     "monai/HausdorffDTLoss": _VALUE,
     "pytorch_metric_learning/ArcFaceLoss": _SIZE,
     "pytorch_metric_learning/CircleLoss": _SIZE,
@@ -32,7 +33,12 @@ REFUSED = {
     "torchmetrics/regression.pearson_corrcoef": _VALUE,
     "transformers/AutoformerForPrediction": _VALUE,
     "transformers/BeitForMaskedImageModeling": _SIZE,
+    "transformers/HubertForCTC": _SIZE,
+    "transformers/Qwen2VLForConditionalGeneration": _VALUE,
     "transformers/VideoMAEForPreTraining": _SIZE,
+    "transformers/Wav2Vec2ForCTC": _SIZE,
+    "transformers/Wav2Vec2ForPreTraining": _VALUE,
+    "x_transformers/Decoder, ALiBi": "The captured function registers the buff",
 }
 """A part of the error of each row that is refused."""
 
