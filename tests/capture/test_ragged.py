@@ -124,6 +124,10 @@ REFUSED = {
     "cut": (lambda x: x[x > 0].view(2, -1).sum(), "a"),
     "dropped": (lambda x: F.dropout(x[x > 0]).sum(), "dropout|rand|bernoulli"),
     "asked for their number": (lambda x: x.sum() if x[x > 0].shape[0] > 3 else -x.sum(), "x"),
+    "joined twice": (
+        lambda x: (torch.cat([x[x > 0]] * 2) * x[x > 0][:, None].expand(-1, 2).reshape(-1)).sum(),
+        "twice",
+    ),
     "a standard deviation": (lambda x: x[x > 0].std(), "std|var"),
 }
 

@@ -64,7 +64,10 @@ def _lightly(kind: str, **options: Any) -> Row:
     def build() -> nn.Module:
         import lightly.loss
 
-        return _Views(getattr(lightly.loss, kind)(**options))
+        loss = getattr(lightly.loss, kind)(**options)
+        for buffer in loss.buffers():
+            buffer.zero_()  # its memory bank is whatever was there
+        return _Views(loss)
 
     return Row(kind, build, lambda: (torch.randn(BATCH, 6), torch.randn(BATCH, 6)), loss_fn=through)
 

@@ -6,10 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+RESULTS, PAGE = HERE / "results.json", HERE.parent.parent / "docs" / "zoo.md"
 
 STEPS, MESHES = 3, ((1, 1), (4, 2))
 LIMIT_S = 300  # for a row, so that one that hangs ends
@@ -17,6 +19,8 @@ LIMIT_S = 300  # for a row, so that one that hangs ends
 
 def outcome(row: Any) -> dict[str, Any]:
     """Train a row on each mesh beside eager torch, and say what came out."""
+    import jax
+
     from tests.oracles.eager import assert_follows, eager_trajectory
 
     try:
@@ -27,7 +31,8 @@ def outcome(row: Any) -> dict[str, Any]:
     seconds: list[float] = []
     for sizes in MESHES:
         try:
-            assert_follows(row, row.model(), trajectory, sizes, seconds=seconds)
+            with jax.enable_x64(row.wide):
+                assert_follows(row, row.model(), trajectory, sizes, seconds=seconds)
         except AssertionError as error:
             return {"result": "wrong", "mesh": sizes, "said": _said(error)}
         except Exception as error:
@@ -106,12 +111,62 @@ def _wait(child: subprocess.Popen[bytes], out: pathlib.Path, names: list[str]) -
             child.wait()
 
 
+HEAD = """# The zoo
+
+Models and losses of packages that were not written for this one, each with its own code as it is installed, made small
+and without any download. Every row is trained for three steps on one device and on a `(4, 2)` mesh beside eager torch
+on the CPU: the loss, every gradient, and every parameter and buffer after each step have to agree.
+
+`pip install -e '.[zoo]'` installs the packages, `pytest tests/zoo -m slow` runs the rows, and
+`python -m tests.zoo.report --write` writes this page. A first step is the capture, the compilation and the step itself,
+on two cores that others used too.
+
+{counts}
+
+| package | model or loss | result | first step, s, on (1, 1) and (4, 2) |
+| --- | --- | --- | --- |
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    from tests.zoo.rows import PACKAGES
+    from tests.zoo.table import NAMED
+
+    known = {name: found[name] for name in NAMED if name in found}
+    results = [of["result"] for of in known.values()]
+    counts = ", ".join(f"{results.count(kind)} {kind}" for kind in dict.fromkeys(sorted(results, key=_rank)))
+    lines = [_line(PACKAGES[NAMED[name].package], NAMED[name], of) for name, of in known.items()]
+    packages = len({NAMED[name].package for name in known})
+    return (
+        HEAD.format(counts=f"{len(known)} models and losses of {packages} packages: {counts}.")
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _rank(result: str) -> int:
+    return ["right", "refused"].index(result) if result in ("right", "refused") else 2
+
+
+def _line(package: str, row: Any, of: dict[str, Any]) -> str:
+    result = of["result"] + (" (in float64)" if row.wide and of["result"] == "right" else "")
+    if of["result"] == "refused":
+        lines = of["said"].splitlines()
+        source = lines[0].rpartition(": ")[2] if lines[0].startswith("File") else lines[0]
+        result = f"refused: `{source.strip().replace('|', chr(92) + '|')}`"
+    seconds = ", ".join(f"{s:.0f}" if s >= 1 else "<1" for s in of.get("first_step_s", []))
+    return f"| {package} | {row.name} | {result} | {seconds} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of rows; all without any")
     parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=pathlib.Path, help="where the results go as JSON")
-    parser.add_argument("--again", action="store_true", help="leave out the rows that --out has as right")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="where the results go as JSON")
+    parser.add_argument("--again", action="store_true", help="leave out the rows whose result is right")
+    parser.add_argument("--write", action="store_true", help="write the page of the documentation")
+    parser.add_argument("--no-run", action="store_true", help="take the results as they are")
     options = parser.parse_args()
     if options.work is not None:
         work(options.names, options.work)
@@ -119,10 +174,12 @@ def main() -> None:
     from tests.zoo.table import NAMED
 
     names = [n for n in NAMED if not options.names or any(part in n for part in options.names)]
-    out = options.out or pathlib.Path(tempfile.mkdtemp()) / "zoo.json"
     if options.again:
-        names = [n for n in names if _read(out).get(n, {}).get("result") != "right"]
-    run(names, out)
+        names = [n for n in names if _read(options.out).get(n, {}).get("result") != "right"]
+    if not options.no_run:
+        run(names, options.out)
+    if options.write:
+        PAGE.write_text(page(_read(options.out)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.tables.cases import BATCH, Case, cross_entropy, regression, squared_error
 
@@ -21,7 +22,6 @@ PACKAGES = {
     "diffusers": "diffusers",
     "e3nn": "e3nn",
     "egnn_pytorch": "egnn-pytorch",
-    "ema_pytorch": "ema-pytorch",
     "entmax": "entmax",
     "gpytorch": "gpytorch",
     "info_nce": "info-nce-pytorch",
@@ -66,19 +66,28 @@ class Row(Case):
     Attributes:
         package: What is imported.
         refused: A part of the error by which it is refused; None of a row that is right.
+        wide: Compared in float64: eager torch itself is far from that in float32, by rounding, within three steps.
     """
 
     rules: dict[str, P] = dataclasses.field(default_factory=dict)
     rtol: float = 1e-4  # some are deep, or divide by the deviations of a small batch
     package: str = ""
     refused: str | None = None
+    wide: bool = False
 
     def __str__(self) -> str:
         return f"{self.package}/{self.name}"
 
     def model(self, seed: int = 0) -> nn.Module:
         declare_operators_of_torchvision()
-        return super().model(seed)
+        model = super().model(seed)
+        return model.double() if self.wide else model
+
+    def batches(self, num: int, seed: int = 1) -> list[Any]:
+        return [tree_map(self._cast, batch) for batch in super().batches(num, seed)]
+
+    def _cast(self, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.double() if self.wide and leaf.is_floating_point() else leaf
 
     @property
     def missing(self) -> str | None:
@@ -151,8 +160,7 @@ def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(value)  # pyright: ignore
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 class With(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, pairs, regression, rows, squared_error
+from tests.zoo.rows import BATCH, Row, pairs, regression, rows
 
 NODES, FEATURES = 5, 6
 
@@ -356,4 +356,3 @@ class _Process(nn.Module):
 GPYTORCH = rows("gpytorch", Row("exact GP, marginal likelihood", _Process, regression(2, out=1), loss_fn=_own))
 
 SCIENCE = [*PYG, *TORCHDIFFEQ, *ZUKO, *TABLES, *OTHERS, *GPYTORCH]
-__all__ = ["SCIENCE", "squared_error"]

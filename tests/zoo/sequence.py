@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, cross_entropy, first, pairs, regression, rows, squared_error, tokens
+from tests.zoo.rows import BATCH, Row, cross_entropy, pairs, regression, rows, tokens
 
 LENGTH, VOCAB = 8, 32
 
@@ -168,12 +168,6 @@ def _qwen_vl() -> nn.Module:
         video_token_id=5,
     )
     return transformers.Qwen2VLForConditionalGeneration(config)
-
-
-def _detection() -> Any:
-    return {
-        "pixel_values": torch.randn(BATCH, 3, 32, 32),
-    }
 
 
 TRANSFORMERS = rows(
@@ -588,32 +582,10 @@ VQ = rows(
         learnable_codebook=True,
         ema_update=False,
     ),
-    _vq("VectorQuantize, k-means", "VectorQuantize", dim=8, codebook_size=16, kmeans_init=True, kmeans_iters=2),
     _vq("ResidualVQ", "ResidualVQ", dim=8, num_quantizers=2, codebook_size=16),
     _vq("FSQ", "FSQ", levels=[4, 3, 3], dim=8),
     _vq("LFQ", "LFQ", codebook_size=16, dim=8, entropy_loss_weight=0.0),
 )
 
 
-class _Teacher(nn.Module):
-    """A student whose average teaches it, updated in the forward pass."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        from ema_pytorch import EMA
-
-        self.student = nn.Linear(6, 4)
-        self.teacher = EMA(self.student, beta=0.9, include_online_model=False, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.teacher.update()
-        return self.student(x) - 0.5 * self.teacher(x).detach()
-
-
-EMA = rows(
-    "ema_pytorch",
-    Row("EMA, updated in forward", lambda: _Teacher(update_after_step=0, update_every=1), regression(6, out=4)),
-)
-
-SEQUENCE = [*TRANSFORMERS, *PEFT, *X_TRANSFORMERS, *EFFICIENT, *ROTARY, *MAMBA, *VQ, *EMA]
-__all__ = ["SEQUENCE", "first", "squared_error"]
+SEQUENCE = [*TRANSFORMERS, *PEFT, *X_TRANSFORMERS, *EFFICIENT, *ROTARY, *MAMBA, *VQ]

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, images, labelled, masks, pairs, rows, squared_error
+from tests.zoo.rows import BATCH, Row, With, images, masks, pairs, rows, small_conv, squared_error, through
 
 
-def _timm(name: str, size: int = 32, **options: Any) -> Row:
+def _timm(name: str, size: int = 32, *, wide: bool = False, **options: Any) -> Row:
     def build() -> nn.Module:
         import timm
 
         return timm.create_model(name, num_classes=4, **options)
 
-    return Row(name, build, images(size))
+    return Row(name, build, images(size), wide=wide)
 
 
 TIMM = rows(
@@ -32,23 +32,32 @@ TIMM = rows(
         depths=(2, 2),
         num_heads=(2, 2),
     ),
-    _timm("mobilenetv3_small_050", 64, drop_rate=0.0),
+    _timm("mobilenetv3_small_050", 64, drop_rate=0.0, wide=True),
     _timm("xcit_nano_12_p8_224", img_size=32, embed_dim=32, depth=2, num_heads=2),
     _timm("cait_xxs24_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2),
     _timm("eva02_tiny_patch14_224", 28, img_size=28, patch_size=7, embed_dim=48, depth=2, num_heads=2),
     _timm("beit_base_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2),
     _timm("davit_tiny", 64, depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
-    _timm("maxvit_rmlp_pico_rw_256", 64, img_size=64, depths=(1, 1), embed_dim=(32, 64), stem_width=8),
+    _timm(
+        "maxvit_rmlp_pico_rw_256",
+        64,
+        img_size=64,
+        depths=(1, 1),
+        embed_dim=(32, 64),
+        stem_width=8,
+        wide=True,
+        drop_path_rate=0.0,
+    ),
 )
 
 
-def _torchvision(name: str, size: int = 32, **options: Any) -> Row:
+def _torchvision(name: str, size: int = 32, *, wide: bool = False, **options: Any) -> Row:
     def build() -> nn.Module:
         import torchvision
 
         return torchvision.models.get_model(name, weights=None, num_classes=4, **options)
 
-    return Row(name, build, images(size))
+    return Row(name, build, images(size), wide=wide)
 
 
 def _segments(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -82,11 +91,11 @@ def _lraspp() -> nn.Module:
 
 TORCHVISION = rows(
     "torchvision",
-    Row("ResNet", _narrow_resnet, images(32)),
+    Row("ResNet", _narrow_resnet, images(32), wide=True),
     Row("VisionTransformer", _tiny_vit, images(32)),
     Row("SwinTransformer", _tiny_swin, images(32)),
-    _torchvision("shufflenet_v2_x0_5"),
-    _torchvision("mobilenet_v2", width_mult=0.25, dropout=0.0),
+    _torchvision("shufflenet_v2_x0_5", wide=True),
+    _torchvision("mobilenet_v2", width_mult=0.25, dropout=0.0, wide=True),
     _torchvision("squeezenet1_1", 64, dropout=0.0),
     Row("lraspp", _lraspp, masks(32), loss_fn=_segments, train=False),
 )
@@ -175,28 +184,24 @@ VIT_PYTORCH = rows(
 )
 
 
-def _smp(kind: str, loss: Any = None, **options: Any) -> Row:
+def _smp(kind: str, **options: Any) -> Row:
     def build() -> nn.Module:
         import segmentation_models_pytorch as smp
 
         return getattr(smp, kind)("resnet18", encoder_weights=None, classes=2, **options)
 
-    return Row(kind, build, masks(64), loss_fn=_segments, train=False)
+    return Row(kind, build, masks(64), loss_fn=_segments, train=False, wide=True)
 
 
 def _smp_loss(kind: str, *args: Any, classes: int = 2, **options: Any) -> Row:
     def build() -> nn.Module:
         import segmentation_models_pytorch as smp
 
-        from tests.zoo.rows import With, small_conv
-
         return With(getattr(smp.losses, kind)(*args, **options), small_conv(classes))
 
     def batch() -> Any:
         target = torch.randint(0, max(classes, 2), (BATCH, 8, 8))
         return torch.randn(BATCH, 3, 8, 8), target if classes > 1 else target[:, None].float()
-
-    from tests.zoo.rows import through
 
     return Row(kind, build, batch, loss_fn=through)
 
@@ -215,7 +220,7 @@ SMP = rows(
 )
 
 
-def _monai(name: str, size: tuple[int, ...], **options: Any) -> Row:
+def _monai(name: str, size: tuple[int, ...], *, wide: bool = False, **options: Any) -> Row:
     def build() -> nn.Module:
         import monai
 
@@ -224,7 +229,7 @@ def _monai(name: str, size: tuple[int, ...], **options: Any) -> Row:
     def batch() -> Any:
         return torch.randn(BATCH, 1, *size), torch.randint(0, 2, (BATCH, *size))
 
-    return Row(name, build, batch, loss_fn=_volume)
+    return Row(name, build, batch, loss_fn=_volume, wide=wide)
 
 
 def _volume(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -237,11 +242,7 @@ def _monai_loss(name: str, **options: Any) -> Row:
     def build() -> nn.Module:
         import monai
 
-        from tests.zoo.rows import With, small_conv
-
         return With(getattr(monai.losses, name)(**options), small_conv(2))
-
-    from tests.zoo.rows import through
 
     return Row(
         name, build, lambda: (torch.randn(BATCH, 3, 16, 16), torch.randint(0, 2, (BATCH, 1, 16, 16))), loss_fn=through
@@ -251,7 +252,9 @@ def _monai_loss(name: str, **options: Any) -> Row:
 MONAI = rows(
     "monai",
     _monai("UNet", (16, 16), spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8, 16), strides=(2, 2)),
-    _monai("BasicUNet", (32, 32, 32), spatial_dims=3, in_channels=1, out_channels=2, features=(4, 4, 4, 4, 4, 4)),
+    _monai(
+        "BasicUNet", (32, 32, 32), wide=True, spatial_dims=3, in_channels=1, out_channels=2, features=(4, 4, 4, 4, 4, 4)
+    ),
     _monai(
         "UNETR",
         (16, 16),
@@ -312,7 +315,6 @@ class _Warped(nn.Module):
 class _Filters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from tests.zoo.rows import small_conv
 
         self.net = small_conv(3)
 
@@ -327,11 +329,7 @@ def _kornia_loss(name: str, classes: int, target: Any, **options: Any) -> Row:
     def build() -> nn.Module:
         import kornia
 
-        from tests.zoo.rows import With, small_conv
-
         return With(getattr(kornia.losses, name)(**options), small_conv(classes))
-
-    from tests.zoo.rows import through
 
     return Row(name, build, lambda: (torch.randn(BATCH, 3, 8, 8), target()), loss_fn=through)
 
@@ -354,13 +352,13 @@ KORNIA = rows(
 )
 
 
-def _diffusers(kind: str, batch: Any, loss: Any, **options: Any) -> Row:
+def _diffusers(kind: str, batch: Any, loss: Any, *, train: bool = True, **options: Any) -> Row:
     def build() -> nn.Module:
         import diffusers
 
         return getattr(diffusers, kind)(**options)
 
-    return Row(kind, build, batch, loss_fn=loss)
+    return Row(kind, build, batch, loss_fn=loss, train=train)
 
 
 def _denoises(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -516,4 +514,3 @@ OPEN_CLIP = rows(
 )
 
 VISION = [*TIMM, *TORCHVISION, *VIT_PYTORCH, *SMP, *MONAI, *KORNIA, *DIFFUSERS, *OPEN_CLIP]
-__all__ = ["VISION", "labelled"]

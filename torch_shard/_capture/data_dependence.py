@@ -111,17 +111,18 @@ class DataDependence(TorchDispatchMode):
             self._note_draw(result)
         made = result if isinstance(result, list | tuple) else [result]
         _CURRENT.made += [weakref.ref(tensor) for tensor in made if isinstance(tensor, torch.Tensor)]
-        if func in SELECTIONS and (node := self._node_of(result)) is not None:
+        if func in SELECTIONS and isinstance(result, torch.Tensor) and (node := self._node_of(result)) is not None:
             node.meta[PLACE] = current_user_line()
         return result
 
     def _literal(self, func: Operator, values: list[torch.Tensor], args: PyTree, kwargs: PyTree) -> PyTree:
         """The result of an operator on values that are known, as a constant of the program."""
         of = iter(values)
-        with _disable_current_modes(), torch.no_grad():
-            known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
-            result = func(*known, **(kwargs or {}))
-        return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
+        known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
+        with torch._C.DisableTorchFunction():
+            with _disable_current_modes(), torch.no_grad():
+                result = func(*known, **(kwargs or {}))
+            return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
 
     def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
@@ -171,7 +172,7 @@ class DataDependence(TorchDispatchMode):
     def _computed(self, node: Node) -> tuple[torch.Tensor | None, set[Any]]:
         """The value of a node, and the inputs that it comes from."""
         constants = self._constants_of(node)
-        with _disable_current_modes(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             return constants.value(node), constants.sources([node])
 
     def _met(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, set[Any]]:

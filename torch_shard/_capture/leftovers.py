@@ -54,7 +54,9 @@ def _renew(holder: Any, renewed: Callable[[object], Any]) -> None:
     if isinstance(holder, functools._lru_cache_wrapper):
         holder.cache_clear()
     elif isinstance(holder, dict):
-        holder.update({key: now for key, value in holder.items() if (now := renewed(value)) is not value})
+        for key, value in list(holder.items()):
+            if (now := renewed(value)) is not value:
+                holder[key] = now  # the outputs of Hugging Face have no `update`
     elif isinstance(holder, list | collections.deque):
         for at, value in enumerate(holder):
             holder[at] = renewed(value)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.constants import writes
-from torch_shard._capture.ragged import has_rule
+from torch_shard._capture.ragged_rules import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
 
@@ -58,9 +58,10 @@ class Masks:
         if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
             return [index]
         if index.ndim and (values := self._values_of(index)) is not None:
-            with _disable_current_modes():
-                places = values[0].nonzero(as_tuple=True)
-            return [aten.lift_fresh_copy.default(place) for place in places]
+            with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
+                with _disable_current_modes():
+                    places = values[0].nonzero(as_tuple=True)
+                return [aten.lift_fresh_copy.default(place) for place in places]
         return [self._first(index)]
 
     def _first(self, mask: torch.Tensor) -> torch.Tensor:
@@ -111,10 +112,11 @@ def _storages(node: Node) -> set[int]:
 
 def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
     """PyTorch's own asks whether there is anything."""
-    largest = x.amax(dim, keepdim=True)
+    dims = tuple(dim)
+    largest = x.amax(dims, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
-    total = (x - largest).exp().sum(dim, keepdim=keepdim).log()
-    return total + (largest if keepdim else largest.squeeze(dim))
+    total = (x - largest).exp().sum(dims, keepdim=True).log() + largest
+    return total if keepdim else aten.squeeze.dims(total, dims)
 
 
 def _native_layer_norm(

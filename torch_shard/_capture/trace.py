@@ -31,7 +31,8 @@ from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.provenance import explain_backward, explained, user_frame
-from torch_shard._capture.ragged import UnknownSizeError, WithMasks, is_ragged
+from torch_shard._capture.ragged import UnknownSizeError, is_ragged
+from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
@@ -190,7 +191,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explai
 
     def replay(*args: torch.Tensor) -> PyTree:
         if ragged:
-            return WithMasks(graph).run(*args)
+            return with_masks(graph).run(*args)
         return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
 
     table = _decompositions(keep)
@@ -236,6 +237,8 @@ _AFTER_A_SELECTION = (
 )
 
 
+_INSTALLED = ("site-packages", "dist-packages")
+
 _INSTEAD = (
     ", but a compiled program is made once for all values. Use torch.where(condition, a, b) instead of `if`, "
     "torch.cond for whole branches, a mask instead of a selection (`(x * mask).sum()` for `x[mask].sum()`), and keep "
@@ -243,10 +246,21 @@ _INSTEAD = (
 )
 
 
+_OF_A_LIBRARY = (
+    " This line is of a library, so look for an argument with which it goes another way, run the model once in eager "
+    "torch first if it is about a first call, or leave this part out of the captured function."
+)
+
+
+def _instead(place: str) -> str:
+    """What to do instead of what stands at a place."""
+    return _INSTEAD + (_OF_A_LIBRARY if any(folder in place.splitlines()[0] for folder in _INSTALLED) else "")
+
+
 def _refuse_swallowed(graph: torch.fx.Graph, asked: str | None) -> None:
     """Refuse what asked for a value and went on without it, by a `try` of its own."""
     if asked is not None and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
-        raise NotImplementedError(f"{asked}\nHere Python needs the value of a tensor{_INSTEAD}")
+        raise NotImplementedError(f"{asked}\nHere Python needs the value of a tensor{_instead(asked)}")
 
 
 @contextlib.contextmanager
@@ -263,7 +277,8 @@ def _errors_for_users() -> Iterator[None]:
             raise
         asks = "the shape of a result depends on the values" if shape_depends else "Python needs the value"
         unknown = error if isinstance(error, UnknownSizeError) else None
+        place = unknown.place if unknown else user_frame(error)
         raise NotImplementedError(
-            f"{unknown.place if unknown else user_frame(error)}\nHere {asks} of a tensor{_INSTEAD}"
+            f"{place}\nHere {asks} of a tensor{_instead(place)}"
             f"{_AFTER_A_SELECTION.format(str(unknown).splitlines()[0]) if unknown else ''}"
         ) from error

@@ -97,7 +97,8 @@ class LossProgram:
             among: Those to look at, of `asked`.
         """
         for asked in self.program.graph.specialised:
-            if asked.name in among and not torch.equal(buffer(asked.name).to(asked.value.dtype), asked.value):
+            name = asked.name
+            if name in among and name and not torch.equal(buffer(name).to(asked.value.dtype), asked.value):
                 return f"the buffer {asked.name}, whose value the model asks for, has another value"
         return None
 
