@@ -180,14 +180,14 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
 def _convert(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """What PyTorch does, by new tensors: it swaps fakes in place, which nobody else may know of then."""
     new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    entries: list[Any] = [held for m in module.modules() for held in (m._parameters, m._buffers)]
-    for held, name, tensor in [(held, name, t) for held in entries for name, t in held.items() if t is not None]:
+    holders: list[Any] = [entries for m in module.modules() for entries in (m._parameters, m._buffers)]
+    for entries, name, tensor in [(held, name, t) for held in holders for name, t in held.items() if t is not None]:
         if id(tensor) not in new:
             with torch.no_grad():
                 moved = fn(tensor)
             is_parameter = isinstance(tensor, nn.Parameter) and moved is not tensor
             new[id(tensor)] = tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
-        held[name] = new[id(tensor)][1]
+        entries[name] = new[id(tensor)][1]
     return module
 
 
