@@ -63,6 +63,21 @@ class RegistersAtFirst(nn.Module):
         return self.a(x) @ self.mask + self.table * self.slopes
 
 
+class Alibi(nn.Module):
+    """Positional biases made of a buffer at the first call, as x-transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(WIDTH), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None or self.bias.shape[-1] < x.shape[-1]:
+            self.register_buffer("bias", torch.arange(WIDTH) * self.slopes, persistent=False)
+        return self.a(x) + self.bias[-x.shape[-1] :]
+
+
 class UnderTwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +104,23 @@ def test_what_forward_makes_of_constants_is_a_constant_and_is_exported() -> None
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(exported.get_buffer(name), buffer)
     torch.testing.assert_close(exported(x), wanted)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_forward_makes_of_buffers_is_made_once(depth: int) -> None:
+    case = built(lambda: nn.Sequential(*(Alibi() for _ in range(depth))))
+    model = case.model()
+    trajectory = eager_trajectory(case, 2)
+    for wanted in trajectory:
+        wanted["held"] = {name: value for name, value in wanted["held"].items() if name in dict(holds(model))}
+    before = attributes(model)
+    step = assert_follows(case, model, trajectory, (1, 1))
+    assert attributes(model) == before
+    torch.testing.assert_close(step.export(step.init())(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
+
+
+def holds(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def test_a_module_under_two_names_is_whole_afterwards() -> None:

@@ -39,6 +39,8 @@ _LOCK = threading.RLock()  # PyTorch's tracer keeps global state
 
 _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
 
+_KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buffers
+
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
@@ -221,8 +223,15 @@ def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
     _SAME[fake] = captured
 
 
+def remember(fake: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep the value of a fake for when its capture is over."""
+    _KNOWN[fake] = value
+
+
 def constant_of(fake: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
+    if (known := _KNOWN.get(fake)) is not None:
+        return known
     fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
     earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
     if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:

@@ -120,6 +120,19 @@ class SideEffects:
         """Tell whether a module was there before the callable ran."""
         return id(module) in self._before
 
+    def new_buffers(self) -> list[torch.Tensor]:
+        """The buffers that modules have now and had not."""
+        modules = [
+            (noted.owner, noted.contents) for noted in self._before.values() if isinstance(noted.owner, nn.Module)
+        ]
+        return [
+            buffer
+            for module, contents in owners
+            if isinstance(module, nn.Module)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and dict_of(contents["_buffers"]).get(name) is None
+        ]
+
     def training(self, module: nn.Module) -> bool:
         """The training flag that a module had."""
         noted = self._before.get(id(module))

@@ -25,7 +25,7 @@ from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import empty_like, fakes, node_of, standins_given, tracer
+from torch_shard._capture.fakes import empty_like, fakes, node_of, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
@@ -149,6 +149,9 @@ def _capture(
         mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
         with capture_mode.seeing(), capture_environment(), standins_given(), values:
             outputs, other = fn(*args)
+            for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
+                for value in values.values([buffer]) or ():
+                    remember(buffer, value)
         aux.append(other)
         return list(outputs)
 

@@ -83,7 +83,8 @@ class Program(Generic[Aux]):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
         if not self._means_the_same(first, second):
-            if len(first) > 1 and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
+            is_proved = len(first) == 1 and not self.graph.specialised
+            if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
                 return
             names = ", ".join(change.what for change in changed)
