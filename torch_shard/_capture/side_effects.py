@@ -122,9 +122,7 @@ class SideEffects:
 
     def new_buffers(self) -> list[torch.Tensor]:
         """The buffers that modules have now and had not."""
-        modules = [
-            (noted.owner, noted.contents) for noted in self._before.values() if isinstance(noted.owner, nn.Module)
-        ]
+        owners = ((noted.owner, noted.contents) for noted in self._before.values())
         return [
             buffer
             for module, contents in owners
