@@ -239,4 +239,4 @@ def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
 
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
     _, signature = flatten_batch(batch)
-    loss_program(model, loss_fn, signature, train=True, layers=LayerOptions())
+    loss_program(model, loss_fn, signature, train=True, layers=LayerOptions(), buffer=model.get_buffer)
