@@ -136,7 +136,7 @@ def flatten(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> tu
 
 def _unsortable(node: Any) -> list[object] | None:
     """Find the keys of a dict in a tree that cannot be sorted."""
-    inner = cast(list[object], list(node)) if isinstance(node, list | tuple) else []
+    inner = list(cast(list[object], node)) if isinstance(node, list | tuple) else []
     if isinstance(node, dict):
         held = cast(dict[Any, object], node)
         try:

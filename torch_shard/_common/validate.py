@@ -166,11 +166,11 @@ def named(what: str) -> Generator[None, None, None]:
     Args:
         what: The name of the value.
     """
-    kinds = (TypeError, OverflowError, NotImplementedError)
+    kinds: tuple[type[Exception], ...] = (TypeError, OverflowError, NotImplementedError)
     try:
         yield
     except kinds as error:
-        kind = next(kind for kind in kinds if issubclass(type(error), kind))
+        kind = next(kind for kind in kinds if isinstance(error, kind))
         raise kind(f"{caller()}: {what}: {error}") from error
 
 

@@ -81,7 +81,7 @@ class _TorchGradient:
             )
         value, aux = cast(tuple[PyTree, PyTree], out) if self.has_aux else (out, None)
         _check_scalar(value, self.__qualname__)
-        grads = [_gradients(value, given[position], again) for position in positions]
+        grads = [_gradients(cast(torch.Tensor, value), given[position], again) for position in positions]
         result = grads[0] if isinstance(self.argnums, int) else tuple(grads)
         return ((value, aux) if self.has_aux else value), result
 

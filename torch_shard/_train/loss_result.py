@@ -78,7 +78,7 @@ def as_metric(value: PyTree) -> torch.Tensor:
     """
     if isinstance(value, torch.Tensor):
         return value.detach()
-    is_wide = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64
+    is_wide = isinstance(value, np.ndarray | np.generic) and cast(np.generic, value).dtype == np.float64
     try:
         found = torch.as_tensor(np.asarray(value, np.float32) if is_wide else value)  # as torch takes a float
     except (TypeError, ValueError, RuntimeError) as error:
