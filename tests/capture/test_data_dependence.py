@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.semantics import WIDTH, built
 
 X = torch.tensor([0.5, -1.0, 2.0])
 
@@ -44,3 +46,39 @@ def test_where_chooses_by_value() -> None:
 
     for x in (X, -X):
         torch.testing.assert_close(ts.jax_jit(fn)(x).cpu(), fn(x))
+
+
+class Clamps(nn.Module):
+    """Keeps what overflows in bounds, as models that also run in half precision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if not torch.isfinite(h).all():
+            h = torch.clamp(h, -10, 10)
+        if torch.isinf(h).any() or h.isnan().any():
+            h = torch.nan_to_num(h)
+        return h
+
+
+def test_a_check_of_what_the_model_computes_is_answered_as_if_it_were_finite() -> None:
+    case = built(Clamps)
+    model = case.model()
+    assert_follows(case, model, eager_trajectory(case, 2), (1, 1))
+    found = ts.explain_capture(model, case.loss_fn, case.batches(1)[0])
+    lines = ("if not torch.isfinite(h).all():", "if torch.isinf(h).any() or h.isnan().any():")
+    assert all(any(line in place for place in found.skipped_checks) for line in lines)
+
+
+def test_a_check_of_the_batch_itself_is_refused() -> None:
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        if torch.isnan(y).any():  # what is missing, perhaps
+            y = torch.nan_to_num(y)
+        return (model(x) - y).square().mean()
+
+    with pytest.raises(NotImplementedError, match=r"if torch.isnan\(y\).any\(\)"):
+        ts.explain_capture(nn.Linear(WIDTH, WIDTH), loss_fn, (torch.ones(2, WIDTH), torch.ones(2, WIDTH)))

@@ -175,7 +175,7 @@ def _nonzero(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     run.learn(node.meta["val"].shape[0], mask.flatten(), by)
     places = [_positions(run, size) for size in by.meta["val"].shape]
     grid = torch.meshgrid(*places, indexing="ij") if places else []
-    return torch.stack([place.flatten() for place in grid], 1)
+    return torch.stack([place.flatten() for place in grid], 1) if grid else torch.zeros(1, 0, dtype=torch.int64)
 
 
 def _positions(run: WithMasks, size: Any) -> _T:

@@ -163,9 +163,11 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
         NotImplementedError: They would change a dtype, and so the model itself.
     """
     capture_mode = current_mode()
-    if capture_mode is None or not capture_mode.side_effects.knows(module):  # one that is made within
-        return _convert(module, fn)
-    for tensor in itertools.chain(module.parameters(recurse), module.buffers(recurse)):
+    tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+    if capture_mode is not None and not capture_mode.side_effects.knows(module):
+        if all(map(capture_mode.is_of_capture, tensors)):  # it is made within
+            return _convert(module, fn)
+    for tensor in tensors:
         with torch.no_grad():
             moved = fn(tensor)
         if (moved.dtype, moved.shape, moved.device) != (tensor.dtype, tensor.shape, tensor.device):

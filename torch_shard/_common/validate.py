@@ -170,7 +170,7 @@ def named(what: str) -> Generator[None, None, None]:
     try:
         yield
     except kinds as error:
-        kind = next(kind for kind in kinds if isinstance(error, kind))
+        kind = next(kind for kind in kinds if kind in type(error).__mro__)
         raise kind(f"{caller()}: {what}: {error}") from error
 
 
