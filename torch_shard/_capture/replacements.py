@@ -164,9 +164,9 @@ def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     """
     capture_mode = current_mode()
     tensors = [*module.parameters(recurse), *module.buffers(recurse)]
-    if capture_mode is not None and not capture_mode.side_effects.knows(module):
-        if all(map(capture_mode.is_of_capture, tensors)):  # it is made within
-            return _convert(module, fn)
+    is_new = capture_mode is not None and not capture_mode.side_effects.knows(module)
+    if capture_mode is not None and is_new and all(map(capture_mode.is_of_capture, tensors)):  # it is made within
+        return _convert(module, fn)
     for tensor in tensors:
         with torch.no_grad():
             moved = fn(tensor)
