@@ -47,7 +47,7 @@ def _replace(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
             tuples.append(holder)
         elif holder is not old:
             _renew(holder, renewed)
-    return tuples, [_like(holder, map(renewed, holder)) for holder in tuples]
+    return tuples, [_like(holder, map(renewed, tuple.__iter__(holder))) for holder in tuples]
 
 
 def _renew(holder: Any, renewed: Callable[[object], Any]) -> None:
