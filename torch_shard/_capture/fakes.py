@@ -230,15 +230,26 @@ def remember(fake: torch.Tensor, value: torch.Tensor) -> None:
 
 def constant_of(fake: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
-    if (known := _KNOWN.get(fake)) is not None:
-        return known
-    fake = _SAME.get(fake, fake)  # pyright: ignore[reportAssignmentType]
-    earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
-    if earlier is None or (slot := get_proxy_slot(fake, earlier, None)) is None:
-        return None
-    node: torch.fx.Node = slot.proxy.node  # pyright: ignore[reportAttributeAccessIssue]
-    with _disable_current_modes(), torch.no_grad():
-        return Constants(node.graph, earlier.root).value(node)
+    return constants_of([fake])[0]
+
+
+def constants_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """For each fake of an earlier capture, the tensor that it stood for, if that is known."""
+    graphs: dict[int, Constants] = {}
+
+    def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+        if (known := _KNOWN.get(tensor)) is not None:
+            return known
+        fake = _SAME.get(tensor, tensor)
+        earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
+        slot: Any = None if earlier is None else get_proxy_slot(fake, earlier, None)  # pyright: ignore
+        if slot is None:
+            return None
+        node: torch.fx.Node = slot.proxy.node
+        with _disable_current_modes(), torch.no_grad():
+            return graphs.setdefault(id(node.graph), Constants(node.graph, earlier.root)).value(node)
+
+    return [value_of(tensor) for tensor in tensors]
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

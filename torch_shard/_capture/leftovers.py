@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torch_shard._capture.data_dependence import left_over
-from torch_shard._capture.fakes import constant_of
+from torch_shard._capture.fakes import constants_of
 from torch_shard._capture.function_mode import current_mode
 
 _DEPTH = 3  # a tuple of tensors in a tuple in a cache
@@ -22,11 +22,11 @@ _DEPTH = 3  # a tuple of tensors in a tuple in a cache
 
 def give_values() -> None:
     """Put real tensors into the places of those that captures of this thread have left in containers and caches."""
-    if current_mode() is not None or not left_over():
+    if current_mode() is not None or all(value is None for value in constants_of(left_over())):
         return
     gc.collect()  # what only cycles hold
     old: list[Any] = left_over()
-    new: list[Any] = [constant_of(tensor) for tensor in old]
+    new: list[Any] = constants_of(old)
     for _ in range(_DEPTH):
         if not old:
             return

@@ -171,6 +171,8 @@ def _capture(
     num_outputs = len(outputs_of(with_views.graph))
     written = return_writes(functional, num_outputs, len(specs))
     carry_random_places(with_views.graph, functional.graph)
+    for node in with_views.graph.nodes:
+        node.meta.pop("val", None)  # the graph is a cycle: fakes would live until the next garbage collection
     simplify(functional)
     return Captured(
         module=functional,
