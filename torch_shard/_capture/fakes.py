@@ -243,7 +243,7 @@ def constants_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         fake = _SAME.get(tensor, tensor)
         earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
         slot: Any = None if earlier is None else get_proxy_slot(fake, earlier, None)  # pyright: ignore
-        if slot is None:
+        if earlier is None or slot is None:
             return None
         node: torch.fx.Node = slot.proxy.node
         with _disable_current_modes(), torch.no_grad():
