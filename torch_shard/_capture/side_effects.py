@@ -112,7 +112,7 @@ class SideEffects:
             self.note(value.named_modules(prefix=name), entries=True)
         elif type(value) in _CONTAINERS and id(value) not in self._before:
             held: dict[str, object] = {name: value}
-            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), True)
+            self._before[id(value)] = _Noted("", value, held, {name: contents_of(value)}, (), False)
         else:
             self._look_into(name, value, _DEPTH)
 
