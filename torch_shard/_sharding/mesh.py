@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device
@@ -89,9 +89,7 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
             f"{caller()}: {where}mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Build one with torch_shard.make_mesh(batch=4, model=2)."
         )
-    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
-    if foreign:
+    if foreign := _not_auto(mesh):
         raise ValueError(
             f"{caller()}: {where}every mesh axis must be Auto, so that XLA may choose the shardings inside a step, "
             f"but {', '.join(foreign)}. jax.make_mesh gives Explicit axes by default: build the mesh with "
@@ -101,6 +99,12 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
     return mesh
 
 
+def _not_auto(mesh: Mesh | AbstractMesh) -> list[str]:
+    """The axes whose shardings XLA may not choose, and what they are."""
+    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
+
+
 def check_current_mesh() -> None:
     """Refuse a mesh of `jax.set_mesh` that takes the choice of shardings from XLA.
 
@@ -108,9 +112,7 @@ def check_current_mesh() -> None:
         ValueError: Some axis of it is Explicit or Manual.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    foreign = [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
-    if foreign:
+    if foreign := _not_auto(mesh):
         raise ValueError(
             f"{caller()}: every axis of the mesh that is current here, by jax.set_mesh or jax.shard_map, must be Auto, "
             f"but {', '.join(foreign)}. The step has a mesh of its own: call it outside."
