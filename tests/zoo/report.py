@@ -114,8 +114,8 @@ def _wait(child: subprocess.Popen[bytes], out: pathlib.Path, names: list[str]) -
 HEAD = """# The zoo
 
 Models and losses of packages that were not written for this one, each with its own code as it is installed, made small
-and without any download. Every row here was trained for three steps on one device and on a `(4, 2)` mesh beside eager torch
-on the CPU: the loss, every gradient, and every parameter and buffer after each step had to agree.
+and without any download. What is right here was trained for three steps on one device and on a `(4, 2)` mesh beside
+eager torch on the CPU: the loss, every gradient, and every parameter and buffer after each step had to agree.
 
 `pip install -e '.[zoo]'` installs the packages, `pytest tests/zoo -m slow` runs the rows, and
 `python -m tests.zoo.report --write` writes this page. A first step is the capture, the compilation and the step itself,
