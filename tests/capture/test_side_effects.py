@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import torch
@@ -49,7 +51,15 @@ class Collects(One):
         return self.a(x) * sum(self.losses) + self.tables[WIDTH]
 
 
-@pytest.mark.parametrize("build", [CountsForItself, Collects], ids=lambda b: b.__name__)
+class CallsJax(Collects):
+    """A function of JAX that is made anew in each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = jnp.linspace(1, 2, WIDTH)
+        return ts.call_jax(lambda x: jax.nn.relu(x * scale.sum()), super().forward(x))
+
+
+@pytest.mark.parametrize("build", [CountsForItself, Collects, CallsJax], ids=lambda b: b.__name__)
 def test_harmless_writes_are_right_and_taken_back(build: type[One]) -> None:
     case = built(build)
     model = case.model()
@@ -160,6 +170,16 @@ def test_adapters_take_writes_back_too(caplog: pytest.LogCaptureFixture) -> None
     ts.jax_jit(lambda x: model(x))(x)
     assert not hasattr(model, "last")
     assert "forward writes the plain attribute last" in caplog.text
+
+
+def test_weights_that_a_recurrent_module_lists_for_itself_are_no_writes(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
+    params = {name: p.detach() + 1 for name, p in module.named_parameters()}
+    run = lambda params, x: torch.func.functional_call(module, params, (x,))[0]  # noqa: E731
+    torch.testing.assert_close(ts.jax_jit(run)(params, x).cpu(), run(params, x), atol=1e-6, rtol=1e-5)  # sums in float32
+    assert "_flat_weights" not in caplog.text
+    module(x)  # has its own weights again
+    assert all(w is p for w, p in zip(module._flat_weights, module.parameters(), strict=True))
 
 
 def test_caches_that_a_capture_filled_serve_the_next() -> None:

@@ -22,6 +22,7 @@ MOST_POSITIONAL = 4  # without self and cls
 MIRRORS = (
     "_lowering/ops/",
     "_capture/replacements.py",
+    "_capture/masks.py:_native_layer_norm",
     "_capture/autocast.py:_init.init",
     "_device/dispatch.py:_rrelu",
 )

@@ -295,10 +295,10 @@ def tolist(tensor: torch.Tensor) -> Any:
 
 
 @instead_of(torch.Tensor.numpy)
-def numpy(tensor: torch.Tensor, **options: Any) -> Any:
+def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
     """A copy of a tensor whose value is known."""
     values = _CURRENT.stack[-1].values([tensor])
-    return torch.Tensor.numpy(tensor, **options) if values is None else values[0].clone().numpy()
+    return torch.Tensor.numpy(tensor, force=force) if values is None else values[0].clone().numpy(force=force)
 
 
 def skip_draws(count: int) -> int:

@@ -38,9 +38,10 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
             name(node)
         elif node.op != "call_function" or not isinstance(constants.value(node), torch.Tensor):
             place = node.meta.get("random_place") if is_random(node) else None
-            found.append(
-                (str(node.target), repr(fill_in((args_of(node), node.kwargs), lambda n: _Name(name(n)))), place)
-            )
+            args = args_of(node)
+            if "called" in node.meta:  # its first argument is a number of this capture
+                args = (node.meta["called"], *args[1:])
+            found.append((str(node.target), repr(fill_in((args, node.kwargs), lambda n: _Name(name(n)))), place))
             name(node)
     return tuple(found)
 

@@ -159,14 +159,11 @@ def _index(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
     if any(index.meta["val"].dtype in _MASKS for _, index in where):
         if len(where) != 1:
             raise UnknownSizeError("a mask beside other indices")
-        return _select(run, node, source, *where[0])
+        dim, by = where[0]
+        run.learn(node.meta["val"].shape[dim], run.filled(by).bool().flatten(), by)
+        return run.env[source].clone().flatten(dim, dim + run.env[by].ndim - 1)
     _require_known(source, [dim for dim, _ in where])
     return aten.index(args[0], [None if index is None else run.filled(index) for index in indices])
-
-
-def _select(run: WithMasks, node: Node, source: Node, dim: int, by: Node) -> _T:
-    run.learn(node.meta["val"].shape[dim], run.filled(by).bool().flatten(), by)
-    return run.env[source].clone().flatten(dim, dim + run.env[by].ndim - 1)
 
 
 def _nonzero(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
@@ -197,7 +194,7 @@ def _index_put(run: WithMasks, node: Node, args: tuple, kwargs: dict) -> _T:
         new = _put_back(run, (source, values), where, accumulate)
     else:
         _require_known(source, [dim for dim, _ in where])
-        new = _put_rows(run, source, indices, values, accumulate)
+        new = _put_rows(run, (source, values), indices, accumulate)
     return args[0].copy_(new) if aten_name(node).endswith("_") else new
 
 
@@ -222,8 +219,9 @@ def _belongs(run: WithMasks, values: Node, at: int, by: Node) -> bool:
     return _ragged_dims(values) == [at] and run.is_selected_by(values.meta["val"].shape[at], by)
 
 
-def _put_rows(run: WithMasks, source: Node, indices: Sequence[Any], values: Node, accumulate: bool) -> _T:
+def _put_rows(run: WithMasks, nodes: tuple[Node, Node], indices: Sequence[Any], accumulate: bool) -> _T:
     """Places that do not count write to one row more, which is then cut off."""
+    source, values = nodes
     old = run.env[source]
     first = next(dim for dim, index in enumerate(indices) if index is not None)
     size = old.shape[first]

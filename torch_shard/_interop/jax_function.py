@@ -7,12 +7,14 @@ printing, stays, used or not.
 import contextlib
 import dataclasses
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import torch
+from jax.extend.core import ClosedJaxpr
 from torch.fx import has_side_effect
 
 from torch_shard._capture import as_captured, hold, outside_capture
@@ -31,10 +33,15 @@ _HANDLES = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Called:
-    """A function that an opaque operator of a captured graph calls, and the shapes and dtypes that it returns."""
+    """A function that an opaque operator of a captured graph calls, its trace, and the shapes and dtypes it returns."""
 
     fn: FlatJaxFn
+    traced: ClosedJaxpr
     results: list[jax.ShapeDtypeStruct]
+
+    def __repr__(self) -> str:
+        """What it computes, equal for a function that is made anew on each call; constants are told apart by object."""
+        return f"{re.sub(' at 0x[0-9a-f]+', '', str(self.traced.jaxpr))} {[*map(id, self.traced.consts)]}"
 
 
 _FUNCTIONS: weakref.WeakValueDictionary[int, _Called] = weakref.WeakValueDictionary()
@@ -132,7 +139,7 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     handle = next(_HANDLES)
     with outside_capture():
         traced, results = _trace(fn, shapes)
-    called = _FUNCTIONS[handle] = _Called(fn, results)
+    called = _FUNCTIONS[handle] = _Called(fn, traced, results)
     hold(called)
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
     op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call

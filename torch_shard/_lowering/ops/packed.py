@@ -99,10 +99,15 @@ _make: Any = PackedSequence.__new__
 
 @instead_of_attribute(PackedSequence, "__new__")
 def make(
-    cls: type[PackedSequence], data: Any, batch_sizes: Any = None, *indices: Any, **options: Any
+    cls: type[PackedSequence],
+    data: Any,
+    batch_sizes: Any = None,
+    sorted_indices: Any = None,
+    unsorted_indices: Any = None,
 ) -> PackedSequence:
     """`PackedSequence(...)`, of padded data if they are such."""
-    return _make(_Padded if isinstance(batch_sizes, Lengths) else cls, data, batch_sizes, *indices, **options)
+    kind = _Padded if isinstance(batch_sizes, Lengths) else cls
+    return _make(kind, data, batch_sizes, sorted_indices, unsorted_indices)
 
 
 @instead_of(torch._VF._pack_padded_sequence)  # pyright: ignore[reportAttributeAccessIssue]
