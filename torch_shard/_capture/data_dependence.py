@@ -266,6 +266,11 @@ def left_over() -> list[torch.Tensor]:
     return [tensor for made in _CURRENT.made if (tensor := made()) is not None]
 
 
+def forget_left_over() -> None:
+    """Look at what captures have left behind until now no more: searching for its holders takes long."""
+    _CURRENT.made.clear()
+
+
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the capture under way that depends on no input of it, or None."""
     return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture.data_dependence import left_over
+from torch_shard._capture.data_dependence import forget_left_over, left_over
 from torch_shard._capture.fakes import constants_of
 from torch_shard._capture.function_mode import current_mode
 
@@ -22,7 +22,16 @@ _DEPTH = 3  # a tuple of tensors in a tuple in a cache
 
 def give_values() -> None:
     """Put real tensors into the places of those that captures of this thread have left in containers and caches."""
-    if current_mode() is not None or all(value is None for value in constants_of(left_over())):
+    if current_mode() is not None:
+        return
+    try:
+        _give_values()
+    finally:
+        forget_left_over()
+
+
+def _give_values() -> None:
+    if all(value is None for value in constants_of(left_over())):
         return
     gc.collect()  # what only cycles hold
     old: list[Any] = left_over()
