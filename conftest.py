@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)

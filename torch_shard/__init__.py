@@ -46,7 +46,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         tpmap,
         unshard,
     )
-    from torch_shard._train import Comparison, EvalStep, TrainState, TrainStep, make_eval_step, make_train_step
+    from torch_shard._train import Comparison, EvalStep, Preview, TrainState, TrainStep, make_eval_step, make_train_step
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 
@@ -61,6 +61,7 @@ __all__ = [
     "Drawing",
     "EvalStep",
     "Explanation",
+    "Preview",
     "ShardingPlan",
     "TrainState",
     "TrainStep",

@@ -1,4 +1,4 @@
-"""The command line: `torch-shard demo`, `inspect`, `convert`, `tutorials`."""
+"""The command line: `torch-shard demo`, `preview`, `inspect`, `convert`, `tutorials`."""
 
 import re
 import signal
@@ -84,9 +84,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         >>> parse_mesh("batch=4,model=2")
         {'batch': 4, 'model': 2}
     """
-    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
-    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    if len(sizes) != len(pairs) or set(sizes) != set(AXES):
+    sizes = _parse_sizes(text)
+    if set(sizes) != set(AXES):
         raise typer.BadParameter(
             f"expected a positive size for each of the axes batch and model, as in batch=4,model=2; got {text!r}.",
             param_hint="--mesh",
@@ -155,6 +154,61 @@ def demo(
             console.print("Stopped, and saved. The same command with --resume goes on.")
         raise
     if not holds:
+        raise typer.Exit(1)
+
+
+def _parse_sizes(text: str) -> dict[str, int]:
+    """Sizes by name; empty if the text is something else."""
+    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
+    sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    return sizes if len(sizes) == len(pairs) else {}
+
+
+@app.command()
+def preview(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A Python file with model, loss_fn, batch, plan and optimizer; module:function, which takes a mesh "
+            "and returns a step and a batch; or llama-3-8b, llama-3-70b, llama-3-405b."
+        ),
+    ],
+    topology: Annotated[
+        str | None, typer.Option(help="Accelerators that this machine need not have, as in v5e:16x16 or h100:8.")
+    ] = None,
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh axes.")] = "batch=2,model=2",
+    remat: Annotated[
+        str | None, typer.Option(help="What the backward pass computes again: none, dots, block, or bytes per device.")
+    ] = None,
+) -> None:
+    """Compile a training step and show what it would take: memory, collectives, arithmetic, by module.
+
+    Nothing is placed on a device, and nothing runs. Exits with 1 if the program does not fit.
+    """
+    sizes = _parse_sizes(mesh)
+    if not sizes:
+        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    from rich.console import Console
+
+    from torch_shard._inspect import find_step
+    from torch_shard._interop import register
+    from torch_shard._sharding import make_mesh
+
+    register()
+    given = None if remat is None else int(remat) if remat.isdecimal() else remat
+    options = {} if given is None else {"remat": given}
+    try:
+        devices = make_mesh(None, topology=topology, **sizes)
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error), param_hint="--topology" if topology else "--mesh") from error
+    try:
+        step, batch = find_step(target, devices, **options)
+        found = step.preview(batch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="TARGET") from error
+    console = Console()
+    (console if console.is_terminal else Console(width=132)).print(found)
+    if found.limit is not None and not found.fits():
         raise typer.Exit(1)
 
 

@@ -182,7 +182,9 @@ def test_weights_that_a_recurrent_module_lists_for_itself_are_no_writes(caplog: 
     module, x = nn.GRU(3, 4), torch.randn(5, 2, 3)
     params = {name: p.detach() + 1 for name, p in module.named_parameters()}
     run = lambda params, x: torch.func.functional_call(module, params, (x,))[0]  # noqa: E731
-    torch.testing.assert_close(ts.jax_jit(run)(params, x).cpu(), run(params, x), atol=1e-6, rtol=1e-5)  # sums in float32
+    torch.testing.assert_close(
+        ts.jax_jit(run)(params, x).cpu(), run(params, x), atol=1e-6, rtol=1e-5
+    )  # sums in float32
     assert "_flat_weights" not in caplog.text
     module(x)  # has its own weights again
     assert all(w is p for w, p in zip(module._flat_weights, module.parameters(), strict=True))

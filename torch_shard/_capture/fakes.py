@@ -29,7 +29,8 @@ from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
-from torch_shard._capture.provenance import annotated, current_user_line
+from torch_shard._capture.module_paths import annotate_backward
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import Change
 from torch_shard._common.patching import patched
 
@@ -62,7 +63,7 @@ def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
         part(_make_standin, mode),
         _revive,
         _set_data,
-        explain=annotated if explain else None,
+        explain=explain,
     )
     with _LOCK, _disable_current_modes(), torch.enable_grad(), capture_mode.innermost():
         _MODES.append(mode)
@@ -288,9 +289,11 @@ _TAKE_TENSORS = (
 def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let the mode see the Python that a backward pass runs, though the call of autograd itself is being handled."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_proxy_mode() is not None:
+            annotate_backward(outputs, tracer().graph)
         with current_mode() or contextlib.nullcontext():
-            return run_backward(*args, **kwargs)
+            return run_backward(outputs, *args, **kwargs)
 
     return run
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import widened
 from torch_shard._capture.guards import ModuleFlags
+from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import SideEffects
 from torch_shard._common.overrides import FUNCTIONS
@@ -41,7 +42,7 @@ class CaptureMode(TorchFunctionMode):
         make_standin: A fake of the capture for a closed-over tensor.
         revive: The value of a fake that an earlier capture left behind; any other tensor itself.
         set_data: What `x.data = y` means in the capture.
-        explain: Called with the place of each torch call; gives a scope for its nodes. None to go without.
+        explain: Whether the place of each torch call is noted on its nodes.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class CaptureMode(TorchFunctionMode):
         revive: Callable[[torch.Tensor], torch.Tensor],
         set_data: Callable[[torch.Tensor, torch.Tensor], None],
         *,
-        explain: Callable[[str], contextlib.AbstractContextManager] | None,
+        explain: bool,
     ) -> None:
         super().__init__()
         self.is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
@@ -59,6 +60,8 @@ class CaptureMode(TorchFunctionMode):
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
+        self._outer: CaptureMode | None = None
+        self._scopes: list[contextlib.AbstractContextManager] = []
         self.side_effects = SideEffects()
         self.bound: tuple[torch.Tensor, ...] = ()
         self.axes: dict[str, int] = {}
@@ -82,7 +85,7 @@ class CaptureMode(TorchFunctionMode):
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
         _refuse_lost_writes(func, kwargs)
-        with self._explain(self._where()) if self._explain else contextlib.nullcontext():
+        with annotated(where=self._where()) if self._explain else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: PyTree) -> PyTree:
@@ -91,6 +94,8 @@ class CaptureMode(TorchFunctionMode):
         if kind in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
+            if (known := self._standins.get(id(value))) is not None:  # also of a model on the meta device
+                return known[0]
             return value if self.is_of_capture(value) else self._standin(value)
         if kind is tuple or kind is list:
             return kind(map(self._on_cpu, value))
@@ -127,10 +132,22 @@ class CaptureMode(TorchFunctionMode):
     def innermost(self) -> Iterator[None]:
         """Be the one that acts, also where captures nest."""
         outer, _INNERMOST.capture_mode = _INNERMOST.capture_mode, self
+        self._outer = outer
         try:
             yield
         finally:
             _INNERMOST.capture_mode = outer
+
+    def path(self, module: nn.Module) -> str:
+        """The path of a module; in a capture within another one, from the module on that is captured there."""
+        if self._outer is None:
+            return self.side_effects.path(module) or type(module).__name__
+        whole, base = (self._outer.full_path(m) for m in (module, (self._outer._running or [module])[-1]))
+        return "" if whole == base else whole.removeprefix(f"{base}.")
+
+    def full_path(self, module: nn.Module) -> str:
+        """The path of a module in the outermost capture that knows it."""
+        return (self._outer.full_path(module) if self._outer else "") or self.side_effects.path(module)
 
     def add_modules(self, flags: ModuleFlags) -> None:
         """Note modules that ran in a capture within this one."""
@@ -154,10 +171,13 @@ class CaptureMode(TorchFunctionMode):
                 self.side_effects.note(module.named_modules(), entries=False)
                 self._modules[id(module)] = (weakref.ref(module), self.side_effects.training(module))
             self._running.append(module)
+            self._scopes.append(annotated(module=self.path(module)))
+            self._scopes[-1].__enter__()
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if _INNERMOST.capture_mode is self:
             self._running.pop()
+            self._scopes.pop().__exit__(None, None, None)
 
     def modules(self) -> ModuleFlags:
         """The modules that ran, with their training flags."""

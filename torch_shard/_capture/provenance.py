@@ -1,14 +1,10 @@
 """The line of the user's code that an error is about."""
 
-import contextlib
 import importlib.util
 import os
 import pathlib
 import sysconfig
 import traceback
-
-import torch
-from torch.fx import traceback as fx_traceback
 
 _HERE = pathlib.Path(__file__).parent.parent
 
@@ -50,22 +46,3 @@ def current_user_line() -> str:
     if frame is None:
         return "(no line of user code)"
     return describe(traceback.extract_stack(frame, limit=1)[0])
-
-
-def explained(explain: bool) -> contextlib.AbstractContextManager:
-    """Tell whether nodes keep what is noted about them."""
-    return fx_traceback.preserve_node_meta() if explain else contextlib.nullcontext()
-
-
-def annotated(where: str) -> contextlib.AbstractContextManager:
-    """Note `where` on the nodes made within."""
-    return fx_traceback.annotate({"where": where})
-
-
-def explain_backward(graph: torch.fx.GraphModule) -> None:
-    """A node of the backward pass stands where the forward node with its sequence number does."""
-    places = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.graph.nodes) if n.meta.get("custom")}
-    for node in graph.graph.nodes:
-        if not node.meta.get("custom") and node.meta.get("seq_nr") in places:
-            where = places[node.meta["seq_nr"]]["where"]
-            node.meta["custom"] = {"where": f"{where} (in its backward)"}

@@ -29,6 +29,8 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 _OF_TORCH = frozenset(vars(nn.Module())) - _HOOKS
 
+_LOOKED_AFTER = ("_flat_weights", "_flat_weight_refs")  # by torch.nn.RNNBase, which compares them in each forward
+
 _ABSENT = object()
 
 _DEPTH, _MOST = 4, 1000
@@ -58,6 +60,8 @@ class Change:
     @property
     def matters(self) -> bool:
         """Tell whether the next call may be another program for it."""
+        if self.name in _LOOKED_AFTER:
+            return False
         return bool(self.tensors) or self.name in _HOOKS or is_plain(self.new)
 
     def added(self) -> dict[str, object]:
@@ -119,6 +123,11 @@ class SideEffects:
     def knows(self, module: nn.Module) -> bool:
         """Tell whether a module was there before the callable ran."""
         return id(module) in self._before
+
+    def path(self, module: nn.Module) -> str:
+        """The path of a module; empty where it is not known, too."""
+        noted = self._before.get(id(module))
+        return noted.path if noted else ""
 
     def new_buffers(self) -> list[torch.Tensor]:
         """The buffers that modules have now and had not."""

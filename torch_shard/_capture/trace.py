@@ -30,7 +30,8 @@ from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
-from torch_shard._capture.provenance import explain_backward, explained, user_frame
+from torch_shard._capture.module_paths import annotated, notes_kept
+from torch_shard._capture.provenance import user_frame
 from torch_shard._capture.ragged import UnknownSizeError, is_ragged
 from torch_shard._capture.ragged_rules import with_masks
 from torch_shard._capture.side_effects import Change, refuse_new_parameters
@@ -109,7 +110,7 @@ def capture(
         fn: Takes one tensor per spec, returns a flat sequence of tensors, and anything else that is not a tensor.
         specs: The inputs.
         keep: Tells, for an operator and whether PyTorch has a core rule to decompose it, if it stays whole.
-        explain: Record module paths and source lines on the nodes (slower; for error messages).
+        explain: Record source lines on the nodes (slower; for error messages).
         restore: Put back the attributes that `fn` changes on modules; otherwise a capture around this one does.
 
     Raises:
@@ -118,7 +119,7 @@ def capture(
     drawn = random.getstate(), str(np.random.get_state())
     with fakes(explain) as (mode, capture_mode):
         try:
-            graph = _capture(fn, specs, keep=keep, explain=explain, mode=mode, capture_mode=capture_mode)
+            graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         finally:
             changes = capture_mode.side_effects.restore() if restore else []
         if drawn != (random.getstate(), str(np.random.get_state())):
@@ -135,7 +136,6 @@ def _capture(
     specs: Sequence[Spec],
     *,
     keep: Keep,
-    explain: bool,
     mode: FakeTensorMode,
     capture_mode: CaptureMode,
 ) -> Captured[Aux]:
@@ -147,7 +147,7 @@ def _capture(
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
-        with capture_mode.seeing(), capture_environment(), standins_given(), values:
+        with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
             outputs, other = fn(*args)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
                 for value in values.values([buffer]) or ():
@@ -155,18 +155,16 @@ def _capture(
         aux.append(other)
         return list(outputs)
 
-    with _errors_for_users(), reference_kernels(), explained(explain), enable_python_dispatcher(), mode:
+    with _errors_for_users(), reference_kernels(), notes_kept(), enable_python_dispatcher(), mode:
         with_views = make_fx(
             traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
         )(*fakes)
     _refuse_swallowed(with_views.graph, values.asked)
-    if explain:
-        explain_backward(with_views)
     constants = constants_to_inputs(with_views)
     with mode:
         inputs = [*(f.detach() for f in fakes), *(empty_like(c) for c in constants)]
         stride_in_order(with_views)
-        functional = _functionalize(with_views, inputs, keep, explain)
+        functional = _functionalize(with_views, inputs, keep)
     check_outputs(with_views.graph, functional.graph)
     num_outputs = len(outputs_of(with_views.graph))
     written = return_writes(functional, num_outputs, len(specs))
@@ -190,19 +188,17 @@ def _capture(
     )
 
 
-def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep, explain: bool) -> torch.fx.GraphModule:
+def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep) -> torch.fx.GraphModule:
     """Second pass: no mutation, and only operators that can be lowered where PyTorch can decompose the others."""
     ragged = is_ragged(graph)
 
     def replay(*args: torch.Tensor) -> PyTree:
-        if ragged:
-            return with_masks(graph).run(*args)
-        return torch.fx.Interpreter(graph).run(*args) if explain else graph(*args)
+        return (with_masks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
 
     table = _decompositions(keep)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_errors_for_users())
-        for context in (explained(explain), enable_python_dispatcher(), torch.no_grad(), autocast_only()):
+        for context in (notes_kept(), enable_python_dispatcher(), torch.no_grad(), autocast_only()):
             stack.enter_context(context)  # what autocast was to cast it has cast in the first pass
         functional = torch.func.functionalize(replay, remove="mutations")
         return make_fx(functional, decomposition_table=table, _allow_non_fake_inputs=True)(*inputs)

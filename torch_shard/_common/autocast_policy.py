@@ -12,7 +12,7 @@ FLOAT32 = """
     cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss
     layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss
     nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss
-    softmax softmin softplus sum renorm tan triplet_margin_loss rms_norm batch_norm instance_norm huber_loss
+    softmax softmin softplus sum renorm tan triplet_margin_loss rms_norm huber_loss
     gaussian_nll_loss
 """.split()  # noqa: SIM905
 

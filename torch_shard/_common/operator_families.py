@@ -31,3 +31,6 @@ MATRIX_PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
 
 PRODUCTS = frozenset({*MATRIX_PRODUCTS, "linear", "tensordot", "convolution", "einsum"})
 """Sums of products, along whichever dims."""
+
+REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "logsumexp", "prod", "any", "all", "argmax", "argmin"})
+"""One result instead of all elements along some dims, which are the second argument."""

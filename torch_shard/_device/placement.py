@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.convert import flatten, host_array, to_host
+from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
 from torch_shard._device.tensor import JaxTensor, wrap_array
@@ -25,6 +25,7 @@ from torch_shard._sharding import (
     entry_of,
     find_spec_faults,
     holdings,
+    refuse_compile_only,
     refuse_hooks,
     stack_sharding,
 )
@@ -32,6 +33,7 @@ from torch_shard._sharding import (
 
 def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
     """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
+    refuse_compile_only(sharding.mesh)
     if isinstance(value, JaxTensor):
         value = value.jax()
     if isinstance(value, jax.Array):
@@ -42,6 +44,7 @@ def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
 
 def put_rows(values: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
     """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
+    refuse_compile_only(sharding.mesh)
     stacked = stack_sharding(sharding)
     if any(isinstance(value, JaxTensor | jax.Array) for value in values):
         return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=stacked)(*(put(v, sharding) for v in values))
@@ -254,7 +257,13 @@ class BatchLayout:
 
     def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""
+        refuse_compile_only(self.mesh)
         return [self._put(leaf) for leaf in leaves]
+
+    def structs(self, leaves: list[PyTree]) -> list[jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding that leaves have on the mesh; of leaves with shapes alone, too."""
+        found = [struct_of(leaf) for leaf in leaves]
+        return [struct.update(sharding=self.sharding(len(struct.shape))) for struct in found]
 
     def _put(self, leaf: PyTree) -> jax.Array:
         array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf

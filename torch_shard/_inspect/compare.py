@@ -115,7 +115,7 @@ def compare_batches(
 ) -> Comparison:
     """Do as `compare_with_torch` does, with a batch for each step."""
     mine = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), mesh.devices.flat[0])
-    alone = make_mesh(devices=[mine], **dict.fromkeys(mesh.axis_names, 1))
+    alone = make_mesh(devices=[mine], topology=None, **dict.fromkeys(mesh.axis_names, 1))
     optimizer = optax.chain(_keep_gradients(), optimizers[0])
 
     def train(mesh: Mesh) -> tuple[TrainStep, list[Values]]:

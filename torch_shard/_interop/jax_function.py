@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
 from torch.fx import has_side_effect
@@ -40,9 +41,17 @@ class _Called:
     results: list[jax.ShapeDtypeStruct]
 
     def __repr__(self) -> str:
-        """What it computes, equal for a function that is made anew on each call; constants are told apart by object."""
-        return f"{re.sub(' at 0x[0-9a-f]+', '', str(self.traced.jaxpr))} {[*map(id, self.traced.consts)]}"
+        """What it computes, equal for a function that is made anew on each call."""
+        return f"{re.sub(' at 0x[0-9a-f]+', '', str(self.traced.jaxpr))} {[*map(_told, self.traced.consts)]}"
 
+
+def _told(constant: object) -> object:
+    """Large constants are told apart by object."""
+    is_small = not isinstance(constant, jax.core.Tracer) and np.size(constant) <= _LARGEST  # pyright: ignore
+    return np.asarray(constant).tobytes() if is_small else id(constant)
+
+
+_LARGEST = 1 << 20
 
 _FUNCTIONS: weakref.WeakValueDictionary[int, _Called] = weakref.WeakValueDictionary()
 """By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""

@@ -22,12 +22,15 @@ from torch_shard._lowering.ops import (
     refuse_generator,
 )
 from torch_shard._lowering.program import Program, capture_settings
+from torch_shard._lowering.rows import ROWS, RowSplit, rows_kept
 
 __all__ = [
     "LOWERINGS",
     "RANDOM",
+    "ROWS",
     "STORAGE_KWARGS",
     "Program",
+    "RowSplit",
     "capture_settings",
     "compiler_options",
     "draws_random",
@@ -42,5 +45,6 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
+    "rows_kept",
     "sources_of",
 ]

@@ -15,6 +15,7 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
+from torch_shard._lowering.rows import keep_rows
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -90,6 +91,8 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
     axes = node.meta.get("random_axes", ())
+    notes: dict[str, str] = node.meta.get("custom", {})
+    scope = "/".join(filter(None, (notes.get("pass"), notes.get("module"), target._opname)))
 
     def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
         given = iter(values)
@@ -99,8 +102,8 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             assert key is not None, target
             assert place is not None, target
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
-        with jax.named_scope(target._opname):
-            return _conform(node, lowering(*first, *args, **named))
+        with jax.named_scope(scope):
+            return keep_rows(node, _conform(node, lowering(*first, *args, **named)))
 
     return operate
 

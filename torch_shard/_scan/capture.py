@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
 from torch_shard._lowering import Program, draws_random
+from torch_shard._scan.batch_rows import note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
@@ -133,6 +134,7 @@ def capture_layers(
     repeats: LayerOptions,
     *,
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
+    num_batch: int,
     what: str,
 ) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
@@ -142,6 +144,7 @@ def capture_layers(
         loss_fn: The loss.
         repeats: What to do with repeated layers.
         joint: The function to capture, and its inputs, given the regions that it is to use.
+        num_batch: How many of these, the last ones, are of the batch.
         what: Name of the function, for errors.
 
     Returns:
@@ -153,25 +156,39 @@ def capture_layers(
     groups = repeats.groups(model)
     modules = {id(m): m for m in model.modules()}
     while any(group.refused is None for group in groups):
-        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, what)
+        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, num_batch, what=what)
         if not isinstance(found, Restart):
             return *found, groups
         found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
-    return Program(*joint(None), what), None, groups
+    fn, specs = joint(None)
+    program = Program(fn, specs, what)
+    _note_rows(program, specs, num_batch, {})
+    return program, None, groups
+
+
+def _note_rows(program: Program[Any], specs: list[Spec], num_batch: int, calls: dict[int, Call]) -> None:
+    """Follow the rows of the batch, the first dim of its leaves."""
+    is_batch = [i >= len(specs) - num_batch for i in range(len(specs))]
+    dims = [0 if batch and spec.shape else None for batch, spec in zip(is_batch, specs, strict=True)]
+    note_rows(program.graph.module.graph, dims, calls)
 
 
 def _try_capture(
     regions: LayerInterceptor,
     repeats: LayerOptions,
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
+    num_batch: int,
+    *,
     what: str,
 ) -> tuple[Program[Aux], RolledLoss] | Restart:
     """Capture a loss with its layers as regions, or find out why that has to start again."""
     try:
-        program = Program(*joint(regions), what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
+        fn, specs = joint(regions)
+        program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
+        _note_rows(program, specs, num_batch, regions.calls)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
         why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"

@@ -1,5 +1,6 @@
 """Instructions and loops as a function of JAX arrays: a loop is one `lax.scan` over stacked values."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -101,7 +102,8 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key:
             if isinstance(item, Loop):
                 run.loop(item, key)
             else:
-                run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
+                with item.scope:
+                    run.done[item] = item.operate(key, item.place, [array_of(run.read(v)) for v in item.sources])
         return [run.output(value) for value in outputs]
 
 
@@ -166,16 +168,17 @@ class _Run:
                 sources = [
                     _at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
                 ]
-                found.append(instruction.operate(key, places.get(i), sources))
+                with instruction.scope_of_all:
+                    found.append(instruction.operate(key, places.get(i), sources))
             return (
                 [_at(found[number], path) for _, number, path in loop.carries],
                 [_at(found[number], path) for number, path in results],
             )
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
-        last, stacks = jax.lax.scan(
-            body, first, ([rows for _, rows in per_row], places), length=count, reverse=backwards
-        )
+        rows = [rows for _, rows in per_row]
+        with jax.named_scope("backward") if loop.is_backward else contextlib.nullcontext():
+            last, stacks = jax.lax.scan(body, first, (rows, places), length=count, reverse=backwards)
         for (number, path), stack in zip(results, stacks, strict=True):
             for q, span in enumerate(loop.iterations):
                 self._rows[span[number], path] = StackRow(stack, count - 1 - q if backwards else q)

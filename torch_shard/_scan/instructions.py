@@ -1,7 +1,9 @@
 """A captured graph as a list of instructions, in which a layer's forward and backward pass are one instruction each."""
 
+import contextlib
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -61,6 +63,19 @@ class Instruction:
     place: int | None = None
     layer: str | None = None
     is_backward: bool = False
+
+    @property
+    def scope(self) -> contextlib.AbstractContextManager[object]:
+        """Names for what it is lowered to, so that profiles and previews read by module."""
+        if self.layer is None:
+            return contextlib.nullcontext()
+        return jax.named_scope(f"backward/{self.layer}" if self.is_backward else self.layer)
+
+    @property
+    def scope_of_all(self) -> contextlib.AbstractContextManager[object]:
+        """The same in a loop, where it stands for the layers of all iterations."""
+        every = None if self.layer is None else re.sub(r"\d+$", "*", self.layer)
+        return contextlib.nullcontext() if every is None else jax.named_scope(every)
 
 
 @dataclasses.dataclass(frozen=True)

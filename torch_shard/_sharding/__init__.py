@@ -31,6 +31,7 @@ from torch_shard._sharding.mesh import (
     describe_spec,
     find_spec_faults,
     make_mesh,
+    refuse_compile_only,
 )
 from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, make_matcher
 from torch_shard._sharding.stacked import (
@@ -43,6 +44,7 @@ from torch_shard._sharding.stacked import (
     stack_sharding,
     take_row,
 )
+from torch_shard._sharding.topology import is_compile_only, memory_of
 
 __all__ = [
     "OF_EVERY_MODULE",
@@ -67,11 +69,14 @@ __all__ = [
     "find_spec_faults",
     "group_ties",
     "holdings",
+    "is_compile_only",
     "make_matcher",
     "make_mesh",
     "mark_parameter",
     "marked_like",
+    "memory_of",
     "place_of",
+    "refuse_compile_only",
     "refuse_hooks",
     "refuse_load_hooks",
     "replace_tensors",

@@ -10,21 +10,26 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device
+from torch_shard._sharding.topology import is_compile_only, topology_devices
 
 
 @public
-def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mesh:
+def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None = None, **axis_sizes: int) -> Mesh:
     """Lay devices out as a mesh with named axes, in the order given.
 
     Uses the first devices, as many as the product of the sizes; the others stay idle.
 
     Args:
         devices: The devices to choose from. By default all that JAX sees.
-        **axis_sizes: Number of devices along each axis, by axis name (any name but `devices`).
+        topology: Instead of devices, the name of accelerators that this machine need not have, such as `"v5e:16x16"`,
+            `"v5p:8x8x8"` or `"h100:8"`: steps on such a mesh compile, and tell what they would take
+            (`step.preview`, `step.lower`); nothing can be put there. Needs the extra `tpu` or `cuda`.
+        **axis_sizes: Number of devices along each axis, by axis name (any name but `devices` and `topology`).
             One of them may be -1: as many as the other axes leave.
 
     Returns:
@@ -32,17 +37,23 @@ def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mes
 
     Raises:
         TypeError: A size is not an int.
-        ValueError: No axis, a size that is neither positive nor -1, sizes that do not fit the devices, or what is no
-            sequence of different devices.
+        ValueError: No axis, a size that is neither positive nor -1, sizes that do not fit the devices, what is no
+            sequence of different devices, or no such topology.
+        ModuleNotFoundError: The compiler for the topology is not installed.
 
     Example:
         >>> dict(make_mesh(batch=4, model=2).shape)
         {'batch': 4, 'model': 2}
     """
     _check_sizes(axis_sizes)
-    available = list(cast(Sequence[Device], jax.devices())) if devices is None else as_devices(devices)
+    available = _available(devices, topology)
     sizes = _fill_in(axis_sizes, len(available))
     required = math.prod(sizes)
+    if required > len(available) and topology is not None:
+        raise ValueError(
+            f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {topology!r} has {len(available)}. "
+            "Choose sizes whose product is at most that, or a larger topology."
+        )
     if required > len(available):
         raise ValueError(
             f"make_mesh: {_join(axis_sizes)} needs {required} devices, but {len(available)} are available. "
@@ -50,9 +61,26 @@ def make_mesh(devices: Sequence[Device] | None = None, **axis_sizes: int) -> Mes
             f'jax.config.update("jax_num_cpu_devices", {required}) before JAX starts '
             "(with JAX_PLATFORMS=cpu where JAX sees accelerators)."
         )
+    return _laid_out(sizes, tuple(axis_sizes), available[:required])
+
+
+def _available(devices: object, topology: str | None) -> list[Device]:
+    if topology is None:
+        return list(cast(Sequence[Device], jax.devices())) if devices is None else as_devices(devices)
+    if devices is not None:
+        raise ValueError("make_mesh: give devices or a topology, not both.")
+    return topology_devices(topology)
+
+
+def _laid_out(sizes: tuple[int, ...], names: tuple[str, ...], devices: list[Device]) -> Mesh:
+    """A mesh of these sizes, neighbours of the machine along its axes as far as JAX can have that."""
+    given: Any = devices
     auto = (AxisType.Auto,) * len(sizes)
-    mesh: Mesh = jax.make_mesh(sizes, tuple(axis_sizes), axis_types=auto, devices=available[:required])
-    return mesh
+    try:
+        return jax.make_mesh(sizes, names, axis_types=auto, devices=given)
+    except NotImplementedError:  # an axis would run along a part of an axis of the machine
+        grid = mesh_utils.create_device_mesh(sizes, given, allow_split_physical_axes=True)
+        return Mesh(grid, names, axis_types=auto)
 
 
 def as_devices(devices: object) -> list[Device]:
@@ -103,6 +131,20 @@ def _not_auto(mesh: Mesh | AbstractMesh) -> list[str]:
     """The axes whose shardings XLA may not choose, and what they are."""
     typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [f"{axis!r} is {kind.name}" for axis, kind in typed if kind != AxisType.Auto]
+
+
+def refuse_compile_only(mesh: Mesh | AbstractMesh) -> None:
+    """Refuse to put anything on the devices of a topology.
+
+    Raises:
+        ValueError: The mesh is of these.
+    """
+    if isinstance(mesh, Mesh) and is_compile_only(mesh.devices.flat[0]):
+        raise ValueError(
+            f"{caller()}: the devices of mesh {describe_mesh(mesh)} are those of make_mesh(topology=...): programs "
+            "compile for them, and nothing can be put there. step.preview(batch) and step.lower(step.structs, batch) "
+            "take shapes; to train, make the mesh of devices that this machine has."
+        )
 
 
 def check_current_mesh() -> None:

@@ -7,6 +7,7 @@ from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.optimizer import check_optimizer
+from torch_shard._train.preview import Preview
 from torch_shard._train.state import KINDS, TrainState
 from torch_shard._train.step import Placed, Step
 from torch_shard._train.step_guard import check_max_grad_norm
@@ -21,6 +22,7 @@ __all__ = [
     "JointLoss",
     "LossShape",
     "Placed",
+    "Preview",
     "Step",
     "TrainState",
     "TrainStep",

@@ -94,7 +94,7 @@ def _describe(leaf: PyTree) -> object:
         return Spec(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, np.ndarray):
         return Spec(leaf.shape, torch_dtype(leaf.dtype))
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return Spec(leaf.shape, captured_dtype(leaf.dtype))
     if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
         return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)

@@ -30,7 +30,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._lowering import Program, capture_settings, compiler_options
+from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, rows_kept
 from torch_shard._scan import (
     Bundle,
     GraphInput,
@@ -82,11 +82,18 @@ class LossProgram:
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
         self._attributes, self._guard = PlainAttributes(model), guard
+        self._rows: RowSplit | None = None
 
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
         other = copy.copy(self)
         other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
+        return other
+
+    def with_rows(self, rows: RowSplit | None) -> "LossProgram":
+        """The same program, which keeps the rows of the batch split over these axes."""
+        other = copy.copy(self)
+        other._rows = rows
         return other
 
     def unfit(self, buffer: Callable[[str], torch.Tensor], among: Collection[str]) -> str | None:
@@ -175,7 +182,8 @@ class LossProgram:
     ) -> LossOutputs:
         """To be traced by JAX."""
         inputs = _Inputs(self.inputs, tensors, [*batch, *closure])
-        outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
+        with rows_kept(self._rows):
+            outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
         by_name, rest = self._by_name(rest, tensors), rest[len(shape.grads) :]
@@ -267,7 +275,8 @@ def loss_program(
             stack.callback(give_values)
             clocks = stack.enter_context(clocks_noted())
             stack.enter_context(_told(what, signature))
-            captured = capture_layers(model, loss_fn, layers, joint=joint, what=what)
+            num_batch = len(signature.specs)
+            captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
         if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")
             guard = ValueGuard(model, loss_fn)  # it counted once more

@@ -29,6 +29,7 @@ def make_train_step(
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
     accumulate_steps: int = 1,
+    split_activations: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
     """Make the function that trains `model` by one step, as one compiled program.
@@ -49,6 +50,9 @@ def make_train_step(
         accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
             eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
             the notes.
+        split_activations: Keep activations split over the axes of the batch where parameters are split over these too
+            (FSDP), forward and backward. Otherwise XLA may choose to have the whole batch on each device and to sum
+            over them. It changes speed and memory, and no number beyond rounding.
         compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
             (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
             changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
@@ -110,6 +114,7 @@ def make_train_step(
         scan_layers=scan_layers,
         remat=remat,
         accumulate_steps=accumulate_steps,
+        split_activations=split_activations,
         compile_cache=compile_cache,
     )
     return TrainStep(model, loss_fn, optimizer, options)

@@ -29,6 +29,7 @@ class StepOptions:
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
+    split_activations: bool = True
     compile_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -38,6 +39,7 @@ class StepOptions:
         self._check_compute_dtype()
         self._check_layers()
         check_count("accumulate_steps", self.accumulate_steps)
+        check_kind("split_activations", self.split_activations, bool)
 
     def _check_compute_dtype(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16):

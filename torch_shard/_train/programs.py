@@ -7,13 +7,14 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.export
 import torch
 from jax.sharding import NamedSharding
 
-from torch_shard._common.convert import to_host
+from torch_shard._common.convert import struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._sharding import Stacks
@@ -177,7 +178,19 @@ class StepProgram:
 
     def lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
         """JAX's lowered program for a state, as the program takes it, and a batch on the mesh, or structs of them."""
-        return self._jitted.lower(state, arrays, self._closure())  # pyright: ignore[reportFunctionMemberAccess]
+        return self._jitted.lower(state, arrays, self._closure_structs())  # pyright: ignore[reportFunctionMemberAccess]
+
+    def export(self, state: TrainState, arrays: Sequence[PyTree], platforms: Sequence[str]) -> jax.export.Exported:
+        """The program of structs like these as a function of the leaves of `(state, arrays, closure)`."""
+        leaves, tree = cast(tuple[list[Any], Any], jax.tree.flatten((state, arrays, self._closure_structs())))
+
+        def run(leaves: list[Any]) -> list[Any]:
+            return jax.tree.leaves(self._jitted(*jax.tree.unflatten(tree, leaves)))
+
+        return jax.export.export(jax.jit(run), platforms=platforms)(leaves)
+
+    def _closure_structs(self) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(tensor).update(sharding=self._sharding) for tensor in self._tensors]
 
     def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int:
         """Memory of one device while the program runs."""

@@ -86,6 +86,16 @@ class TrainState:
 KINDS = ("params", "frozen", "buffers")
 
 
+def with_key(structs: TrainState) -> TrainState:
+    """A state of shapes with that of a random key, where it has that of its words; a state of arrays as it is."""
+    key: Any = structs.key
+    if not isinstance(key, jax.ShapeDtypeStruct) or jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return structs
+    wanted = jax.eval_shape(lambda: jax.random.key(0))
+    made: Any = jax.ShapeDtypeStruct((), wanted.dtype, sharding=key.sharding)
+    return dataclasses.replace(structs, key=made)
+
+
 class StateLayout:
     """The storage of the states of one step.
 

@@ -4,10 +4,11 @@ import collections
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable
-from typing import ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import jax
+import jax.export
 import torch
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,8 +19,8 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
 from torch_shard._device import BatchLayout
-from torch_shard._lowering import capture_settings
-from torch_shard._sharding import LossFn, ResolvedPlan, check_current_mesh, holdings, shared_memory
+from torch_shard._lowering import RowSplit, capture_settings
+from torch_shard._sharding import LossFn, ResolvedPlan, axes_of, check_current_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fused_projections import find_fused
@@ -29,8 +30,9 @@ from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.pace import Pace
+from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import ProgramKey, StepProgram
-from torch_shard._train.state import TrainState
+from torch_shard._train.state import TrainState, with_key
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +110,17 @@ class Step:
         return any(program.random for program in self._programs.values())
 
     def _prepare(
-        self, batch: PyTree, state: TrainState | None = None, max_grad_norm: float | None = None
+        self,
+        batch: PyTree,
+        state: TrainState | None = None,
+        max_grad_norm: float | None = None,
+        *,
+        only_shapes: bool = False,
     ) -> tuple[StepProgram, list[jax.Array]]:
-        """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh."""
+        """The compiled program for this batch and this limit of the gradient norm, and the batch on the mesh.
+
+        With `only_shapes` the batch has shapes alone, and so has what is returned.
+        """
         self._check_requires_grad()
         check_current_mesh()
         leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
@@ -118,8 +128,9 @@ class Step:
         key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
         program = self._programs.use(key)
         reason = (program.outdated() or self._unfit(key, program, state)) if program else None
+        place = self._structs if only_shapes else self._place
+        placed = batch.arrays if leaves is None else place(batch, leaves, signature)
         if program is None or reason:
-            placed = (batch if leaves is None else self.put(batch)).arrays
             program = self._compile(key, placed, state)
             if self._programs:
                 reason = reason or key.difference(list(self._programs)[-1])
@@ -127,8 +138,7 @@ class Step:
             self._programs.keep(key, program)
             self.num_compiles += 1
             self._warn_of_shapes(key)
-            return program, placed
-        return program, batch.arrays if leaves is None else self._place(batch, leaves, signature)
+        return program, placed
 
     def _warn_of_shapes(self, key: ProgramKey) -> None:
         """Say once that leaves of the batch keep changing their shapes."""
@@ -183,18 +193,24 @@ class Step:
 
     def _place(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> list[jax.Array]:
         """The array leaves of a batch, on the mesh."""
+        try:
+            return self._layout_of(batch, leaves, signature).put(leaves)
+        except (TypeError, OverflowError, NotImplementedError):
+            for leaf, path in zip(leaves, array_paths(batch), strict=True):
+                with named(path):
+                    self._layouts[signature].put([leaf])
+            raise
+
+    def _structs(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> Any:
+        """Shape, dtype and sharding of the array leaves of a batch."""
+        return self._layout_of(batch, leaves, signature).structs(leaves)
+
+    def _layout_of(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> BatchLayout:
         if signature not in self._layouts:
             paths = array_paths(batch)
             self._layouts[signature] = self._choose_layout(leaves, paths)
             self._say_rounded(paths, signature)
-        layout = self._layouts[signature]
-        try:
-            return layout.put(leaves)
-        except (TypeError, OverflowError, NotImplementedError):
-            for leaf, path in zip(leaves, array_paths(batch), strict=True):
-                with named(path):
-                    layout.put([leaf])
-            raise
+        return self._layouts[signature]
 
     def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
         """Where the leaves of such a batch go, at these paths in it.
@@ -230,7 +246,7 @@ class Step:
             train=self.train,
             layers=self.layers,
             buffer=lambda name: self._buffer(state, name),
-        )
+        ).with_rows(self._row_split())
         if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
             raise NotImplementedError(
                 f"{self.caller}: Python in the model asks for the value of {', '.join({*loss.asked} - {*loss.kept})}, "
@@ -247,6 +263,13 @@ class Step:
         for finding in program.fused:
             logger.warning("%s: %s", self.caller, finding)
         return program
+
+    def _row_split(self) -> RowSplit | None:
+        """The axes over which rows are to be kept split: where parameters are split over these too."""
+        first = axes_of(PartitionSpec(*self.layout.spec[:1]))
+        of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
+        wanted = self.options.split_activations and not of_params.isdisjoint(first)
+        return RowSplit(self.mesh, tuple(first)) if wanted else None
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], max_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], max_grad_norm)
@@ -266,7 +289,7 @@ class Step:
         for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
             program = self._jitted(loss.with_remat(choice), placed, max_grad_norm)
             with self._cache.active():
-                found[choice] = program.num_bytes(self._normal(state), placed)
+                found[choice] = program.num_bytes(self._normal(with_key(state)), placed)
             if found[choice] <= budget:
                 program.chosen = [f"remat={choice!r} takes {found[choice]} of {budget} bytes per device."]
                 logger.info("%s: %s", self.caller, program.chosen[0])
@@ -311,8 +334,8 @@ class Step:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
-    def _check_state(self, state: TrainState) -> None:
-        """Refuse what is no state, and one that is used up.
+    def _check_state(self, state: TrainState, *, only_shapes: bool = False) -> None:
+        """Refuse what is no state, one that is used up, and, unless they will do, shapes of one.
 
         Raises:
             TypeError: It is something else.
@@ -321,6 +344,10 @@ class Step:
         """
         hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
         check_kind("state", state, TrainState, hint=hint)
+        if isinstance(cast(object, state.step), jax.ShapeDtypeStruct) and not only_shapes:
+            raise TypeError(
+                f"{self.caller}: the state has shapes and no values, which step.lower and step.preview take. {hint}"
+            )
         if isinstance(state.step, Tracer):
             raise NotImplementedError(
                 f"{self.caller}: the state is traced by a jax.jit or another transform around the call. A step is a "
@@ -351,7 +378,71 @@ class Step:
 
     @speaks_as(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """JAX's lowered program for this state and batch: `.as_text()`, `.compile().memory_analysis()`, ..."""
-        self._check_state(state)
-        program, arrays = self._prepare(batch, state)
-        return program.lower(self._normal(state), arrays)
+        """JAX's lowered program: `.as_text()`, `.compile().memory_analysis()`, ...
+
+        Args:
+            state: A state, or `step.structs`: nothing is run.
+            batch: As the step takes it, or shapes of it: tensors on the meta device, `jax.ShapeDtypeStruct`s.
+        """
+        return self._lowered(state, batch)[0]
+
+    @speaks_as("export_program")
+    def export_program(
+        self, batch: PyTree, state: TrainState | None = None, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")
+    ) -> jax.export.Exported:
+        """The step as StableHLO for several platforms, to be kept in a file and run without torch.
+
+        Args:
+            batch: As the step takes it, or shapes of it.
+            state: A state as it will be given, or shapes of it; by default as this step would make it.
+            platforms: For which it is lowered; this machine need not have them.
+
+        Returns:
+            JAX's `Exported`, of one list of arrays: the leaves of the state, of the batch, and of what `loss_fn` closes
+            over. It gives the leaves of what the step returns. `exported.serialize()` are bytes that
+            `jax.export.deserialize` reads.
+
+        Example:
+            >>> import jax, optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> step = ts.make_train_step(
+            ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> exported = step.export_program(torch.empty(8, 4, device="meta"))
+            >>> exported.platforms, exported.nr_devices
+            (('cpu', 'cuda', 'tpu'), 2)
+        """
+        state = self._state_structs() if state is None else state
+        self._check_state(state, only_shapes=True)
+        program, arrays = self._prepare(batch, state, only_shapes=True)
+        return program.export(self._normal(with_key(state)), arrays, platforms)
+
+    def _lowered(self, state: TrainState, batch: PyTree) -> tuple[jax.stages.Lowered, list[jax.Array]]:
+        """The lowered program, and the shapes of the batch that it takes."""
+        self._check_state(state, only_shapes=True)
+        program, arrays = self._prepare(batch, state, only_shapes=True)
+        return program.lower(self._normal(with_key(state)), arrays), arrays
+
+    def _state_structs(self) -> TrainState:
+        """Shape, dtype and sharding of each array of a state."""
+        raise NotImplementedError
+
+    @speaks_as("preview")
+    def preview(self, batch: PyTree) -> Preview:
+        """Compile the step and say what it would take of each device: nothing is placed, and nothing runs.
+
+        Args:
+            batch: As the step takes it, or shapes of it: tensors on the meta device, `jax.ShapeDtypeStruct`s. The
+                model may be on the meta device too, and the mesh of a topology: `make_mesh(topology="v5e:16x16", ...)`.
+
+        Returns:
+            A `Preview`: memory by part, collectives, arithmetic and, on TPU, cycles by module; `fits()`, and
+            `assert_at_most(...)` for tests. A program that is too large has the memory alone.
+        """
+        state = self._state_structs()
+        lowered, arrays = self._lowered(state, batch)
+        model: Any = self.model
+        paths = [type(model).__name__, *dict(model.named_modules())]
+        with self._cache.active():
+            return preview_of(lowered, state, arrays, self.plan, paths)

@@ -167,6 +167,9 @@ class TrainStep(Step):
         update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
 
+    def _state_structs(self) -> TrainState:
+        return self.structs
+
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
 
@@ -200,7 +203,8 @@ class TrainStep(Step):
             grads = Stacks.from_dict(out.grads, layout.params)
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
             given = grads, state.opt_state, held, out.loss
-            params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
+            with jax.named_scope("optimizer"):
+                params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
             buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
             new = dataclasses.replace(
                 state,
@@ -322,6 +326,10 @@ class EvalStep(Step):
     """
 
     caller, train = "make_eval_step", False
+
+    def _state_structs(self) -> TrainState:
+        """Of a state without moments."""
+        return StateLayout(self.model, self._held, self.plan, optax.identity(), groups=[]).structs
 
     @speaks_as(None)
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:

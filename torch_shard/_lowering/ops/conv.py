@@ -1,6 +1,6 @@
 """Convolution and pooling, forward and backward."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -86,17 +86,52 @@ def _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups)
     return jnp.stack(per_offset, -1).reshape(weight.shape)
 
 
-def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
-    """Flat input index of every element of every window, -1 for padding: (number of windows, window size)."""
-    per_dim, counts = [], []
+def _num_windows(shape, kernel, stride, padding, dilation, ceil_mode):
+    """How many windows there are along each dim; one that would begin in the padding behind does not count."""
+    counts = []
     for size, k, s, p, d in zip(shape, kernel, stride, padding, dilation, strict=True):
         span = size + 2 * p - d * (k - 1) - 1
         count = (-(-span // s) if ceil_mode else span // s) + 1
-        if ceil_mode and (count - 1) * s >= size + p:
-            count -= 1
+        counts.append(count - 1 if ceil_mode and (count - 1) * s >= size + p else count)
+    return tuple(counts)
+
+
+def _reduce_windows(x, identity, reduce, settings):
+    """Each window of the last dims reduced, where the padding is `identity`; `settings` as `_num_windows` has them."""
+    kernel, stride, padding, dilation = settings[:4]
+    rank = len(kernel)
+    space = x.shape[-rank:]
+    counts = _num_windows(space, *settings)
+    pads = [  # behind: as far as the last window reaches, which may be less than the input
+        (p, (n - 1) * s + d * (k - 1) + 1 - size - p)
+        for size, k, s, p, d, n in zip(space, kernel, stride, padding, dilation, counts, strict=True)
+    ]
+    lead = x.ndim - rank
+    cut = x[(..., *(slice(size + min(behind, 0)) for size, (_, behind) in zip(space, pads, strict=True)))]
+    pads = [(before, max(behind, 0)) for before, behind in pads]
+    return jax.lax.reduce_window(
+        cut,
+        np.asarray(identity, x.dtype),
+        reduce,
+        (*(1,) * lead, *kernel),
+        (*(1,) * lead, *stride),
+        [*[(0, 0)] * lead, *pads],
+        window_dilation=(*(1,) * lead, *dilation),
+    )
+
+
+def _pool_settings(kernel, stride, padding, dilation=1, ceil_mode=False):
+    rank = 3 if len(kernel) == 3 else 2
+    kernel, padding, dilation = (_per_dim(value, rank) for value in (kernel, padding, dilation))
+    return kernel, _per_dim(stride, rank) if stride else kernel, padding, dilation, ceil_mode
+
+
+def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
+    """Flat input index of every element of every window, -1 for padding: (number of windows, window size)."""
+    per_dim, counts = [], _num_windows(shape, kernel, stride, padding, dilation, ceil_mode)
+    for size, k, s, p, d, count in zip(shape, kernel, stride, padding, dilation, counts, strict=True):
         index = np.arange(count)[:, None] * s - p + np.arange(k)[None] * d
         per_dim.append(np.where((index >= 0) & (index < size), index, -1))
-        counts.append(count)
     rank = len(shape)
     flat = np.zeros((), np.int64)
     valid = np.ones((), bool)
@@ -107,7 +142,7 @@ def _windows(shape, kernel, stride, padding, dilation, ceil_mode):
         )
         flat, valid = flat * shape[axis] + spread, valid & (spread >= 0)
     flat = np.where(valid, flat, -1).reshape(int(np.prod(counts)), -1)
-    return flat, tuple(counts)
+    return flat, counts
 
 
 def flatten_space(x, rank):
@@ -116,26 +151,29 @@ def flatten_space(x, rank):
 
 @lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 def max_pool_with_indices(x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False):
-    """Values and flat indices of the first largest element of each window."""
-    rank = 3 if len(kernel) == 3 else 2
-    kernel, padding, dilation = (_per_dim(v, rank) for v in (kernel, padding, dilation))
-    stride = _per_dim(stride, rank) if stride else kernel
-    space = x.shape[-rank:]
-    index, counts = _windows(space, kernel, stride, padding, dilation, ceil_mode)
-    flat = flatten_space(x, rank)
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    """Values and flat indices of the first largest element of each window; what nobody reads XLA does not compute."""
+    settings = _pool_settings(kernel, stride, padding, dilation, ceil_mode)
+    rank = len(settings[0])
+    index, counts = _windows(x.shape[-rank:], *settings)
+    flat, lowest = flatten_space(x, rank), _lowest(x)
     windows = jnp.where(index >= 0, flat[..., np.maximum(index, 0)], lowest)
     best = jnp.argmax(windows, axis=-1)
-    values = jnp.take_along_axis(windows, best[..., None], -1)[..., 0]
     where = jnp.take_along_axis(jnp.broadcast_to(index, windows.shape), best[..., None], -1)[..., 0]
-    out = (*x.shape[:-rank], *counts)
-    return values.reshape(out), where.reshape(out).astype(jax_dtype(torch.int64))
+    where = where.reshape(*x.shape[:-rank], *counts).astype(jax_dtype(torch.int64))
+    return _reduce_windows(x, lowest, jax.lax.max, settings), where
+
+
+def _lowest(x):
+    return -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
 
 
 @lowers(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad, x, kernel, stride, padding, dilation, ceil_mode, indices):
-    rank = 3 if len(kernel) == 3 else 2
-    return scatter_back(grad, x, indices, rank)
+    """To the first largest element of each window; without the indices, where XLA has an operator for it."""
+    settings = _pool_settings(kernel, stride, padding, dilation, ceil_mode)
+    if any(step != 1 for step in settings[3]):
+        return scatter_back(grad, x, indices, len(settings[0]))
+    return local_vjp(lambda x: _reduce_windows(x, _lowest(x), jax.lax.max, settings), x, cotangent=grad)[1][0]
 
 
 def scatter_back(grad, x, indices, rank):
@@ -148,25 +186,22 @@ def scatter_back(grad, x, indices, rank):
 
 @lowers(aten.avg_pool2d.default, aten.avg_pool3d.default)
 def avg_pool(x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
-    rank = 3 if len(kernel) == 3 else 2
-    kernel, padding = (_per_dim(v, rank) for v in (kernel, padding))
-    stride = _per_dim(stride, rank) if stride else kernel
-    space = x.shape[-rank:]
-    index, counts = _windows(space, kernel, stride, padding, (1,) * rank, ceil_mode)
-    flat = flatten_space(x, rank)
-    total = jnp.sum(jnp.where(index >= 0, flat[..., np.maximum(index, 0)], 0), axis=-1)
-    divisor = divisor_override or _window_sizes(space, kernel, stride, padding, counts, count_include_pad)
-    return (total / np.asarray(divisor, x.dtype)).reshape(*x.shape[:-rank], *counts)
+    settings = _pool_settings(kernel, stride, padding, ceil_mode=ceil_mode)
+    total = _reduce_windows(x, 0, jax.lax.add, settings)
+    divisor = divisor_override or _window_sizes(x.shape[-len(settings[0]) :], settings, count_include_pad)
+    return total / np.asarray(divisor, x.dtype)
 
 
-def _window_sizes(space, kernel, stride, padding, counts, count_include_pad):
+def _window_sizes(space, settings, count_include_pad):
     """Number of elements that torch divides each window's sum by: padding counts or not, what lies beyond it never."""
     sizes = []
+    kernel, stride, padding = settings[:3]
+    counts = _num_windows(space, *settings)
     for size, k, s, p, count in zip(space, kernel, stride, padding, counts, strict=True):
         start = np.arange(count) * s - p
         end = np.minimum(start + k, size + p)
         sizes.append(end - start if count_include_pad else np.minimum(end, size) - np.maximum(start, 0))
-    return np.array([np.prod(c) for c in itertools.product(*sizes)])
+    return functools.reduce(np.multiply.outer, sizes)
 
 
 @lowers(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)

@@ -122,7 +122,7 @@ def batch_norm_backward(grad, x, weight, running_mean, running_var, save_mean, s
     axes = (0, *range(2, x.ndim))
     compute = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean, rstd = (save_mean, save_rstd) if training else (running_mean, jax.lax.rsqrt(running_var + eps))
-    normed = (compute - _channels(mean, x.ndim)) * _channels(rstd, x.ndim)
+    normed, grad = (compute - _channels(mean, x.ndim)) * _channels(rstd, x.ndim), grad.astype(compute.dtype)
     scale = _channels(rstd if weight is None else rstd * weight, x.ndim)
     grad_bias = jnp.sum(grad, axes)
     grad_weight = jnp.sum(grad * normed, axes)

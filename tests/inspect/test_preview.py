@@ -1,0 +1,192 @@
+"""What a step would take, before anything runs: against JAX's own shard shapes and compiler, and counts by hand."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+from typer.testing import CliRunner
+
+import torch_shard as ts
+from tests.tables.cases import make_mesh
+from torch_shard._demo.model import GPT, loss_fn
+from torch_shard.cli import app
+
+WIDTH, LENGTH, WORDS = 32, 16, 64
+
+RULES = {
+    **{f"blocks.*.{name}.weight": P("model", "batch") for name in "qkv"},
+    "blocks.*.o.weight": P("batch", "model"),
+    "blocks.*.up.weight": P("model", "batch"),
+    "blocks.*.down.weight": P("batch", "model"),
+    "tokens.weight": P("model", "batch"),
+}
+
+
+def build() -> nn.Module:
+    return GPT(WORDS, LENGTH, WIDTH, num_layers=3, num_heads=4)
+
+
+def shapes(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.empty(rows, LENGTH, dtype=torch.int64, device="meta")
+    return tokens, tokens
+
+
+def make_step(rules: dict[str, P] = RULES, model: nn.Module | None = None, **options: Any) -> ts.TrainStep:
+    plan = ts.ShardingPlan(rules, default=P())
+    if model is None:
+        with torch.device("meta"):
+            model = build()
+    return ts.make_train_step(model, loss_fn, optax.adam(1e-3), mesh=make_mesh((4, 2)), plan=plan, **options)
+
+
+@pytest.fixture(scope="module")
+def preview() -> ts.Preview:
+    return make_step().preview(shapes())
+
+
+def bytes_of(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def test_memory_is_that_of_the_state_on_its_shards_and_what_xla_says(preview: ts.Preview) -> None:
+    structs, memory = make_step().structs, preview.memory
+    assert memory.parameters == bytes_of(structs.params)
+    assert memory.moments == bytes_of(structs.opt_state)
+    assert preview.compiled is not None
+    found = preview.compiled.memory_analysis()
+    assert memory.saved + memory.temporaries == found.temp_size_in_bytes
+    assert memory.saved > 0
+    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    assert memory.peak == whole - found.alias_size_in_bytes
+    assert preview.fits(memory.peak)
+    assert not preview.fits(memory.peak - 1)
+    with pytest.raises(ValueError, match=r"fits: the memory of these devices is not known\. Give it"):
+        preview.fits()
+
+
+def test_collectives_are_those_of_the_program_and_known_by_module(preview: ts.Preview) -> None:
+    assert preview.compiled is not None
+    once = len(re.findall(r"= \S+ all-gather(?:-start)?\(", preview.compiled.as_text() or ""))
+    assert preview.collectives["all-gather"] > once  # those in loops count each time
+    assert preview.attributed >= 0.95
+    paths = {module.path for module in preview.modules}
+    assert {"blocks.*.q", "blocks.*.down", "blocks.*.ln_1", "(optimizer)", "tokens"} <= paths
+    assert not any(path.startswith("blocks.0") for path in paths)  # the layers are one loop
+
+
+def test_flops_of_products_are_those_of_the_textbook(preview: ts.Preview) -> None:
+    """Forward once, backward twice: for each device its share of the products with weights."""
+    tokens = 8 * LENGTH / 8  # rows over 4, heads and hidden dims over 2
+    wanted = {"q": WIDTH * WIDTH, "up": WIDTH * 4 * WIDTH, "down": WIDTH * 4 * WIDTH}
+    by_path = {module.path: module.flops for module in preview.modules}
+    for name, size in wanted.items():
+        assert by_path[f"blocks.*.{name}"] == 3 * 3 * 2 * tokens * size
+
+
+def test_a_budget_names_what_is_above_it() -> None:
+    whole = make_step().preview(shapes())
+    received, gathers = whole.collective_bytes, whole.collectives["all-gather"]
+    whole.assert_at_most(memory=whole.memory.peak, collective_bytes=received, all_gathers=gathers)
+    # the rule of one projection is forgotten: `blocks.1.o` lies whole on each device, and its gradient is summed whole
+    forgotten = {f"blocks.{i}.o.weight": RULES["blocks.*.o.weight"] for i in (0, 2)}
+    rules = {name: spec for name, spec in RULES.items() if name != "blocks.*.o.weight"} | forgotten
+    worse = make_step(rules).preview(shapes())
+    with pytest.raises(
+        AssertionError, match=r"(?s)bytes of memory, at most .* allowed.*Not split.*blocks\.1\.o\.weight"
+    ):
+        worse.assert_at_most(memory=whole.memory.peak)
+    with pytest.raises(AssertionError, match=r"all-gathers, at most 0 allowed\. Most of it: .*blocks\.\*\.q 6"):
+        whole.assert_at_most(all_gathers=0)
+    assert worse.replicated[0][0] in ("positions.weight", "blocks.1.o.weight")
+
+
+def test_printed_it_is_tables(preview: ts.Preview) -> None:
+    text = str(preview)
+    for part in ("parameters", "moments", "saved", "peak", "all-gather", "blocks.*.down", "The largest values"):
+        assert part in text
+
+
+GIVEN: dict[str, Callable[[tuple[torch.Tensor, torch.Tensor]], Any]] = {
+    "meta": lambda batch: batch,
+    "structs": lambda batch: tuple(jax.ShapeDtypeStruct(t.shape, "int32") for t in batch),
+    "real": lambda batch: tuple(torch.zeros(t.shape, dtype=t.dtype) for t in batch),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_shapes_alone_are_lowered_to_the_program_that_runs(given: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    step = make_step(model=build())
+    lowered = step.lower(step.structs, given(shapes())).as_text()
+    state = step.init(seed=0)
+    real = given(shapes()) if given is GIVEN["real"] else GIVEN["real"](shapes())
+    assert lowered.count("dot_general") == step.lower(state, real).as_text().count("dot_general")
+    assert lowered == step.lower(state, given(shapes())).as_text()
+
+
+def test_a_model_on_meta_is_put_in_loops() -> None:
+    step = make_step()
+    step.lower(step.structs, shapes())
+    assert [len(loop.layers) for loop in step.programs[0].loops] == [3, 3]
+
+
+def test_evaluation_is_previewed_without_moments(preview: ts.Preview) -> None:
+    found = make_step().evaluation().preview(shapes())
+    assert found.memory.moments == 0
+    assert found.memory.parameters == preview.memory.parameters
+    assert found.memory.peak < preview.memory.peak
+
+
+def test_states_of_shapes_do_not_run() -> None:
+    step = make_step()
+    with pytest.raises(
+        TypeError, match=r"the state has shapes and no values, which step\.lower and step\.preview take"
+    ):
+        step(step.structs, GIVEN["real"](shapes()))
+
+
+FILE = """
+import optax, torch
+from jax.sharding import PartitionSpec as P
+import torch_shard as ts
+model = torch.nn.Linear(8, 4)
+loss_fn = lambda model, batch: model(batch).square().mean()
+batch, plan, optimizer = torch.empty(8, 8, device="meta"), ts.ShardingPlan({}, default=P()), optax.sgd(0.1)
+"""
+FUNCTION = f"""
+{FILE}
+def made(mesh):
+    return ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan), batch
+"""
+
+
+def test_the_command_previews_files_and_functions(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(FILE)
+    (tmp_path / "made_up_steps.py").write_text(FUNCTION)
+    (tmp_path / "lacks.py").write_text("model = 1")
+    monkeypatch.chdir(tmp_path)
+    for target in ("train.py", "made_up_steps:made"):
+        found = CliRunner().invoke(app, ["preview", target, "--mesh", "batch=4"])
+        assert found.exit_code == 0, found.output
+        assert "all-reduce" in found.output
+    wrong = {
+        "lacks.py": "defines no loss_fn, batch, plan, optimizer",
+        "none.py": "there is no file none.py",
+        "made_up_steps:other": "has no function other",
+        "not_there:made": "there is no module not_there",
+        "llama-9": "nor an example",
+    }
+    for target, message in wrong.items():
+        found = CliRunner().invoke(app, ["preview", target, "--mesh", "batch=4"])
+        assert found.exit_code == 2
+        assert message in " ".join(found.output.replace("│", " ").split())
+    assert CliRunner().invoke(app, ["preview", "train.py", "--mesh", "batch"]).exit_code == 2
+    assert "there is no topology" in CliRunner().invoke(app, ["preview", "train.py", "--topology", "v9:2x2"]).output

@@ -1,0 +1,85 @@
+"""Activations stay split as the batch is, where weights are split over its axes too: shapes in the compiled program."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import make_mesh
+
+WIDTH, INNER, ROWS, LENGTH = 16, 64, 32, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(3)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Flatten(0, 1), nn.Linear(WIDTH, 8))
+
+
+PLAN = ts.ShardingPlan({"*.up.weight": P("model", "batch"), "*.down.weight": P("batch", "model")}, default=P())
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def make_step(plan: ts.ShardingPlan = PLAN, **options: Any) -> ts.TrainStep:
+    return ts.make_train_step(build(), loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
+
+
+def text_of(step: ts.TrainStep) -> str:
+    return step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).compile().as_text() or ""
+
+
+def test_no_device_has_all_rows() -> None:
+    text = text_of(make_step())
+    assert re.search(rf"f32\[{ROWS // 4},{LENGTH},", text)
+    assert not re.search(rf"f32\[{ROWS},{LENGTH},", text)
+
+
+def test_constraints_are_on_the_rows_of_every_product_also_in_loops() -> None:
+    step = make_step()
+    text = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).as_text()
+    found = re.findall(r'sharding_constraint.*?\[\{"batch"\}(?:, \{\?\})+\]', text)
+    bodies = [loop.num_iterations for loop in step.programs[0].loops]
+    assert bodies == [3, 3]
+    assert len(found) >= 8  # each layer's two products and its sum, forward and backward, and the last layer
+
+
+def test_where_weights_are_not_split_over_the_batch_nothing_is_constrained() -> None:
+    tensor_parallel = ts.ShardingPlan({"*.up.weight": P("model"), "*.down.weight": P(None, "model")}, default=P())
+    lowered = [make_step(plan, split_activations=on) for plan, on in ((tensor_parallel, True), (PLAN, False))]
+    for step in lowered:
+        text = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).as_text()
+        assert '[{"batch"}, {?}' not in text
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "block"}, {"accumulate_steps": 2}, {"scan_layers": False}], ids=str)
+def test_no_number_changes(options: dict[str, Any]) -> None:
+    batch = torch.randn(ROWS, LENGTH, WIDTH)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_fn(model, batch).backward()
+    optimizer.step()
+    step = make_step(**options)
+    state, _ = step(step.init(seed=0), batch)
+    for name, wanted in model.state_dict().items():  # sums of some hundred terms in float32
+        np.testing.assert_allclose(
+            jax.device_get(state.params[name]), wanted.numpy(), rtol=2e-5, atol=2e-6, err_msg=name
+        )

@@ -1,0 +1,73 @@
+"""Which module each node of a capture is of, forward and backward: noted on the nodes, for profiles and previews."""
+
+# PyTorch annotates its autograd graph in part.
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph
+from torch.fx import traceback as fx_traceback
+
+Notes = Mapping[str, str]
+
+
+def notes_kept() -> contextlib.AbstractContextManager[None]:
+    """Let nodes keep what is noted about them."""
+    return fx_traceback.preserve_node_meta()
+
+
+def annotated(**notes: str) -> contextlib.AbstractContextManager[None]:
+    """Make notes on the nodes made within."""
+    return fx_traceback.annotate(dict(notes))
+
+
+def annotate_backward(outputs: Iterable[torch.Tensor], graph: Graph) -> None:
+    """Let a backward pass note on its nodes where the forward nodes stand that they belong to.
+
+    Autograd numbers the operators of the forward pass; nodes have the number, and so has its own graph.
+
+    Args:
+        outputs: Of which the gradients are about to be computed.
+        graph: The graph of the trace so far.
+    """
+    forward = {n.meta.get("seq_nr"): n.meta["custom"] for n in reversed(graph.nodes) if n.meta.get("custom")}
+    for function in _functions(outputs):
+        if (notes := forward.get(function._sequence_nr())) is not None:
+            before, after = _hooks(_of_backward(notes))
+            function.register_prehook(before)
+            function.register_hook(after)
+
+
+def _of_backward(notes: Notes) -> dict[str, str]:
+    where = {"where": f"{notes['where']} (in its backward)"} if "where" in notes else {}
+    return {**notes, **where, "pass": "backward"}
+
+
+def _hooks(notes: dict[str, str]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What is to be called before and after a backward function."""
+    scopes: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(*grads: object) -> None:
+        scopes.append(annotated(**notes))
+        scopes[-1].__enter__()
+
+    def after(*grads: object) -> None:
+        if scopes:
+            scopes.pop().__exit__(None, None, None)
+
+    return before, after
+
+
+def _functions(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The backward functions behind tensors."""
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        function = waiting.pop()
+        if function not in seen:
+            seen.add(function)
+            yield function
+            waiting += [following for following, _ in function.next_functions if following is not None]

@@ -1,0 +1,73 @@
+"""What the devices of a program tell each other: bytes that one of them receives."""
+
+import dataclasses
+import math
+import re
+
+from torch_shard._cost.hlo import Hlo, Instruction
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective.
+
+    Attributes:
+        kind: One of `KINDS`.
+        num_bytes: That a device receives, each time.
+        num_devices: That take part together.
+    """
+
+    kind: str
+    num_bytes: float
+    num_devices: int
+
+
+def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
+    """What a collective moves, by the best known way: a ring.
+
+    Args:
+        hlo: The program.
+        instruction: The collective.
+        scatters: Whether each device keeps its part of an all-reduce alone: XLA's form of a reduce-scatter on TPU.
+    """
+    size = _group_size(instruction)
+    share = (size - 1) / size if size else 1.0
+    given = sum(array.num_bytes for array in hlo.inputs(instruction))
+    results = sum(array.num_bytes for array in instruction.results)
+    kind = instruction.kind
+    if kind == "all-gather":
+        results = max(results - given, 0) if instruction.op != kind else results  # a start gives its inputs, too
+        return Collective(kind, results * share, size)
+    if kind == "all-reduce":
+        return Collective("reduce-scatter" if scatters else kind, (1 if scatters else 2) * given * share, size)
+    return Collective(kind, given if kind == "collective-permute" else given * share, size)
+
+
+def identity(instruction: Instruction) -> tuple[str | None, ...]:
+    """The same for the parts of one collective that was cut into a chain, and for one that stands twice."""
+    channel, chain = instruction.find(r"channel_id=(\d+)"), instruction.find(r'chain_id="(\d+)"')
+    if chain:
+        return instruction.op, "chain", chain, channel
+    return instruction.op, channel or instruction.name, instruction.name if "permute" in instruction.op else None
+
+
+def _group_size(instruction: Instruction) -> int:
+    """How many devices take part; 0 if that is not said."""
+    text = instruction.attributes
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
+        return int(found.group(2))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found.group(2)))
+    found = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    return len(found.group(1).split(",")) if found else 0

@@ -1,0 +1,191 @@
+"""The text of a compiled program, as instructions in computations."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16}
+
+_MOST_SOURCES = 30
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_CALLED = re.compile(
+    r"(?:calls|body|condition|to_apply|true_computation|false_computation|async_execution_thread_computation)"
+    r"=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a type.
+
+    Attributes:
+        dtype: As HLO writes it.
+        shape: Its sizes.
+        layout: What stands in braces behind it: order, tiles, memory space.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def bits(self) -> int:
+        """Of one element."""
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return _BITS.get(self.dtype, int(digits.group(1)) if digits else 32)
+
+    @property
+    def num_bytes(self) -> float:
+        """Of its elements."""
+        return self.bits / 8 * math.prod(self.shape)
+
+    @property
+    def num_padded_bytes(self) -> float:
+        """With what the tiles of its layout add."""
+        tile, order = re.search(r"T\((\d+(?:,\d+)*)\)", self.layout), re.match(r"[\d,]+", self.layout)
+        if not tile or not order or not self.shape:
+            return self.num_bytes
+        sizes = list(self.shape)
+        dims = [int(dim) for dim in order.group().split(",") if dim]
+        for dim, size in zip(dims, [int(size) for size in tile.group(1).split(",")][::-1], strict=False):
+            sizes[dim] = -(-sizes[dim] // size) * size
+        return self.bits / 8 * math.prod(sizes)
+
+    @property
+    def is_on_chip(self) -> bool:
+        """Whether it lies beside the arithmetic units and not in the device's memory."""
+        return re.search(r"S\([1-9]\)", self.layout) is not None
+
+
+def arrays_of(text: str) -> list[Array]:
+    """The arrays of a type, which may be a tuple."""
+    found = _ARRAY.findall(text)
+    sizes = (tuple(int(d.lstrip("<=")) for d in dims.split(",") if d) for _, dims, _ in found)
+    return [Array(dtype, shape, layout) for (dtype, _, layout), shape in zip(found, sizes, strict=True)]
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: Of its result.
+        type: Of its result, as text.
+        op: The operation.
+        operands: Names of what it works on; of a parameter its number.
+        attributes: All that stands behind the operands.
+        is_root: Whether it is the result of its computation.
+    """
+
+    name: str
+    type: str
+    op: str
+    operands: list[str]
+    attributes: str
+    is_root: bool
+
+    @property
+    def kind(self) -> str:
+        """The operation, without what tells the parts of an asynchronous one apart."""
+        return self.op.removesuffix("-start")
+
+    @functools.cached_property
+    def results(self) -> list[Array]:
+        """The arrays of its result."""
+        return arrays_of(self.type)
+
+    @functools.cached_property
+    def label(self) -> str:
+        """Where JAX made it: the names of its scopes, from the outermost on."""
+        return self.find(r'op_name="([^"]*)"') or ""
+
+    def find(self, pattern: str) -> str | None:
+        """The first group of a pattern in its attributes."""
+        found = re.search(pattern, self.attributes)
+        return found.group(1) if found else None
+
+
+class Hlo:
+    """A program.
+
+    Args:
+        text: As `jax.stages.Compiled.as_text()` gives it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        self.types: dict[str, str] = {}
+        self._made: dict[str, Instruction] = {}
+        current: list[Instruction] | None = None
+        for line in text.splitlines():
+            if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
+                current = self.computations[head.group(2)] = []
+                self.entry = head.group(2) if head.group(1) else self.entry
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                instruction = _parsed(found.group(2), found.group(3), is_root=bool(found.group(1)))
+                current.append(instruction)
+                self.types[instruction.name] = instruction.type
+                self._made[instruction.name] = instruction
+
+    def label(self, instruction: Instruction) -> str:
+        """Its label, or that of what it works on where XLA has given it none, as when it combines several."""
+        waiting, seen = [instruction], set[str]()
+        while waiting and len(seen) < _MOST_SOURCES:
+            current = waiting.pop(0)
+            if current.label.startswith("jit("):
+                return current.label
+            seen.add(current.name)
+            waiting += [self._made[name] for name in current.operands if name in self._made and name not in seen]
+        return instruction.label
+
+    def called(self, instruction: Instruction) -> list[str]:
+        """The computations that an instruction runs."""
+        names = _CALLED.findall(instruction.attributes)
+        for group in _BRANCHES.findall(instruction.attributes):
+            names += re.findall(r"%?([\w.\-]+)", group)
+        return [name for name in names if name in self.computations]
+
+    def inputs(self, instruction: Instruction) -> Iterator[Array]:
+        """The arrays that an instruction works on."""
+        for name in instruction.operands:
+            yield from self.operand(name)
+
+    def operand(self, name: str) -> list[Array]:
+        """The arrays of the result of that name."""
+        return arrays_of(self.types.get(name, ""))
+
+    def trips(self, loop: Instruction) -> int:
+        """How often the body of a loop runs."""
+        if (known := loop.find(r'known_trip_count":\{"n":"(\d+)"')) is not None:
+            return int(known)
+        condition = self.computations.get(loop.find(r"condition=%?([\w.\-]+)") or "", [])
+        limits = [i.operands[0] for i in condition if i.op == "constant" and i.operands and i.operands[0].isdecimal()]
+        return max(map(int, limits), default=1)
+
+
+def _parsed(name: str, rest: str, *, is_root: bool) -> Instruction:
+    """An instruction of what stands behind its name: the type, the operation, what it works on, attributes."""
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")  # layouts have no blanks
+    kind, rest = rest[:end], rest[end + 1 :]
+    start = rest.index("(")
+    end = _closing(rest, start)
+    op, inner = rest[:start], rest[start + 1 : end]
+    operands = [inner] if op in ("parameter", "constant") else re.findall(r"%([\w.\-]+)", inner)
+    return Instruction(name, kind, op, operands, rest[end + 1 :], is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the bracket that closes the one at `start`."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if not depth:
+            return at
+    return len(text)

@@ -1,0 +1,64 @@
+"""Values that have the rows of the batch stay split as the batch is, where the compiler would choose otherwise.
+
+Where parameters are split over the axes of the batch too (FSDP), XLA's partitioner may split the hidden dims of
+activations over these axes and sum the results over the devices, with the whole batch on each. A constraint on the
+rows, which leaves all other dims to the partitioner, keeps it from that; it changes no number.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.fx import Node
+
+from torch_shard._common.fx import operator_name
+from torch_shard._common.operator_families import PRODUCTS
+from torch_shard._common.types import PyTree
+
+ROWS = "rows"
+"""Under this name the metadata of a node say which dim of its value has the rows of the batch."""
+
+_KEPT = PRODUCTS | {"embedding", "add"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """The axes of a mesh over which the rows of a batch are split."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of parts."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def sharding(self, dim: int, ndim: int) -> NamedSharding:
+        """That of a value which has the rows along one of its dims: the compiler chooses for the others."""
+        free = PartitionSpec.UNCONSTRAINED
+        return NamedSharding(self.mesh, PartitionSpec(*(self.axes if at == dim else free for at in range(ndim))))
+
+
+_CURRENT: contextvars.ContextVar[RowSplit | None] = contextvars.ContextVar("rows", default=None)
+
+
+@contextlib.contextmanager
+def rows_kept(split: RowSplit | None) -> Iterator[None]:
+    """Let programs that are traced within keep the rows of their values split."""
+    token = _CURRENT.set(split)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def keep_rows(node: Node, value: PyTree) -> PyTree:
+    """The value of a node, with its rows split over the devices where that is asked for."""
+    split, dim = _CURRENT.get(), node.meta.get(ROWS)
+    if split is None or dim is None or operator_name(node) not in _KEPT or value.shape[dim] % split.num_shards:
+        return value
+    return jax.lax.with_sharding_constraint(value, split.sharding(dim, value.ndim))

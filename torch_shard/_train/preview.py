@@ -1,0 +1,353 @@
+"""What a step would take of each device, known before anything runs: memory, collectives, arithmetic, by module."""
+
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false
+
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import jax
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+
+from torch_shard._common.types import PyTree
+from torch_shard._cost import COMPILER, KINDS, Cost, ModuleCost, ModulePaths, costs_of, saved_bytes
+from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of
+
+_SHOWN, _WIDEST = 24, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PreviewMemory:
+    """Bytes of one device while a program runs.
+
+    Attributes:
+        parameters: Trainable ones.
+        moments: The optimiser's state.
+        frozen: Parameters that are not trained.
+        buffers: Of the model.
+        batch: And what else the program is given.
+        saved: Values that the forward pass leaves for the backward pass.
+        temporaries: All others that are made on the way.
+        peak: Everything together, what is donated counted once.
+    """
+
+    parameters: int
+    moments: int
+    frozen: int
+    buffers: int
+    batch: int
+    saved: int
+    temporaries: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Preview:
+    """What a step takes of each device; printed, tables. From `step.preview`.
+
+    Attributes:
+        mesh: The mesh, as text.
+        memory: By part.
+        limit: Bytes that a program of one such device may have; None if that is not known.
+        modules: What each module costs.
+        widest: The largest values: bytes, what they are, and of which module.
+        replicated: Parameters that lie whole on each device, though the mesh could split them: name and bytes.
+        compiled: JAX's own compiled program; None if it does not fit.
+        refused: What the compiler said where it does not fit; else empty.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(64, 32), lambda model, batch: model(batch).square().mean(), optax.adam(0.1),
+        ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> preview = step.preview(torch.empty(8, 64, device="meta"))
+        >>> preview.memory.parameters, preview.memory.moments, preview.collectives["all-reduce"] > 0
+        (8320, 16644, True)
+        >>> preview.assert_at_most(memory=1_000_000, all_gathers=0)
+    """
+
+    mesh: str
+    memory: PreviewMemory
+    limit: int | None
+    modules: tuple[ModuleCost, ...]
+    widest: tuple[tuple[int, str, str], ...]
+    replicated: tuple[tuple[str, int], ...]
+    compiled: jax.stages.Compiled | None
+    refused: str = ""
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """Number of collectives of each kind; those in a loop count each time."""
+        return {kind: sum(module.collectives.get(kind, 0) for module in self.modules) for kind in KINDS}
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes that one device receives from others in a step."""
+        return int(sum(module.received_bytes for module in self.modules))
+
+    @property
+    def flops(self) -> int:
+        """Of products, on one device."""
+        return int(sum(module.flops for module in self.modules))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Read from one device's memory and written to it."""
+        return int(sum(module.memory_bytes for module in self.modules))
+
+    @property
+    def cycles(self) -> int:
+        """XLA:TPU's own estimate, without communication and kernels written in Pallas; zero on other devices."""
+        return sum(module.cycles for module in self.modules)
+
+    @property
+    def attributed(self) -> float:
+        """The part of `collective_bytes` whose module is known."""
+        unknown = sum(module.received_bytes for module in self.modules if module.path == COMPILER)
+        return 1 - unknown / max(self.collective_bytes, 1)
+
+    def fits(self, hbm_bytes: float | None = None) -> bool:
+        """Tell whether the program fits into a device.
+
+        Args:
+            hbm_bytes: Its memory; by default that of the mesh's devices.
+
+        Raises:
+            ValueError: That is not known.
+        """
+        limit = self.limit if hbm_bytes is None else hbm_bytes
+        if limit is None:
+            raise ValueError("fits: the memory of these devices is not known. Give it: preview.fits(80e9).")
+        return self.memory.peak <= limit
+
+    def assert_at_most(
+        self,
+        *,
+        memory: float | None = None,
+        collective_bytes: float | None = None,
+        all_gathers: int | None = None,
+        all_reduces: int | None = None,
+        reduce_scatters: int | None = None,
+        all_to_alls: int | None = None,
+        cycles: float | None = None,
+    ) -> None:
+        """Refuse a step that takes more than a budget, for a user's own tests.
+
+        Args:
+            memory: Bytes of one device at the peak.
+            collective_bytes: Bytes that one device receives in a step.
+            all_gathers: Number of collectives, those in a loop counted each time; likewise the next three.
+            all_reduces: See there.
+            reduce_scatters: See there.
+            all_to_alls: See there.
+            cycles: By the TPU compiler's estimate.
+
+        Raises:
+            AssertionError: It takes more; the modules that take most of it are named, and parameters that are not
+                split.
+        """
+        found = self.collectives
+        budgets = [
+            ("bytes of memory", memory, self.memory.peak, None),
+            ("bytes of collectives", collective_bytes, self.collective_bytes, _by_received),
+            ("all-gathers", all_gathers, found["all-gather"], _by_kind("all-gather")),
+            ("all-reduces", all_reduces, found["all-reduce"], _by_kind("all-reduce")),
+            ("reduce-scatters", reduce_scatters, found["reduce-scatter"], _by_kind("reduce-scatter")),
+            ("all-to-alls", all_to_alls, found["all-to-all"], _by_kind("all-to-all")),
+            ("cycles", cycles, self.cycles, _by_cycles),
+        ]
+        lines = [
+            f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}."
+            for what, most, value, measure in budgets
+            if most is not None and value > most
+        ]
+        if lines:
+            whole = ", ".join(f"{name} ({size:,} bytes)" for name, size in self.replicated[:_WIDEST])
+            lines += [f"Not split by the plan, though the mesh could: {whole}."] if whole else []
+            raise AssertionError(f"The step on {self.mesh} takes more than its budget:\n  " + "\n  ".join(lines))
+
+    def _most(self, measure: Callable[[ModuleCost], float] | None) -> str:
+        if measure is None:
+            parts = [
+                (f.name, getattr(self.memory, f.name)) for f in dataclasses.fields(self.memory) if f.name != "peak"
+            ]
+            widest = "; ".join(f"{what} of {path}, {size:,}" for size, what, path in self.widest[:3])
+            sizes = ", ".join(f"{name} {size:,}" for name, size in sorted(parts, key=lambda part: -part[1]) if size)
+            return f"{sizes}; the largest values: {widest}" if widest else sizes
+        heaviest = sorted(self.modules, key=measure, reverse=True)[:_WIDEST]
+        return ", ".join(f"{module.path} {measure(module):,.0f}" for module in heaviest if measure(module)) or "none"
+
+    def __rich__(self) -> Group:
+        parts = [self._memory_table()]
+        if self.compiled is not None:
+            parts += [self._collectives_table(), self._modules_table(), self._widest_table()]
+        if self.replicated:
+            parts.append(self._replicated_table())
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=132, color_system=None, force_jupyter=False)
+        with console.capture() as text:
+            console.print(self)
+        return text.get()
+
+    def _memory_table(self) -> Table:
+        room = "" if self.limit is None else f" of {_size(self.limit)}: {'fits' if self.fits() else 'does not fit'}"
+        table = _table(f"Memory of one device, {self.mesh}", "part", "size")
+        for field in dataclasses.fields(self.memory):
+            if field.name != "peak" and (size := getattr(self.memory, field.name)):
+                table.add_row(field.name, _size(size))
+        table.add_section()
+        table.add_row("peak", f"{_size(self.memory.peak)}{room}")
+        table.caption = self.refused or None
+        return table
+
+    def _collectives_table(self) -> Table:
+        table = _table("Collectives of one step", "kind", "number", "received")
+        for kind, number in self.collectives.items():
+            if number:
+                received = sum(module.received.get(kind, 0) for module in self.modules)
+                table.add_row(kind, f"{number:,}", _size(received))
+        table.add_section()
+        table.add_row("all", f"{sum(self.collectives.values()):,}", _size(self.collective_bytes))
+        return table
+
+    def _modules_table(self) -> Table:
+        has_cycles = bool(self.cycles)
+        columns = ["module", *(["Mcycles"] if has_cycles else []), "Gflop", "memory traffic", "received", "collectives"]
+        table = _table("By module, forward and backward", *columns)
+        measure = _by_cycles if has_cycles else _by_traffic
+        ordered = sorted(self.modules, key=lambda m: (measure(m), m.received_bytes), reverse=True)
+        for module in ordered[:_SHOWN]:
+            kinds = ", ".join(f"{number} {kind}" for kind, number in module.collectives.items())
+            cycles = [f"{module.cycles / 1e6:.1f}"] if has_cycles else []
+            numbers = f"{module.flops / 1e9:.1f}", _size(module.memory_bytes), _size(module.received_bytes)
+            table.add_row(module.path, *cycles, *numbers, kinds)
+        if more := len(ordered) - _SHOWN:
+            table.caption = f"and {more} more" if more > 0 else None
+        return table
+
+    def _widest_table(self) -> Table:
+        table = _table("The largest values", "value", "size", "module")
+        for size, what, path in self.widest:
+            table.add_row(what, _size(size), path)
+        return table
+
+    def _replicated_table(self) -> Table:
+        table = _table("Whole on each device, though the mesh could split them", "parameter", "size")
+        for name, size in self.replicated[:_WIDEST]:
+            table.add_row(name, _size(size))
+        return table
+
+
+def preview_of(
+    lowered: jax.stages.Lowered, state: Any, arrays: Iterable[PyTree], plan: ResolvedPlan, paths: Iterable[str]
+) -> Preview:
+    """Compile a step and read what it takes.
+
+    Args:
+        lowered: The step.
+        state: A `TrainState` of structs, which it takes.
+        arrays: Structs of the batch.
+        plan: How the entries of the model are split.
+        paths: Of its modules.
+    """
+    parts = {
+        "parameters": _bytes_of(state.params),
+        "moments": _bytes_of(state.opt_state),
+        "frozen": _bytes_of(state.frozen),
+        "buffers": _bytes_of(state.buffers),
+        "batch": _bytes_of(list(arrays)),
+    }
+    device = plan.mesh.devices.flat[0]
+    about = describe_mesh(plan.mesh) + f" of {getattr(device, 'device_kind', device.platform)}"
+    limit, whole = memory_of(device), tuple(_replicated(plan))
+    try:
+        compiled = lowered.compile()
+    except RuntimeError as error:  # JAX's
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = _needed(str(error)) or sum(parts.values())
+        left = max(needed - sum(parts.values()), 0)
+        memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
+        return Preview(about, memory, limit, (), (), whole, None, str(error).splitlines()[0][:300])
+    text, found = compiled.as_text() or "", cast(Any, compiled.memory_analysis())
+    costs, modules = costs_of(text), ModulePaths(paths)
+    saved = min(int(saved_bytes(text)), found.temp_size_in_bytes)
+    aliased = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    memory = PreviewMemory(
+        **parts,
+        saved=saved,
+        temporaries=found.temp_size_in_bytes - saved,
+        peak=aliased + found.temp_size_in_bytes,
+    )
+    widest = tuple(_widest(costs, modules))
+    return Preview(about, memory, limit, tuple(modules.by_module(costs)), widest, whole, compiled)
+
+
+def _bytes_of(tree: PyTree) -> int:
+    """Bytes of the arrays of a tree on one device."""
+    leaves: list[Any] = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _replicated(plan: ResolvedPlan) -> list[tuple[str, int]]:
+    """Matrices and larger that are not split, though a dim divides by a mesh axis; the largest first."""
+    sizes = [size for size in plan.mesh.shape.values() if size > 1]
+    found: list[tuple[str, int]] = []
+    for name, entry in plan.entries.items():
+        divides = any(dim % size == 0 for dim in entry.shape for size in sizes)
+        if entry.tied_to is None and len(entry.shape) > 1 and divides and entry.local_shape == entry.shape:
+            found.append((name, entry.count_bytes(entry.shape) or 0))
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _widest(costs: Iterable[Cost], modules: ModulePaths) -> list[tuple[int, str, str]]:
+    found = {(cost.largest[1], modules.find(cost.label)): int(cost.largest[0]) for cost in costs if cost.largest[1]}
+    ordered = sorted(found.items(), key=lambda item: -item[1])[:_WIDEST]
+    return [(size, what, path) for (what, path), size in ordered]
+
+
+def _needed(message: str) -> int | None:
+    """The bytes that a program needs, in what the compiler says where they are not there."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
+    return int(float(found.group(1)) * 1024 ** ("KMGT".index(found.group(2)) + 1)) if found else None
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for column in columns:
+        is_text = column in ("part", "kind", "module", "collectives", "value", "parameter")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    return table
+
+
+def _size(num_bytes: float) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _by_received(module: ModuleCost) -> float:
+    return module.received_bytes
+
+
+def _by_traffic(module: ModuleCost) -> float:
+    return module.memory_bytes
+
+
+def _by_cycles(module: ModuleCost) -> float:
+    return module.cycles
+
+
+def _by_kind(kind: str) -> Callable[[ModuleCost], float]:
+    return lambda module: module.collectives.get(kind, 0)
