@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -195,14 +195,13 @@ def preview(
     from torch_shard._sharding import make_mesh
 
     register()
-    given = None if remat is None else int(remat) if remat.isdecimal() else remat
-    options = {} if given is None else {"remat": given}
+    given: Any = int(remat) if remat and remat.isdecimal() else remat
     try:
         devices = make_mesh(None, topology=topology, **sizes)
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error), param_hint="--topology" if topology else "--mesh") from error
     try:
-        step, batch = find_step(target, devices, **options)
+        step, batch = find_step(target, devices, given)
         found = step.preview(batch)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="TARGET") from error

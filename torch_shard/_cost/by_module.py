@@ -59,7 +59,7 @@ class ModulePaths:
     def find(self, label: str) -> str:
         """The path of the module in a label, or what else it is for."""
         found = ""
-        parts = label.split("/")
+        parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
         for part in parts:
             longer = f"{found}.{part}" if found else part
             if _starred(longer) in self._known:
@@ -68,7 +68,7 @@ class ModulePaths:
             return found
         if OPTIMIZER.strip("()") in parts:
             return OPTIMIZER
-        return LOSS if label.startswith("jit(") else COMPILER
+        return LOSS if "jit(" in label else COMPILER
 
     def by_module(self, costs: Iterable[Cost]) -> list[ModuleCost]:
         """The costs of each module, in the order of their first instructions."""

@@ -139,7 +139,7 @@ class Hlo:
         waiting, seen = [instruction], set[str]()
         while waiting and len(seen) < _MOST_SOURCES:
             current = waiting.pop(0)
-            if current.label.startswith("jit("):
+            if "jit(" in current.label:
                 return current.label
             seen.add(current.name)
             waiting += [self._made[name] for name in current.operands if name in self._made and name not in seen]

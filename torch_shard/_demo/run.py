@@ -126,7 +126,7 @@ def choose_mesh(axis_sizes: Mapping[str, int] | None) -> Mesh:
         num_devices = jax.device_count()
         num_model = 1 if num_devices % 2 else 2
         axis_sizes = {"batch": num_devices // num_model, "model": num_model}
-    return ts.make_mesh(None, **axis_sizes)
+    return ts.make_mesh(None, topology=None, **axis_sizes)
 
 
 @dataclass(frozen=True)

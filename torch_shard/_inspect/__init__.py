@@ -3,10 +3,9 @@
 from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
-from torch_shard._inspect.previewed import EXAMPLES, find_step
+from torch_shard._inspect.previewed import find_step
 
 __all__ = [
-    "EXAMPLES",
     "Drawing",
     "Explanation",
     "compare_batches",

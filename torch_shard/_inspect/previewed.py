@@ -14,6 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.types import PyTree
+from torch_shard._scan import Remat
 from torch_shard._sharding import ShardingPlan
 from torch_shard._train import Step, make_train_step
 
@@ -45,7 +46,7 @@ class Example:
     length: int = 2048
     rows: int = 4
 
-    def step(self, mesh: Mesh, **options: Any) -> tuple[Step, PyTree]:
+    def step(self, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
         """A training step of it with AdamW in bfloat16, weights split over both axes, and the shapes of a batch."""
         import optax
         import transformers
@@ -61,8 +62,15 @@ class Example:
         )
         with torch.device("meta"):
             model: Any = transformers.LlamaForCausalLM(config)
-        options = {"remat": "block", "compute_dtype": torch.bfloat16, **options}
-        step = make_train_step(model, _next_token, optax.adamw(3e-4), mesh=mesh, plan=_by_both(model), **options)
+        step = make_train_step(
+            model,
+            _next_token,
+            optax.adamw(3e-4),
+            mesh=mesh,
+            plan=_by_both(model),
+            remat=remat or "block",
+            compute_dtype=torch.bfloat16,
+        )
         return step, torch.empty(self.rows * mesh.shape["batch"], self.length, dtype=torch.int64, device="meta")
 
 
@@ -86,22 +94,22 @@ def _by_both(model: torch.nn.Module) -> ShardingPlan:
     return ShardingPlan({n: PartitionSpec(*spec) for n, spec in specs.items()}, default=PartitionSpec())
 
 
-def find_step(target: str, mesh: Mesh, **options: Any) -> tuple[Step, PyTree]:
+def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tuple[Step, PyTree]:
     """The step to be previewed, and the batch that it takes.
 
     Args:
         target: A Python file that defines `model`, `loss_fn`, `batch`, `plan` and `optimizer`; `module:function`, which
             is called with the mesh and returns a step and a batch; or the name of an example.
         mesh: The devices.
-        **options: For `make_train_step`, where the target is no function.
+        remat: What the backward pass computes again, where the target is no function; None for its default.
 
     Raises:
         ValueError: It is none of these, or lacks something.
     """
     if target in EXAMPLES:
-        return EXAMPLES[target].step(mesh, **options)
+        return EXAMPLES[target].step(mesh, remat)
     if target.endswith(".py"):
-        return _of_file(Path(target), mesh, **options)
+        return _of_file(Path(target), mesh, remat)
     module, _, name = target.partition(":")
     if not name:
         raise ValueError(
@@ -110,14 +118,14 @@ def find_step(target: str, mesh: Mesh, **options: Any) -> tuple[Step, PyTree]:
     return _of_function(module, name, mesh)
 
 
-def _of_file(path: Path, mesh: Mesh, **options: Any) -> tuple[Step, PyTree]:
+def _of_file(path: Path, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
     found: Mapping[str, Any] = runpy.run_path(str(path))
     if missing := [name for name in NEEDED if name not in found]:
         raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(NEEDED)}.")
     model, loss_fn, batch, plan, optimizer = (found[name] for name in NEEDED)
-    return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options), batch
+    return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, remat=remat or "none"), batch
 
 
 def _of_function(module: str, name: str, mesh: Mesh) -> tuple[Step, PyTree]:

@@ -44,7 +44,7 @@ from torch_shard._sharding.stacked import (
     stack_sharding,
     take_row,
 )
-from torch_shard._sharding.topology import is_compile_only, memory_of
+from torch_shard._sharding.topology import memory_of
 
 __all__ = [
     "OF_EVERY_MODULE",
@@ -69,7 +69,6 @@ __all__ = [
     "find_spec_faults",
     "group_ties",
     "holdings",
-    "is_compile_only",
     "make_matcher",
     "make_mesh",
     "mark_parameter",

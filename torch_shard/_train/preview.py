@@ -49,7 +49,7 @@ class PreviewMemory:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Preview:
-    """What a step takes of each device; printed, tables. From `step.preview`.
+    """The memory, collectives and arithmetic of a step on each device; printed, tables. From `step.preview`.
 
     Attributes:
         mesh: The mesh, as text.
@@ -249,7 +249,7 @@ class Preview:
 
 
 def preview_of(
-    lowered: jax.stages.Lowered, state: Any, arrays: Iterable[PyTree], plan: ResolvedPlan, paths: Iterable[str]
+    lowered: jax.stages.Lowered, state: Any, arrays: Iterable[PyTree], *, plan: ResolvedPlan, paths: Iterable[str]
 ) -> Preview:
     """Compile a step and read what it takes.
 

@@ -445,4 +445,4 @@ class Step:
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
         with self._cache.active():
-            return preview_of(lowered, state, arrays, self.plan, paths)
+            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths)
