@@ -73,6 +73,8 @@ class DataDependence(TorchDispatchMode):
         self._inputs: dict[Any, Asked] = {}
         self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
+        self._around: Constants | None = None
+        self._mode = None
         self._assumed: dict[Node, torch.Tensor] = {}
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
@@ -87,6 +89,7 @@ class DataDependence(TorchDispatchMode):
         if not _CURRENT.stack:
             _CURRENT.made = list(filter(_is_alive, _CURRENT.made))
         _CURRENT.stack.append(self)
+        self._mode = current_mode()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -140,6 +143,26 @@ class DataDependence(TorchDispatchMode):
             return None
         value, sources = self._computed(node)
         return None if sources else value
+
+    def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
+        """The value of a tensor that depends on no input of this capture, nor of those around it."""
+        node = self._node_of(tensor)
+        if node is None:
+            original = tensor if self._mode is None else self._mode.original(tensor)
+            return around[-1].constant(original, around[:-1]) if around and original is not tensor else None
+        if self._around is None:
+            root = self._root()
+
+            def outer(node: Node) -> torch.Tensor | None:
+                if node.op != "get_attr" or root is None or not around:
+                    return None
+                original = tensor if self._mode is None else self._mode.original(getattr(root, str(node.target)))
+                value = around[-1].constant(original, around[:-1])
+                return None if value is None else _copied(value)
+
+            self._around = Constants(node.graph, root, constant=outer)
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            return self._around.value(node)
 
     def _constants_of(self, node: Node) -> Constants:
         if self._constants is None:
@@ -274,6 +297,21 @@ def forget_left_over() -> None:
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the capture under way that depends on no input of it, or None."""
     return _CURRENT.stack[-1].known(tensor) if _CURRENT.stack else None
+
+
+def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of the capture under way that depends on no input, of it and of those around it, or None.
+
+    It is not to be written to.
+    """
+    *around, innermost = _CURRENT.stack or [None]
+    return None if innermost is None else innermost.constant(tensor, around)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy, in which what is repeated is still there once."""
+    whole = value[tuple(slice(None) if stride else slice(0, 1) for stride in value.stride())]
+    return whole.clone().expand(value.shape)
 
 
 def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -110,8 +110,12 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node that made a tensor of the trace under way."""
-    mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return None if get_proxy_mode() is None else node_in(tracer(), tensor)
+
+
+def node_in(tracer: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that made a tensor of a trace."""
+    slot: Any = get_proxy_slot(tensor, tracer, None)
     return None if slot is None else slot.proxy.node
 
 

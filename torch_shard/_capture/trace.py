@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import empty_like, fakes, node_of, remember, standins_given, tracer
+from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
@@ -143,10 +143,11 @@ def _capture(
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
     aux: list[Aux] = []
 
-    values = DataDependence(node_of, lambda: tracer().root)
+    own: Any = mode
+    values = DataDependence(lambda tensor: node_in(own.tracer, tensor), lambda: own.tracer.root)
 
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
-        mode.tracer = tracer()  # pyright: ignore[reportAttributeAccessIssue]  (for `_revive`)
+        own.tracer = tracer()  # for `_revive`, too
         with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
             outputs, other = fn(*args)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
+from torch_shard._capture import autocast_only, is_causal_mask
+from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import instead_of, is_plain
 from torch_shard._lowering.ops.registry import lowers
 
@@ -95,12 +97,23 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention`, in our form where it pays."""
-    if attn_mask is None and not dropout_p and is_causal and _fits(query, key, value, enable_gqa):
-        return _Attention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)  # pyright: ignore
+    """`scaled_dot_product_attention`, in our form where it pays; autocast runs it in the lower precision."""
+    tensors = [_as_autocast_has_it(tensor) for tensor in (query, key, value)]
+    with autocast_only():
+        if not dropout_p and _fits(*tensors, enable_gqa) and _is_causal(attn_mask, is_causal):
+            return _Attention.apply(*tensors, query.shape[-1] ** -0.5 if scale is None else scale)  # pyright: ignore
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _is_causal(mask: torch.Tensor | None, is_causal: bool) -> bool:
+    return is_causal if mask is None else not is_causal and is_causal_mask(mask)
+
+
+def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
+    is_cast = torch.is_autocast_enabled("cpu") and tensor.dtype in (torch.float32, *LOWER)
+    return tensor.to(torch.get_autocast_dtype("cpu")) if is_cast else tensor
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
