@@ -1,5 +1,7 @@
 """Long causal attention against eager torch, at both orders, and on a mesh by the collectives that it costs."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -95,6 +97,84 @@ def test_other_attention_stays_as_it_is(options: dict[str, Any]) -> None:
     assert OURS not in targets(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), CASES["plain"][0])
 
 
+def positions() -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(LONG)
+    return places[:, None], places[None, :]
+
+
+def as_numbers(mask: torch.Tensor, lowest: float) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, lowest)
+
+
+# Made in the captured function, as models do; and whether it is the lower triangle.
+MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
+    "triangle": (lambda: torch.ones(LONG, LONG, dtype=torch.bool).tril(), True),
+    "compared": (lambda: positions()[1] <= positions()[0], True),
+    "for each row": (lambda: (positions()[1] <= positions()[0]).expand(2, 1, LONG, LONG), True),
+    "for each row and head": (lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1), True),
+    "-inf": (lambda: as_numbers(positions()[1] <= positions()[0], -math.inf), True),
+    "lowest": (lambda: as_numbers(positions()[1] <= positions()[0], torch.finfo(torch.float32).min), True),
+    "low": (lambda: as_numbers(positions()[1] <= positions()[0], -1e4), False),
+    "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), False),
+    "one more": (lambda: positions()[1] <= positions()[0] + 1, False),
+    "another head": (lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True), False),
+    "biased": (lambda: as_numbers(positions()[1] <= positions()[0], -math.inf) + 0.5 * positions()[1], False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_that_is_the_lower_triangle_is_causal_attention(name: str) -> None:
+    make, is_causal = MASKS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, LONG, 4) for _ in range(3)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
+
+    assert (OURS in targets(attend, CASES["plain"][0])) == is_causal
+    torch.testing.assert_close(ts.jax_jit(attend)(*inputs).cpu(), attend(*inputs), **CLOSE)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, mask[:, :, : x.shape[1], : x.shape[1]])
+
+
+class Model(torch.nn.Module):
+    """One mask for all layers, longer than the sequences, as Hugging Face's models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = torch.nn.Linear(16, 16), torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(LONG + 5)
+        mask = (places[None, :] <= places[:, None]).expand(len(x), 1, LONG + 5, LONG + 5)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_layers_in_a_loop_know_the_mask_that_they_are_given(dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(), torch.randn(2, LONG, 16)
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+    plan = ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=plan, compute_dtype=dtype)
+    lowered = step.lower(step.structs, batch).as_text(debug_info=True)
+    assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
+    assert "causal_attention" in lowered
+    assert "softmax" not in lowered
+    if dtype is None:
+        step.prove(step.init(), batch).raise_if_different()
+
+
 def test_heads_over_a_mesh_cost_no_more_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's split, heads over `model`: the forward pass sums once over `model`, the backward pass once."""
     compiled = attention_step()
@@ -109,9 +189,10 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (torch.nn.Linear(16, 16) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (f(x).view(*x.shape[:2], 4, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o(out.transpose(1, 2).reshape(x.shape))
 
 
 def attention_step() -> Any:

@@ -148,8 +148,7 @@ class DataDependence(TorchDispatchMode):
         """The value of a tensor that depends on no input of this capture, nor of those around it."""
         node = self._node_of(tensor)
         if node is None:
-            original = tensor if self._mode is None else self._mode.original(tensor)
-            return around[-1].constant(original, around[:-1]) if around and original is not tensor else None
+            return self._constant_around(tensor, around)
         if self._around is None:
             root = self._root()
 
@@ -163,6 +162,19 @@ class DataDependence(TorchDispatchMode):
             self._around = Constants(node.graph, root, constant=outer)
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             return self._around.value(node)
+
+    def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
+        """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
+        original = tensor if self._mode is None else self._mode.original(tensor)
+        if original is not tensor:
+            return around[-1].constant(original, around[:-1]) if around else None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            if (base := tensor._base) is None or (value := self._constant_around(base, around)) is None:
+                return None
+            if value.stride() != base.stride():
+                return None
+            offset = value.storage_offset() + tensor.storage_offset() - base.storage_offset()
+            return value.as_strided(tensor.shape, tensor.stride(), offset)
 
     def _constants_of(self, node: Node) -> Constants:
         if self._constants is None:
