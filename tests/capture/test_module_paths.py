@@ -50,7 +50,9 @@ def make_step(**options: Any) -> ts.TrainStep:
 
 def labels_of(step: ts.TrainStep) -> list[str]:
     text = step.lower(step.structs, torch.empty(8, WIDTH)).compile().as_text() or ""
-    return [re.sub(r"while/body/(closed_call/)?", "", label) for label in re.findall(r'op_name="jit\(\w+\)/([^"]*)"', text)]
+    return [
+        re.sub(r"while/body/(closed_call/)?", "", label) for label in re.findall(r'op_name="jit\(\w+\)/([^"]*)"', text)
+    ]
 
 
 PRODUCTS = {
@@ -70,7 +72,9 @@ def test_products_are_named_by_their_modules(scan_layers: bool, remat: str) -> N
         forward, backward = path.format(""), re.escape(path.split("/{}")[0])
         # XLA may make one of what is computed twice
         assert any(label.removeprefix("backward/").startswith(forward) for label in products), (forward, products)
-        assert any(re.match(rf"backward/(.*/)?{backward}/|backward/{backward.replace('/', '/backward/')}", p) for p in products), backward
+        assert any(
+            re.match(rf"backward/(.*/)?{backward}/|backward/{backward.replace('/', '/backward/')}", p) for p in products
+        ), backward
     assert any(label.startswith("optimizer/") for label in found)
 
 

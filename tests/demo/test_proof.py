@@ -1,6 +1,7 @@
 """The demo's proof: it holds, and fails for what is wrong."""
 
 import optax
+import pytest
 import torch
 
 import torch_shard as ts
@@ -24,6 +25,7 @@ def test_proof_holds(corpus):
     assert proof.losses[-1] < proof.losses[0]
 
 
+@pytest.mark.slow
 def test_proof_fails_if_the_step_leaves_out_weight_decay(corpus, monkeypatch):
     adamw = optax.adamw
     monkeypatch.setattr(optax, "adamw", lambda *args, **kwargs: adamw(*args, **kwargs | {"weight_decay": 0.0}))

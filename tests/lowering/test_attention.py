@@ -117,7 +117,10 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "low": (lambda: as_numbers(positions()[1] <= positions()[0], -1e4), False),
     "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), False),
     "one more": (lambda: positions()[1] <= positions()[0] + 1, False),
-    "another head": (lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True), False),
+    "another head": (
+        lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True),
+        False,
+    ),
     "biased": (lambda: as_numbers(positions()[1] <= positions()[0], -math.inf) + 0.5 * positions()[1], False),
 }
 

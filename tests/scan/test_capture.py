@@ -25,7 +25,11 @@ def _loops(step: Any) -> tuple[tuple[int, int], ...]:
     return tuple((loop.num_iterations, len(loop.layers) // loop.num_iterations) for loop in program.loops)
 
 
-@pytest.mark.parametrize("layered", LAYERED, ids=lambda layered: layered.case.name)
+# Every second one, as each has parts of its neighbours.
+EACH = [pytest.param(row, id=row.case.name, marks=pytest.mark.slow if i % 2 else []) for i, row in enumerate(LAYERED)]
+
+
+@pytest.mark.parametrize("layered", EACH)
 def test_layers_follow_eager_torch(layered: Layered) -> None:
     case = layered.case
     trajectory = eager_trajectory(case, 2)

@@ -135,8 +135,11 @@ def test_a_model_that_catches_everything_sees_only_its_own_errors(name: str, bui
     assert SEEN == []
 
 
+ROWS = [row for row in LAYERED if row.case.name in STARTING_AGAIN]
+
+
 @pytest.mark.parametrize(
-    "layered", [row for row in LAYERED if row.case.name in STARTING_AGAIN], ids=lambda layered: layered.case.name
+    "layered", [pytest.param(r, id=r.case.name, marks=pytest.mark.slow if i % 2 else []) for i, r in enumerate(ROWS)]
 )
 def test_nothing_is_thrown_through_the_users_code(layered: Layered) -> None:
     SEEN.clear()

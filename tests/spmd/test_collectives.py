@@ -172,7 +172,7 @@ def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
     ("sizes", "check_vma"),
     [
         *(pytest.param(sizes, True, marks=pytest.mark.slow if sizes != (4, 2) else []) for sizes in MESHES),
-        ((4, 2), False),
+        pytest.param((4, 2), False, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -20,7 +20,11 @@ def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+ALWAYS = ("distributed_arrays", "runs_that_survive")  # the others are of functions that have tests of their own
+EACH = [pytest.param(p, id=p.stem, marks=[] if p.stem in ALWAYS else pytest.mark.slow) for p in TUTORIALS]
+
+
+@pytest.mark.parametrize("path", EACH)
 def test_tutorial(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert path.read_text().rstrip().splitlines()[-1].startswith("assert")
     run(str(path), cwd=tmp_path)

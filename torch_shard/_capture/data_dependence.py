@@ -316,8 +316,8 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
     It is not to be written to.
     """
-    *around, innermost = _CURRENT.stack or [None]
-    return None if innermost is None else innermost.constant(tensor, around)
+    stack = _CURRENT.stack
+    return stack[-1].constant(tensor, stack[:-1]) if stack else None
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:

@@ -98,10 +98,10 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention`, in our form where it pays; autocast runs it in the lower precision."""
-    tensors = [_as_autocast_has_it(tensor) for tensor in (query, key, value)]
+    q, k, v = map(_as_autocast_has_it, (query, key, value))
     with autocast_only():
-        if not dropout_p and _fits(*tensors, enable_gqa) and _is_causal(attn_mask, is_causal):
-            return _Attention.apply(*tensors, query.shape[-1] ** -0.5 if scale is None else scale)  # pyright: ignore
+        if not dropout_p and _fits(q, k, v, enable_gqa) and _is_causal(attn_mask, is_causal):
+            return _Attention.apply(q, k, v, query.shape[-1] ** -0.5 if scale is None else scale)  # pyright: ignore
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
