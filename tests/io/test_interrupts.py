@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 def loss_fn(model, x):
     return model(x).square().mean()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
 plan = ts.ShardingPlan({}, default=P())
 step = ts.make_train_step(torch.nn.Linear(4, 4), loss_fn, optax.adam(0.1), mesh=ts.make_mesh(batch=1), plan=plan)
 ts.Checkpointer(sys.argv[1]).save(step.init())
@@ -43,6 +44,15 @@ def step():
     )
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as a program has it that was started in the foreground."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_waits_for_the_state_to_be_taken_over(step, tmp_path, monkeypatch):
     state = step.init()
     with ts.Checkpointer(tmp_path) as checkpointer:

@@ -4,6 +4,7 @@ import importlib.util
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from jax.sharding import AxisType
@@ -72,3 +73,17 @@ def test_descriptions_of_gpus_have_what_xla_asks_for() -> None:
     for chip in GPUS.values():
         assert chip.description.count("{") == chip.description.count("}")
         assert chip.title in chip.description
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a100:4", "h100:8", "h200:8", "b200:8"])
+def test_steps_compile_for_gpus_that_are_not_there(name: str) -> None:
+    pytest.importorskip("jax_cuda12_plugin", reason="pip install 'torch_shard[cuda]' (5.5 GB)")
+    mesh = ts.make_mesh(topology=name, batch=-1, model=2)
+    plan = ts.ShardingPlan({"weight": P("model")}, default=P())
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+    step = ts.make_train_step(torch.nn.Linear(64, 32), loss_fn, optax.adam(1e-3), mesh=mesh, plan=plan)
+    preview = step.preview(torch.empty(16, 64, device="meta"))
+    assert preview.fits()
+    assert preview.limit == GPUS[name.split(":")[0]].memory
+    assert preview.collectives["all-reduce"] > 0
