@@ -45,10 +45,12 @@ class _Called:
         return f"{re.sub(' at 0x[0-9a-f]+', '', str(self.traced.jaxpr))} {[*map(_told, self.traced.consts)]}"
 
 
-def _told(constant: object) -> object:
-    """Large constants are told apart by object."""
-    is_small = not isinstance(constant, jax.core.Tracer) and np.size(constant) <= _LARGEST  # pyright: ignore
-    return np.asarray(constant).tobytes() if is_small else id(constant)
+def _told(constant: Any) -> object:
+    """Large constants, and random keys, are told apart by object."""
+    is_traced = isinstance(constant, jax.core.Tracer)
+    if is_traced or np.size(constant) > _LARGEST or jax.dtypes.issubdtype(constant.dtype, jax.dtypes.extended):
+        return id(constant)
+    return np.asarray(constant).tobytes()
 
 
 _LARGEST = 1 << 20
