@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from torch.fx import has_side_effect
 
@@ -47,8 +48,8 @@ class _Called:
 
 def _told(constant: Any) -> object:
     """Large constants, and random keys, are told apart by object."""
-    is_traced = isinstance(constant, jax.core.Tracer)
-    if is_traced or np.size(constant) > _LARGEST or jax.dtypes.issubdtype(constant.dtype, jax.dtypes.extended):
+    is_traced = isinstance(constant, Tracer)
+    if is_traced or np.size(constant) > _LARGEST or jax.numpy.issubdtype(constant.dtype, jax.dtypes.extended):
         return id(constant)
     return np.asarray(constant).tobytes()
 
