@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 from typing import Any
 
 import optax
@@ -84,3 +85,25 @@ def test_a_cache_that_a_failed_capture_fills() -> None:
     with pytest.raises(NotImplementedError):
         ts.jax_jit(lambda x: x * few(3).cos * x.sum().item())(torch.ones(3))
     assert torch.equal(few(3).cos, torch.arange(3).cos())
+
+
+def test_what_stays_where_it_cannot_be_replaced_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slot:
+        __slots__ = ("table",)
+
+    slot, searches, collect = Slot(), [0], gc.collect
+
+    def counted() -> int:
+        searches[0] += 1
+        return collect()
+
+    def fills(x: torch.Tensor) -> torch.Tensor:
+        slot.table = torch.arange(4.0)
+        return x + slot.table
+
+    monkeypatch.setattr(gc, "collect", counted)
+    ts.jax_jit(fills)(torch.ones(4))
+    assert searches == [1]
+    for scale in (2, 3):
+        ts.jax_jit(lambda x, scale=scale: x * scale)(torch.ones(4))
+    assert searches == [1]

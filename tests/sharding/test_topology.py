@@ -55,7 +55,9 @@ def test_a_compiler_that_is_missing_is_named(
     name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=rf"needs {module}.*pip install 'torch_shard\[{extra}\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"topology='{name}' needs {module}.*pip install 'torch_shard\[{extra}\]'"
+    ):
         ts.make_mesh(topology=name, batch=4)
 
 

@@ -153,10 +153,9 @@ class DataDependence(TorchDispatchMode):
             root = self._root()
 
             def outer(node: Node) -> torch.Tensor | None:
-                if node.op != "get_attr" or root is None or not around:
+                if node.op != "get_attr" or root is None:
                     return None
-                original = tensor if self._mode is None else self._mode.original(getattr(root, str(node.target)))
-                value = around[-1].constant(original, around[:-1])
+                value = self._constant_around(getattr(root, str(node.target)), around)
                 return None if value is None else _copied(value)
 
             self._around = Constants(node.graph, root, constant=outer)

@@ -24,12 +24,10 @@ class Collective:
     Attributes:
         kind: One of `KINDS`.
         num_bytes: That a device receives, each time.
-        num_devices: That take part together.
     """
 
     kind: str
     num_bytes: float
-    num_devices: int
 
 
 def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False) -> Collective:
@@ -47,10 +45,10 @@ def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False)
     kind = instruction.kind
     if kind == "all-gather":
         results = max(results - given, 0) if instruction.op != kind else results  # a start gives its inputs, too
-        return Collective(kind, results * share, size)
+        return Collective(kind, results * share)
     if kind == "all-reduce":
-        return Collective("reduce-scatter" if scatters else kind, (1 if scatters else 2) * given * share, size)
-    return Collective(kind, given if kind == "collective-permute" else given * share, size)
+        return Collective("reduce-scatter" if scatters else kind, (1 if scatters else 2) * given * share)
+    return Collective(kind, given if kind == "collective-permute" else given * share)
 
 
 def identity(instruction: Instruction) -> tuple[str | None, ...]:

@@ -33,7 +33,6 @@ class Cost:
         flops: Of products.
         memory_bytes: Read from the device's memory and written to it.
         collective: What it receives from other devices, each time.
-        is_kernel: Whether it is a kernel of Pallas.
         largest: Bytes of its largest result, and what that is.
     """
 
@@ -44,7 +43,6 @@ class Cost:
     flops: float = 0.0
     memory_bytes: float = 0.0
     collective: Collective | None = None
-    is_kernel: bool = False
     largest: tuple[float, str] = (0.0, "")
 
     @property
@@ -101,7 +99,6 @@ class _Walk:
             cycles=None if cycles is None else cycles * times,
             flops=(flops_of(self.hlo, instruction) + sum(self._sum(name, "flops") for name in called)) * times,
             memory_bytes=self._traffic.of(instruction) * times,
-            is_kernel=_KERNEL in instruction.attributes,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
         )
 

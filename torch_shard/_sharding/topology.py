@@ -122,6 +122,7 @@ def topology_devices(topology: object) -> list[Device]:
     """
     chip, _, shape = topology.partition(":") if isinstance(topology, str) else ("", "", "")
     if chip in GPUS and shape.isdecimal() and int(shape):
+        _require("jax_cuda12_plugin", "cuda", f"{chip}:{shape}")
         return _gpus(GPUS[chip], int(shape))
     if chip in TPUS and shape and all(size.isdecimal() and int(size) for size in shape.split("x")):
         return _tpus(chip, shape)
@@ -175,7 +176,6 @@ def _tpus(chip: str, shape: str) -> list[Device]:
 
 
 def _gpus(gpu: GpuChip, count: int) -> list[Device]:
-    _require("jax_cuda12_plugin", "cuda", gpu.title)
     found: Any = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=gpu.description, topology=f"1x1x{count}"
     )
