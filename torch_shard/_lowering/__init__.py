@@ -22,7 +22,7 @@ from torch_shard._lowering.ops import (
     refuse_generator,
 )
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, RowSplit, rows_kept
+from torch_shard._lowering.rows import ROWS, RowSplit, rows_split
 
 __all__ = [
     "LOWERINGS",
@@ -45,6 +45,6 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
-    "rows_kept",
+    "rows_split",
     "sources_of",
 ]

@@ -27,10 +27,17 @@ _KEPT = PRODUCTS | {"embedding", "add"}
 
 @dataclasses.dataclass(frozen=True)
 class RowSplit:
-    """The axes of a mesh over which the rows of a batch are split."""
+    """How the rows of a batch lie on a mesh.
+
+    Attributes:
+        mesh: All devices of the step.
+        axes: Those over which the rows are split.
+        kept: Whether values are to keep their rows split so, where the compiler might choose otherwise.
+    """
 
     mesh: Mesh
     axes: tuple[str, ...]
+    kept: bool = True
 
     @property
     def num_shards(self) -> int:
@@ -46,9 +53,14 @@ class RowSplit:
 _CURRENT: contextvars.ContextVar[RowSplit | None] = contextvars.ContextVar("rows", default=None)
 
 
+def current_rows() -> RowSplit | None:
+    """How the rows lie in the program that is being traced; None where that is not known."""
+    return _CURRENT.get()
+
+
 @contextlib.contextmanager
-def rows_kept(split: RowSplit | None) -> Iterator[None]:
-    """Let programs that are traced within keep the rows of their values split."""
+def rows_split(split: RowSplit | None) -> Iterator[None]:
+    """Let programs that are traced within know how the rows of the batch lie."""
     token = _CURRENT.set(split)
     try:
         yield
@@ -59,6 +71,8 @@ def rows_kept(split: RowSplit | None) -> Iterator[None]:
 def keep_rows(node: Node, value: PyTree) -> PyTree:
     """The value of a node, with its rows split over the devices where that is asked for."""
     split, dim = _CURRENT.get(), node.meta.get(ROWS)
-    if split is None or dim is None or operator_name(node) not in _KEPT or value.shape[dim] % split.num_shards:
+    if split is None or not split.kept or dim is None or operator_name(node) not in _KEPT:
+        return value
+    if value.shape[dim] % split.num_shards:
         return value
     return jax.lax.with_sharding_constraint(value, split.sharding(dim, value.ndim))

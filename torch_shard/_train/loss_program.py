@@ -30,7 +30,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, rows_kept
+from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, rows_split
 from torch_shard._scan import (
     Bundle,
     GraphInput,
@@ -182,7 +182,7 @@ class LossProgram:
     ) -> LossOutputs:
         """To be traced by JAX."""
         inputs = _Inputs(self.inputs, tensors, [*batch, *closure])
-        with rows_kept(self._rows):
+        with rows_split(self._rows):
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
