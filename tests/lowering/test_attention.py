@@ -115,7 +115,7 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "-inf": (lambda: as_numbers(positions()[1] <= positions()[0], -math.inf), True),
     "lowest": (lambda: as_numbers(positions()[1] <= positions()[0], torch.finfo(torch.float32).min), True),
     "low": (lambda: as_numbers(positions()[1] <= positions()[0], -1e4), False),
-    "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), False),
+    "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), True),
     "one more": (lambda: positions()[1] <= positions()[0] + 1, False),
     "another head": (
         lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True),

@@ -1,6 +1,6 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
-from torch_shard._capture.attention_masks import is_causal_mask
+from torch_shard._capture.attention_masks import Seen, seen_through
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
@@ -50,6 +50,7 @@ __all__ = [
     "ModuleFlags",
     "PlainAttributes",
     "Same",
+    "Seen",
     "Spec",
     "StaleTensor",
     "TensorFn",
@@ -73,7 +74,6 @@ __all__ = [
     "give_values",
     "hold",
     "in_transform",
-    "is_causal_mask",
     "is_fake",
     "is_literal",
     "is_repeating",
@@ -90,6 +90,7 @@ __all__ = [
     "rehearse",
     "repeating",
     "runs_user_backward",
+    "seen_through",
     "skip_draws",
     "specialise",
     "unknown_like",

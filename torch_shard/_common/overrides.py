@@ -7,6 +7,7 @@ ours is one file, and the capture, which reads them, knows none of them.
 # PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -30,7 +31,7 @@ ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
 """Overrides of ATen operators, while the callable is traced."""
 
-REWRITES: dict[Operator, Rewrite] = {}
+REWRITES: collections.defaultdict[Operator, list[Rewrite]] = collections.defaultdict(list)
 """Rewrites of a node of the functional graph: to another node, or None to leave it."""
 
 
@@ -51,7 +52,13 @@ def instead_of_operator(*operators: Operator) -> Callable[[F], F]:
 
 def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
     """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
-    return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
+
+    def register(fn: Rewrite) -> Rewrite:
+        for operator in operators:
+            REWRITES[operator].append(fn)
+        return fn
+
+    return register
 
 
 def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
