@@ -73,7 +73,6 @@ class DataDependence(TorchDispatchMode):
         self._inputs: dict[Any, Asked] = {}
         self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
-        self._around: Constants | None = None
         self._mode = None
         self._assumed: dict[Node, torch.Tensor] = {}
         self.skipped: list[str] = []
@@ -145,22 +144,13 @@ class DataDependence(TorchDispatchMode):
         return None if sources else value
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
-        """The value of a tensor that depends on no input of this capture, nor of those around it."""
-        node = self._node_of(tensor)
-        if node is None:
+        """The value of a tensor that depends on no input of this capture, nor of those around it.
+
+        Within another capture, only what a rehearsal knows too, which writes no graph: views of constants around.
+        """
+        if around or self._node_of(tensor) is None:
             return self._constant_around(tensor, around)
-        if self._around is None:
-            root = self._root()
-
-            def outer(node: Node) -> torch.Tensor | None:
-                if node.op != "get_attr" or root is None:
-                    return None
-                value = self._constant_around(getattr(root, str(node.target)), around)
-                return None if value is None else _copied(value)
-
-            self._around = Constants(node.graph, root, constant=outer)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            return self._around.value(node)
+        return self.known(tensor)
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
@@ -317,12 +307,6 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     stack = _CURRENT.stack
     return stack[-1].constant(tensor, stack[:-1]) if stack else None
-
-
-def _copied(value: torch.Tensor) -> torch.Tensor:
-    """A copy, in which what is repeated is still there once."""
-    whole = value[tuple(slice(None) if stride else slice(0, 1) for stride in value.stride())]
-    return whole.clone().expand(value.shape)
 
 
 def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:
