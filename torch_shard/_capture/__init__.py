@@ -34,6 +34,7 @@ from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
+from torch_shard._capture.precision import Cast, Precision
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
@@ -44,11 +45,13 @@ __all__ = [
     "ActiveRegions",
     "Aux",
     "Captured",
+    "Cast",
     "Change",
     "MetricCall",
     "MetricCalls",
     "ModuleFlags",
     "PlainAttributes",
+    "Precision",
     "Same",
     "Seen",
     "Spec",

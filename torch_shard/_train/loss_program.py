@@ -18,6 +18,7 @@ from torch_shard._capture import (
     MetricCall,
     ModuleFlags,
     PlainAttributes,
+    Precision,
     ValueGuard,
     clocks_noted,
     flags_hold,
@@ -244,7 +245,7 @@ def loss_program(
     loss_fn: LossFn,
     signature: BatchSignature,
     *,
-    compute_dtype: torch.dtype | None = None,
+    precision: Precision,
     train: bool,
     layers: LayerOptions,
     buffer: Callable[[str], torch.Tensor],
@@ -255,7 +256,7 @@ def loss_program(
         model: Any module.
         loss_fn: Returns a scalar, or a pair of it and metrics.
         signature: Structure and types of the batch.
-        compute_dtype: Dtype of products, if it is not that of the parameters.
+        precision: What it computes in.
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
         buffer: The value of a buffer by name, where Python asks for it.
@@ -263,11 +264,11 @@ def loss_program(
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
+    key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
-        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, buffer=buffer)
+        joint = JointLoss(model, loss_fn, signature, precision=precision, train=train, buffer=buffer)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
