@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, ValueGuard, capture
+from torch_shard._capture import Captured, Precision, ValueGuard, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
@@ -115,7 +115,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     check_loss_fn(loss_fn)
     check_kind("train", train, bool)
     _, signature = flatten_batch(batch)
-    fn, specs = JointLoss(model, loss_fn, signature, train=train)()
+    fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train)()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),

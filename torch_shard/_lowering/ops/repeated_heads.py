@@ -9,12 +9,10 @@ import operator
 import jax.numpy as jnp
 import torch
 from torch.fx import Node
-from torch.fx.node import Argument
 
-from torch_shard._common.fx import args_of, aten_name, call_before, shape_of, target_of
+from torch_shard._common.fx import args_of, aten_name, call_before, new_before, shape_of, target_of
 from torch_shard._common.operator_families import RESHAPES
 from torch_shard._common.overrides import rewrites
-from torch_shard._common.types import Operator
 from torch_shard._lowering.ops.registry import lowers
 
 aten, ours = torch.ops.aten, torch.ops.torch_shard
@@ -43,7 +41,7 @@ def take_each_once(node: Node) -> Node | None:
     once = [_once(k, node), _once(v, node)]
     if None in once:
         return None
-    return _new(node, target_of(node), (q, *once, *rest), node.meta["val"])
+    return new_before(node, target_of(node), (q, *once, *rest), node.meta["val"])
 
 
 @rewrites(ours.causal_attention_backward.default)
@@ -54,10 +52,10 @@ def give_each_once(node: Node) -> None:
     if None in once:
         return
     values = (node.meta["val"][0], *(x.meta["val"] for x in once if x is not None))
-    found = _new(node, target_of(node), (grad, [q, *once, *results], *rest), values)
+    found = new_before(node, target_of(node), (grad, [q, *once, *results], *rest), values)
     for user in list(node.users):
         index = args_of(user)[1]
-        part = _new(user, operator.getitem, (found, index), values[index])  # pyright: ignore[reportArgumentType]
+        part = new_before(user, operator.getitem, (found, index), values[index])  # pyright: ignore[reportArgumentType]
         if index:
             times = shape_of(user)[1] // shape_of(part)[1]
             part = call_before(user, ours.first_of_each.default, (part, times), shape_of(user))
@@ -76,24 +74,16 @@ def _once(heads: Node, at: Node) -> Node | None:
     (batch, num, times, *rest), source = shape_of(node), args_of(node)[0]
     if shape_of(heads) != (batch, num * times, *rest) or shape_of(source) != (batch, num, 1, *rest):
         return None
-    found = _new(at, aten.squeeze.dims, (source, [2]), source.meta["val"].squeeze(2))
+    found = new_before(at, aten.squeeze.dims, (source, [2]), source.meta["val"].squeeze(2))
     for cast in reversed(casts):
         found = _cast_like(cast, found, at)
     return found
 
 
 def _cast_like(cast: Node, source: Node, at: Node) -> Node:
-    found = _new(at, aten._to_copy.default, (source,), source.meta["val"].to(cast.meta["val"].dtype))
+    found = new_before(at, aten._to_copy.default, (source,), source.meta["val"].to(cast.meta["val"].dtype))
     found.kwargs = cast.kwargs
     return found
-
-
-def _new(at: Node, target: Operator, args: tuple[Argument, ...], value: object) -> Node:
-    """A new node before `at`."""
-    with at.graph.inserting_before(at):
-        node = at.graph.call_function(target, args)
-    node.meta = {**at.meta, "val": value}
-    return node
 
 
 @rewrites(aten.sum.dim_IntList)
