@@ -55,6 +55,8 @@ def lower(graph: GraphModule) -> Lowered:
 
     def run(key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0) -> list[PyTree]:
         values: dict[Node, PyTree] = dict(zip(inputs, arrays, strict=True))
+        for node, array in values.items():
+            assert _fits(node, array), (node, array.dtype, node.meta["val"])
         with matmul_precision():
             for node, sources, operate, own_place in steps:
                 at = None if own_place is None else place + own_place
@@ -106,6 +108,11 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             return keep_rows(node, _conform(node, lowering(*first, *args, **named)))
 
     return operate
+
+
+def _fits(node: Node, array: jax.Array) -> bool:
+    fake = node.meta.get("val")
+    return not isinstance(fake, torch.Tensor) or array.dtype == jax_dtype(fake.dtype)
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
