@@ -51,6 +51,9 @@ def _tensors(args: PyTree) -> list[torch.Tensor]:
     return [t for t in torch_pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
 
 
+Traced = tuple[Node, Callable[[Node], torch.Tensor | None]]
+
+
 class DataDependence(TorchDispatchMode):
     """Answers for tensors that have no value.
 
@@ -140,8 +143,7 @@ class DataDependence(TorchDispatchMode):
         node = self._node_of(tensor)
         if node is None:
             return None
-        value, sources = self._computed(node)
-        return None if sources else value
+        return self._constant(node)
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that depends on no input of this capture, nor of those around it.
@@ -151,6 +153,20 @@ class DataDependence(TorchDispatchMode):
         if around or self._node_of(tensor) is None:
             return self._constant_around(tensor, around)
         return self.known(tensor)
+
+    def traced(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> Traced | None:
+        """The node of a tensor in the outermost capture, and what tells the value of a node there if it is constant."""
+        if not around:
+            node = self._node_of(tensor)
+            return None if node is None else (node, self._constant)
+        original = tensor if self._mode is None else self._mode.original(tensor)
+        if original is tensor and tensor._base is not None and _is_all_of(tensor, tensor._base):
+            return self.traced(tensor._base, around)
+        return None if original is tensor else around[-1].traced(original, around[:-1])
+
+    def _constant(self, node: Node) -> torch.Tensor | None:
+        value, sources = self._computed(node)
+        return None if sources else value
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
@@ -307,6 +323,18 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     stack = _CURRENT.stack
     return stack[-1].constant(tensor, stack[:-1]) if stack else None
+
+
+def traced(tensor: torch.Tensor) -> Traced | None:
+    """The node of a tensor in the outermost capture under way, and what tells the constants there; or None."""
+    stack = _CURRENT.stack
+    return stack[-1].traced(tensor, stack[:-1]) if stack else None
+
+
+def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        same = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return same == (base.shape, base.stride(), base.storage_offset())
 
 
 def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:

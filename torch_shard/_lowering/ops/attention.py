@@ -59,9 +59,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
-        out, log_total = torch.ops.torch_shard.causal_attention(q, k, v, list(seen.segments), scale, seen.window)
+        segments = [numbers.expand(len(q), -1) for numbers in seen.segments]
+        out, log_total = torch.ops.torch_shard.causal_attention(q, k, v, segments, scale, seen.window)
         ctx.window, ctx.scale = seen.window, scale
-        ctx.save_for_backward(q, k, v, out, log_total, *seen.segments)
+        ctx.save_for_backward(q, k, v, out, log_total, *segments)
         return out
 
     @staticmethod

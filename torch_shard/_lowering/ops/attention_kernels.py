@@ -45,8 +45,18 @@ def splash(q, k, v, segments, *, scale, window, interpret=False):
         q_seq_shards=1,
         interpret=interpret,
     )
-    of_rows = (kernels.SegmentIds(*(_padded(x, 1) for x in segments)),) if segments else ()
-    return jax.vmap(kernel)(q, k, v, *of_rows)[:, :, : shape[2]]
+    if not segments:
+        return jax.vmap(kernel)(q, k, v)[:, :, : shape[2]]
+    out = jax.vmap(kernel)(q, k, v, kernels.SegmentIds(*(_padded(x, 1) for x in segments)))[:, :, : shape[2]]
+    return jnp.where(_sees_any(segments, window)[:, None, :, None], out, 0)  # where the kernel takes some mean
+
+
+def _sees_any(segments, window):
+    """Which queries see a key at all."""
+    queries, keys = segments
+    later = jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    near = (later >= 0) & (later < window) if window else later >= 0
+    return jnp.any(near & (queries[:, :, None] == keys[:, None, :]), -1)
 
 
 def _padded(x, dim):
