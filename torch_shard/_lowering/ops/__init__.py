@@ -25,7 +25,6 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     resample,
     segments,
     special,
-    sums_of_products,
 )
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
