@@ -45,14 +45,14 @@ class Others(nn.Module):
         super().__init__()
         self.recurrent, self.attention = (
             nn.LSTM(WIDTH, WIDTH, batch_first=True),
-            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+            nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True),
         )
         self.conv, self.batch, self.group = nn.Conv1d(WIDTH, 8, 3), nn.BatchNorm1d(8), nn.GroupNorm(2, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.recurrent(x)[0]
         x = x + self.attention(x, x, x)[0]
-        return self.batch(self.group(self.conv(x.transpose(1, 2)))).mean(-1)
+        return self.batch(self.group(self.conv(x.transpose(1, 2))).tanh())[..., 0]
 
 
 def tokens() -> torch.Tensor:

@@ -124,9 +124,7 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], boo
         True,
     ),
     "class weights": (
-        lambda x, y: F.cross_entropy(
-            x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), torch.arange(9.0) + 1, ignore_index=4
-        ),
+        lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), torch.arange(9.0) + 1),
         True,
     ),
     "smooth": (
