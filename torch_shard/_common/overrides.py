@@ -7,8 +7,10 @@ ours is one file, and the capture, which reads them, knows none of them.
 # PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -21,6 +23,13 @@ F = TypeVar("F", bound=Callable[..., object])
 
 Rewrite = Callable[[Node], Node | None]
 
+
+class Named(Protocol):
+    """What a user has put in the place of something of torch's, of this name."""
+
+    name: str
+
+
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Overrides of functions of torch, where a torch function mode sees the call."""
 
@@ -32,6 +41,12 @@ OPERATORS: dict[Operator, Callable[..., Any]] = {}
 
 REWRITES: dict[Operator, Rewrite] = {}
 """Rewrites of a node of the functional graph: to another node, or None to leave it."""
+
+HELD: dict[Callable[..., object], Callable[..., Any]] = {}
+"""Overrides of functions wherever a module holds them, under whatever name, as `from library import function` does."""
+
+KERNELS: list["Named"] = []
+"""What users have put into these tables and into that of the lowerings: a program is for the ones it was made with."""
 
 
 def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
@@ -52,6 +67,17 @@ def instead_of_operator(*operators: Operator) -> Callable[[F], F]:
 def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
     """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
     return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
+
+
+def attribute_overrides() -> Iterator[tuple[Owner, str, Callable[..., Any]]]:
+    """Overrides of what is found by a name: owner, name, and what is called instead."""
+    yield from ATTRIBUTES
+    by_id = {id(function): own for function, own in HELD.items()}
+    for module in list(sys.modules.values()) if HELD else ():
+        if isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    yield module, name, by_id[id(value)]
 
 
 def is_plain(tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,0 +1,287 @@
+"""`override`: a JAX function in the place of a function of torch, of a library or of a module's forward, in captures."""
+
+import contextvars
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jax.sharding import Mesh
+from torch import nn
+from torch.overrides import resolve_name
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._capture import current_mode, in_transform, outline, widened
+from torch_shard._common.autocast_policy import LOWER, PRODUCTS
+from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
+from torch_shard._interop.jax_function import like, run_known
+from torch_shard._interop.kernels import Calls, Kernel, described
+from torch_shard._interop.on_shards import Split
+from torch_shard._lowering import Own
+
+
+@public
+def override(
+    function: Callable[..., Any],
+    *,
+    when: Callable[..., bool] | None = None,
+    takes: Callable[..., Sequence[PyTree]] | None = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
+    mesh: Mesh | None = None,
+    check_vma: bool = True,
+) -> Callable[[Callable[..., PyTree]], Kernel]:
+    """Put a JAX or Pallas function in the place of a function of torch, in programs; a decorator.
+
+    The decorated function is called as torch's is, with arrays for tensors, and returns arrays of the shapes and dtypes
+    that torch's returns: that is checked. Gradients are `jax.vjp`'s of it, so that a `jax.custom_vjp` has its own rule.
+    Programs alone are changed: eager torch, and with it `step.prove` and `compare_with_torch`, goes on to run torch's
+    own function, and so tells whether the two are the same. `step.report()` counts the calls.
+
+    Args:
+        function: A function of torch (`torch.nn.functional.scaled_dot_product_attention`, `torch.Tensor.softmax`); a
+            Python function that a module holds, or a method of a class; a class of modules, which stands for its
+            forward; or an operator of `torch.ops`.
+        when: Tells of a call, by its arguments, whether it is the JAX function's; torch's own runs the others. The
+            tensors have shapes and dtypes, and no values. By default all calls are; not those within a transform of
+            `torch.func`.
+        takes: Gives, from the arguments of a call, those of the JAX function, as a tuple: of a method, for example,
+            `lambda norm, x: (x, norm.weight, norm.eps)`. It is torch code, and gradients flow through it.
+        in_specs: How arrays are split over the mesh, for functions that the compiler cannot split, as Pallas kernels:
+            a `PartitionSpec` for all, or a tuple with one, or a pytree of them, for each parameter of the JAX function
+            (None for what is not a tensor). The function then gets one device's part of them, as in `jax.shard_map`.
+        out_specs: How the results lie: a spec for all, or a pytree of them.
+        mesh: The devices, by default those of the step; without a mesh the function gets whole arrays.
+        check_vma: As in `jax.shard_map`; Pallas kernels may need False, with which a result that differs between
+            devices where `out_specs` says that it does not is silently that of one device.
+
+    Returns:
+        A decorator, which returns a `Kernel`: the JAX function, with `remove()`; also for a `with` statement.
+
+    Raises:
+        TypeError: `function` is nothing that can be replaced.
+        ValueError: Another function is in its place already.
+
+    Example:
+        >>> import jax, torch, torch_shard as ts
+        >>> @ts.override(torch.nn.functional.gelu, when=lambda x, approximate="none": approximate == "tanh")
+        ... def gelu(x, approximate):
+        ...     return jax.nn.gelu(x)
+        >>> ts.jax_jit(torch.nn.functional.gelu)(torch.zeros(2)).tolist()
+        [0.0, 0.0]
+        >>> gelu.remove()
+    """
+    place = _Place.of(function)
+    split = Split(in_specs, out_specs, mesh, check_vma)
+    split.check()
+    for argument, value in (("when", when), ("takes", takes)):
+        check_kind(argument, value, Callable | None, hint="It is called with the arguments of torch's function.")
+
+    @speaks_as("override")
+    def register(fn: Callable[..., PyTree]) -> Kernel:
+        check_kind("fn", fn, Callable, hint="Decorate a function of arrays.")
+        return Kernel(fn, place.name, lambda: place.put(_Override(place, fn, when, takes, split=split)))
+
+    return register
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a function is found: by torch's own tracing, by modules that hold it, or as an attribute of a class.
+
+    Attributes:
+        name: Of the function.
+        function: The function itself.
+        owner: The class of which it is an attribute.
+        attribute: Its name there.
+        targets: What torch's tracing sees in its place: the function, or the overloads of an operator too.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    owner: type | None = None
+    attribute: str = ""
+    targets: tuple[Callable[..., Any], ...] = ()
+
+    @classmethod
+    def of(cls, function: Any) -> "_Place":
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            return cls(f"{function.__module__}.{function.__qualname__}.forward", function.forward, function, "forward")
+        if isinstance(function, torch._ops.OpOverloadPacket):
+            overloads = [getattr(function, name) for name in function.overloads()]
+            return cls(str(function), function, targets=(function, *overloads))
+        if (name := _name_in_torch(function)) is not None:
+            return cls(name, function, targets=(function,))
+        if isinstance(function, types.FunctionType):
+            owner = _owner_of(function)
+            name = f"{function.__module__}.{function.__qualname__}"
+            if owner is not None or _is_held(function):
+                return cls(name, function, owner, function.__name__)
+            raise TypeError(
+                f"{caller()}: {described(function)} is found under no name in a module or class, so that calls of it "
+                "cannot be seen. Define it at the top of a module; of a method, give one of a class at the top of a "
+                "module, or the class of modules for its forward."
+            )
+        raise TypeError(
+            f"{caller()}: function must be a function of torch, a Python function, a class of modules or an operator, "
+            f"got {function!r:.99}."
+        )
+
+    def put(self, instead: "_Override") -> Callable[[], None]:
+        """Put an override into the tables; returns what takes it away."""
+
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:  # a function, for a class makes methods of these alone
+            return instead(*args, **kwargs)
+
+        if self.owner is not None:
+            entry = self.owner, self.attribute, call
+            ATTRIBUTES.append(entry)
+            return lambda: ATTRIBUTES.remove(entry)
+        before = {target: FUNCTIONS[target] for target in self.targets if target in FUNCTIONS}
+        instead.otherwise = before.get(self.function, self.function)
+        FUNCTIONS.update(dict.fromkeys(self.targets, call))
+        if isinstance(self.function, types.FunctionType | types.BuiltinFunctionType):
+            HELD[self.function] = call  # also where a function of torch calls another, which torch's tracing cannot see
+
+        def take_away() -> None:
+            for target in self.targets:
+                del FUNCTIONS[target]
+            FUNCTIONS.update(before)
+            HELD.pop(self.function, None)
+
+        return take_away
+
+
+def _name_in_torch(function: object) -> str | None:
+    try:
+        return resolve_name(function) if callable(function) else None
+    except TypeError:  # not hashable
+        return None
+
+
+def _owner_of(function: types.FunctionType) -> type | None:
+    """The class of a method."""
+    *path, name = function.__qualname__.split(".")
+    owner: Any = sys.modules.get(function.__module__)
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner if isinstance(owner, type) and vars(owner).get(name) is function else None
+
+
+def _is_held(function: types.FunctionType) -> bool:
+    """Tell whether a module has it."""
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+    return any(value is function for module in modules for value in list(vars(module).values()))
+
+
+_LEFT: contextvars.ContextVar[tuple["_Override", ...]] = contextvars.ContextVar("left", default=())
+"""Overrides whose calls torch's own function is running."""
+
+
+class _Override:
+    """What a capture calls in the place of a function."""
+
+    def __init__(
+        self,
+        place: _Place,
+        fn: Callable[..., PyTree],
+        when: Callable[..., bool] | None,
+        takes: Callable[..., Sequence[PyTree]] | None,
+        *,
+        split: Split,
+    ) -> None:
+        self.place, self._fn, self._when, self._takes, self._split = place, fn, when, takes, split
+        self.otherwise, self._signature = place.function, _signature_of(fn)
+        self._own = Own(place.name, described(fn), f"{place.name} does, whose place it takes")
+        self._calls = Calls(self._run, self._own)
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        if self in _LEFT.get():
+            return self.place.function(*args, **kwargs)
+        if current_mode() is None or in_transform() or not self._is_wanted(args, kwargs):
+            return self._by_torch(*args, **kwargs)
+        args, kwargs = _as_autocast_has_them(self.place.function, args, kwargs)
+        by_torch = outline(lambda: self._by_torch(*args, **kwargs))
+        if by_torch.fault:
+            raise NotImplementedError(
+                f"{self.place.name} {by_torch.fault}, which {self._own.fn} in its place cannot do. Leave such calls to "
+                "torch with override(..., when=...), or put a function in the place of one that returns new tensors."
+            )
+        leaves, tree = torch_pytree.tree_flatten(by_torch.result)
+        wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        values, rounds = self._arguments(args, kwargs), torch.is_autocast_enabled("cpu")
+        known, tensors = self._calls.of(values, [*map(like, wanted)], rounds=rounds)
+        results = iter(
+            found if fake.requires_grad or not found.requires_grad else found.detach()
+            for fake, found in zip(wanted, run_known(known, tensors), strict=True)
+        )
+        return torch_pytree.tree_unflatten([next(results) if isinstance(v, torch.Tensor) else v for v in leaves], tree)
+
+    def _is_wanted(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
+        return self._when is None or bool(self._when(*args, **kwargs))
+
+    def _by_torch(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        token = _LEFT.set((*_LEFT.get(), self))
+        try:
+            return self.otherwise(*args, **kwargs)
+        finally:
+            _LEFT.reset(token)
+
+    def _arguments(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+        """The arguments of the JAX function, by position and by keyword, with all defaults."""
+        if self._takes is not None:
+            args, kwargs = self._takes(*args, **kwargs), {}
+            if not isinstance(args, tuple):
+                raise TypeError(
+                    f"override: takes must return a tuple, the arguments of {self._own.fn}, got {type(args).__name__}."
+                )
+        if self._signature is None:
+            return args, kwargs
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{self._own.fn} is called as {self.place.name} is, and cannot be: {error}. Give it the same parameters, "
+                "leave such calls to torch with override(..., when=...), or choose its arguments with takes=."
+            ) from None
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def _run(self, values: Sequence[PyTree]) -> PyTree:
+        args, kwargs = values
+        parameters = [] if self._signature is None else [*self._signature.parameters]
+        names = [parameters[i] if i < len(parameters) else f"argument {i}" for i in range(len(args))]
+        by_keyword = sorted(kwargs, key=lambda name: parameters.index(name) if name in parameters else len(parameters))
+
+        def run(*values: PyTree) -> PyTree:
+            return self._fn(*values[: len(args)], **dict(zip(by_keyword, values[len(args) :], strict=True)))
+
+        values = [*args, *(kwargs[name] for name in by_keyword)]
+        return self._split.run(run, values, [*names, *by_keyword], f"{self._own.fn}, in place of {self.place.name},")
+
+
+def _signature_of(fn: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # of C, which does not say
+        return None
+
+
+def _as_autocast_has_them(
+    function: Callable[..., Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """The arguments of a function of torch in the precision in which autocast would run it."""
+    args, kwargs = widened(function, args, kwargs)
+    if not torch.is_autocast_enabled("cpu") or getattr(function, "__name__", "") not in PRODUCTS:
+        return args, kwargs
+    if _name_in_torch(function) is None:
+        return args, kwargs
+    dtype = torch.get_autocast_dtype("cpu")
+    is_cast = (torch.float32, *LOWER)
+    return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype in is_cast else t, (args, kwargs))
