@@ -282,8 +282,8 @@ def _errors_for_users() -> Iterator[None]:
             raise NotImplementedError(f"An operator that writes in place cannot be captured: {error}") from error
         if isinstance(error, UnsupportedOperatorException) or _NO_FAKE_RULE in str(error):
             raise NotImplementedError(
-                f"{user_frame(error)}\nHere an operator has no fake rule, which says the shapes and dtypes of its results: "
-                f"{error}\nRegister one: @torch.library.register_fake('mylib::op')."
+                f"{user_frame(error)}\nHere an operator has no fake rule, which says the shapes and dtypes of its "
+                f"results: {error}\nRegister one: @torch.library.register_fake('mylib::op')."
             ) from error
         shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
         value_needed = isinstance(error, DataDependentOutputException)

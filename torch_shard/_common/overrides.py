@@ -9,7 +9,7 @@ ours is one file, and the capture, which reads them, knows none of them.
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from torch_shard._common.patching import Owner
 from torch_shard._common.types import Operator
 
 F = TypeVar("F", bound=Callable[..., object])
+K = TypeVar("K")
+V = TypeVar("V")
 
 Rewrite = Callable[[Node], Node | None]
 
@@ -69,11 +71,25 @@ def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
     return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
 
 
+def replace_in(table: dict[K, V], entries: Mapping[K, V]) -> Callable[[], None]:
+    """Put entries into a table; returns what puts back those that they have replaced."""
+    before = {key: table[key] for key in entries if key in table}
+    table.update(entries)
+
+    def undo() -> None:
+        for key, value in entries.items():
+            if table.get(key) is value:  # nobody has replaced it in turn
+                del table[key]
+                table.update({key: before[key]} if key in before else {})
+
+    return undo
+
+
 def attribute_overrides() -> Iterator[tuple[Owner, str, Callable[..., Any]]]:
     """Overrides of what is found by a name: owner, name, and what is called instead."""
     yield from ATTRIBUTES
     by_id = {id(function): own for function, own in HELD.items()}
-    for module in list(sys.modules.values()) if HELD else ():
+    for module in cast(list[object], list(sys.modules.values())) if HELD else ():
         if isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
                 if id(value) in by_id:

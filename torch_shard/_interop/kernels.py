@@ -36,9 +36,11 @@ class Kernel:
         'torch.tanh'
     """
 
-    def __init__(self, fn: Callable[..., PyTree], name: str, put: Callable[[], Callable[[], None]]) -> None:
-        self.fn, self.name = fn, name
-        for earlier in [k for k in KERNELS if isinstance(k, Kernel) and k.name == name]:
+    def __init__(
+        self, fn: Callable[..., PyTree], name: str, place: object, put: Callable[[], Callable[[], None]]
+    ) -> None:
+        self.fn, self.name, self._place = fn, name, place
+        for earlier in [k for k in KERNELS if isinstance(k, Kernel) and k._place == place]:
             if not _is_again(earlier.fn, fn):
                 raise ValueError(
                     f"{caller()}: {name} has {described(earlier.fn)} in its place already. Call .remove() on what "
@@ -75,8 +77,8 @@ def _is_again(earlier: Callable[..., object], fn: Callable[..., object]) -> bool
 
 def described(fn: Callable[..., object]) -> str:
     """The name of a function, with its file and line where Python knows them."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    code = getattr(inspect.unwrap(fn), "__code__", None)
+    fn = inspect.unwrap(getattr(fn, "func", fn))  # of functools.partial
+    name, code = getattr(fn, "__qualname__", type(fn).__name__), getattr(fn, "__code__", None)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 

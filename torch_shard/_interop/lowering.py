@@ -11,7 +11,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import as_captured, has_derivative, in_transform, is_composite, writes_or_aliases
 from torch_shard._common.caller import caller, public, speaks_as
-from torch_shard._common.overrides import FUNCTIONS
+from torch_shard._common.overrides import FUNCTIONS, replace_in
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import run_known
@@ -74,7 +74,7 @@ def lowering(
     @speaks_as("lowering")
     def register(fn: Callable[..., PyTree]) -> Kernel:
         _check_function(op, fn)
-        return Kernel(fn, op.name().removesuffix(".default"), _Lowered(op, fn, split).put)
+        return Kernel(fn, op.name().removesuffix(".default"), op, _Lowered(op, fn, split).put)
 
     return register
 
@@ -91,7 +91,7 @@ def _operator(operator: object) -> Operator:
         )
     names = found.overloads()
     if len(names) != 1:
-        overloads = ", ".join(f"torch.ops.{str(found)}.{name}" for name in names)
+        overloads = ", ".join(f"torch.ops.{found!s}.{name}" for name in names)
         raise ValueError(f"{caller()}: {found} has {len(names)} overloads. Say which: {overloads}.")
     return getattr(found, names[0])
 
@@ -151,12 +151,13 @@ class _Lowered:
     def put(self) -> Callable[[], None]:
         """Put it into the tables; returns what takes it away."""
         packet = self.op.overloadpacket
-        LOWERINGS[self.op], FUNCTIONS[self.op], FUNCTIONS[packet] = self, self.captured, _by_overload(packet)
-        if _key_first(self.op):
-            RANDOM.add(self.op)
+        functions = replace_in(FUNCTIONS, {self.op: self.captured, packet: _by_overload(packet)})
+        lowering = replace_in(LOWERINGS, {self.op: self})
+        RANDOM.update([self.op] * len(_key_first(self.op)))
 
         def take_away() -> None:
-            del LOWERINGS[self.op], FUNCTIONS[self.op]
+            functions()
+            lowering()
             RANDOM.discard(self.op)
 
         return take_away
@@ -212,7 +213,7 @@ def _by_overload(packet: Any) -> Callable[..., PyTree]:
     """The operators of a packet as captures call them: the overload that the arguments choose."""
 
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)  # pyright: ignore
         overload = getattr(packet, name or "default")
         return FUNCTIONS.get(overload, overload)(*args, **kwargs)
 

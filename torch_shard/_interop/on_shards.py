@@ -43,8 +43,11 @@ class Split:
                 raise ValueError(f"{caller()}: a mesh needs in_specs and out_specs, which say how it is used.")
         for argument, specs in (("in_specs", self.in_specs), ("out_specs", self.out_specs)):
             for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
-                hint = "P() leaves an array whole."
-                check_kind(argument, spec, PartitionSpec, hint=hint)
+                if not _is_spec(spec):
+                    raise TypeError(
+                        f"{caller()}: {argument} holds jax.sharding.PartitionSpec, got {spec!r:.99}. P() leaves an "
+                        "array whole."
+                    )
                 faults = find_spec_faults(spec, (0,) * len(spec), self.mesh) if self.mesh is not None else ()
                 for fault, remedy in faults:
                     raise ValueError(f"{caller()}: {argument}: {fault}. {remedy}")
@@ -105,11 +108,13 @@ class Split:
                 own = own[position] if position < len(own) else None
             specs = [None] * len(leaves) if own is None else _spread(own, value, name, whose)
             for leaf, spec in zip(leaves, specs, strict=True):
-                if _is_array(leaf) and spec is None:
+                if not _is_array(leaf):
+                    continue
+                if spec is None:
                     faults.append(f"{name} {leaf.shape}: an array that in_specs has no spec for. P() leaves it whole.")
-                elif _is_array(leaf):
-                    pairs = find_spec_faults(spec, leaf.shape, mesh)
-                    faults += [f"{name} {leaf.shape}: {fault}. {remedy}" for fault, remedy in pairs]
+                    continue
+                pairs = find_spec_faults(spec, leaf.shape, mesh)
+                faults += [f"{name} {leaf.shape}: {fault}. {remedy}" for fault, remedy in pairs]
             found += specs
         if faults:
             raise ValueError(

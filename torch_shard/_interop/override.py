@@ -1,7 +1,8 @@
-"""`override`: a JAX function in the place of a function of torch, of a library or of a module's forward, in captures."""
+"""`override`: a JAX function in the place of one of torch, of a library or of a module's forward, in captures."""
 
 import contextvars
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -17,7 +18,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import current_mode, in_transform, outline, widened
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, public, speaks_as
-from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD
+from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.jax_function import like, run_known
@@ -80,13 +81,18 @@ def override(
     place = _Place.of(function)
     split = Split(in_specs, out_specs, mesh, check_vma)
     split.check()
+    if place.owner is not None and issubclass(place.owner, nn.Module) and takes is None:
+        raise TypeError(
+            f"override: {place.name} is given a module, which holds tensors. Say by takes= which of them the JAX "
+            "function gets, as takes=lambda norm, x: (x, norm.weight, norm.eps)."
+        )
     for argument, value in (("when", when), ("takes", takes)):
         check_kind(argument, value, Callable | None, hint="It is called with the arguments of torch's function.")
 
     @speaks_as("override")
     def register(fn: Callable[..., PyTree]) -> Kernel:
         check_kind("fn", fn, Callable, hint="Decorate a function of arrays.")
-        return Kernel(fn, place.name, lambda: place.put(_Override(place, fn, when, takes, split=split)))
+        return Kernel(fn, place.name, place, lambda: place.put(_Override(place, fn, when, takes, split=split)))
 
     return register
 
@@ -108,6 +114,11 @@ class _Place:
     owner: type | None = None
     attribute: str = ""
     targets: tuple[Callable[..., Any], ...] = ()
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature | None:
+        """The parameters of the function, where it is written in Python."""
+        return _signature_of(self.function)
 
     @classmethod
     def of(cls, function: Any) -> "_Place":
@@ -143,17 +154,15 @@ class _Place:
             entry = self.owner, self.attribute, call
             ATTRIBUTES.append(entry)
             return lambda: ATTRIBUTES.remove(entry)
-        before = {target: FUNCTIONS[target] for target in self.targets if target in FUNCTIONS}
-        instead.otherwise = before.get(self.function, self.function)
-        FUNCTIONS.update(dict.fromkeys(self.targets, call))
-        if isinstance(self.function, types.FunctionType | types.BuiltinFunctionType):
-            HELD[self.function] = call  # also where a function of torch calls another, which torch's tracing cannot see
+        instead.otherwise = FUNCTIONS.get(self.function, self.function)
+        functions = replace_in(FUNCTIONS, dict.fromkeys(self.targets, call))
+        # Also where a function of torch calls another, which torch's tracing cannot see.
+        is_held = isinstance(self.function, types.FunctionType | types.BuiltinFunctionType)
+        held = replace_in(HELD, {self.function: call} if is_held else {})
 
         def take_away() -> None:
-            for target in self.targets:
-                del FUNCTIONS[target]
-            FUNCTIONS.update(before)
-            HELD.pop(self.function, None)
+            functions()
+            held()
 
         return take_away
 
@@ -197,7 +206,7 @@ class _Override:
         split: Split,
     ) -> None:
         self.place, self._fn, self._when, self._takes, self._split = place, fn, when, takes, split
-        self.otherwise, self._signature = place.function, _signature_of(fn)
+        self.otherwise = place.function
         self._own = Own(place.name, described(fn), f"{place.name} does, whose place it takes")
         self._calls = Calls(self._run, self._own)
 
@@ -223,9 +232,6 @@ class _Override:
         )
         return torch_pytree.tree_unflatten([next(results) if isinstance(v, torch.Tensor) else v for v in leaves], tree)
 
-    def _is_wanted(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> bool:
-        return self._when is None or bool(self._when(*args, **kwargs))
-
     def _by_torch(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         token = _LEFT.set((*_LEFT.get(), self))
         try:
@@ -233,29 +239,45 @@ class _Override:
         finally:
             _LEFT.reset(token)
 
+    def _is_wanted(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> bool:
+        if self._when is None:
+            return True
+        args, kwargs = self._fitted(self._when, args, kwargs)
+        return bool(self._when(*args, **kwargs))
+
     def _arguments(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         """The arguments of the JAX function, by position and by keyword, with all defaults."""
-        if self._takes is not None:
-            args, kwargs = self._takes(*args, **kwargs), {}
-            if not isinstance(args, tuple):
-                raise TypeError(
-                    f"override: takes must return a tuple, the arguments of {self._own.fn}, got {type(args).__name__}."
-                )
-        if self._signature is None:
+        if self._takes is None:
+            return self._fitted(self._fn, args, kwargs)
+        args, kwargs = self._fitted(self._takes, args, kwargs)
+        given = self._takes(*args, **kwargs)
+        if not isinstance(given, tuple):
+            raise TypeError(
+                f"override: takes must return a tuple, the arguments of {self._own.fn}, got {type(given).__name__}."
+            )
+        return given, {}
+
+    def _fitted(
+        self, fn: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """The arguments of a call of torch's function as those of `fn`."""
+        signature = _signature_of(fn)
+        if signature is None:
             return args, kwargs
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = bind_as(self.place.signature, signature, args, kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{self._own.fn} is called as {self.place.name} is, and cannot be: {error}. Give it the same parameters, "
-                "leave such calls to torch with override(..., when=...), or choose its arguments with takes=."
+                f"{described(fn)} is called as {self.place.name} is, and cannot be: {error}. Give it the same "
+                "parameters, leave such calls to torch by when=, or choose its arguments by takes=."
             ) from None
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
     def _run(self, values: Sequence[PyTree]) -> PyTree:
         args, kwargs = values
-        parameters = [] if self._signature is None else [*self._signature.parameters]
+        signature = _signature_of(self._fn)
+        parameters = [] if signature is None else [*signature.parameters]
         names = [parameters[i] if i < len(parameters) else f"argument {i}" for i in range(len(args))]
         by_keyword = sorted(kwargs, key=lambda name: parameters.index(name) if name in parameters else len(parameters))
 
@@ -271,6 +293,46 @@ def _signature_of(fn: Callable[..., object]) -> inspect.Signature | None:
         return inspect.signature(fn)
     except (TypeError, ValueError):  # of C, which does not say
         return None
+
+
+def bind_as(
+    own: inspect.Signature | None,
+    signature: inspect.Signature,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call of one function to the parameters of another, which may lack some with defaults.
+
+    PyTorch calls by all parameters, by keyword, what it was called with in another way: where those of the function
+    are known, they come by position, and the last of them may be missing where they are defaults.
+
+    Raises:
+        TypeError: They do not fit.
+    """
+    if own is None:
+        return signature.bind(*args, **kwargs)
+    given = own.bind(*args, **kwargs)
+    given.apply_defaults()
+    positional = [p for p in own.parameters.values() if p.kind < inspect.Parameter.VAR_POSITIONAL]
+    kept = [*given.args]
+    by_name = {
+        name: value
+        for name, value in given.kwargs.items()
+        if name in signature.parameters or name not in own.parameters or not _is_default(value, own.parameters[name])
+    }
+    while True:
+        try:
+            return signature.bind(*kept, **by_name)
+        except TypeError:
+            if not 0 < len(kept) <= len(positional) or not _is_default(kept[-1], positional[len(kept) - 1]):
+                raise
+            kept.pop()
+
+
+def _is_default(value: object, parameter: inspect.Parameter) -> bool:
+    default = parameter.default
+    is_plain = isinstance(value, int | float | str) and type(value) is type(default)
+    return value is default or (is_plain and value == default)
 
 
 def _as_autocast_has_them(
