@@ -213,8 +213,8 @@ def _by_overload(packet: Any) -> Callable[..., PyTree]:
     """The operators of a packet as captures call them: the overload that the arguments choose."""
 
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)  # pyright: ignore
-        overload = getattr(packet, name or "default")
+        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+        overload: Any = getattr(packet, name or "default")
         return FUNCTIONS.get(overload, overload)(*args, **kwargs)
 
     return call
