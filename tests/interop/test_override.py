@@ -266,6 +266,23 @@ def test_maps_of_jax():
         torch.testing.assert_close(mapped(X.repeat(4, 1)).cpu(), X.repeat(4, 1).tanh(), **CLOSE)
 
 
+def test_products_have_the_precision_that_is_asked_for():
+    found = []
+
+    def note(*results):
+        found.append(jax.config.jax_default_matmul_precision)
+        return results[0]
+
+    noting = jax.custom_vjp(lambda x: note(jnp.tanh(x)))
+    noting.defvjp(lambda x: (note(jnp.tanh(x)), x), lambda x, grad: (note(grad * (1 - jnp.tanh(x) ** 2)),))
+    for asked, wanted in ((None, "highest"), ("default", "default")):
+        with ts.override(torch.tanh, matmul_precision=asked)(lambda x: noting(x)):
+            ts.jax_jit(ts.jax_grad(lambda x: torch.tanh(x).sum()))(X)
+        assert len(found) >= 2
+        assert set(found) == {wanted}
+        found.clear()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_is_as_torch_has_it(device):
     dtypes = []
@@ -325,6 +342,7 @@ REFUSED = {
     "ts.override(torch.tanh)(3)": "TypeError: override: fn must be a Callable, got int. Decorate a function of arrays.",
     "ts.override(torch.tanh, when=True)": "TypeError: override: when must be a Callable or None, got bool.",
     "ts.override(torch.tanh, takes='x')": "TypeError: override: takes must be a Callable or None, got str.",
+    "ts.override(torch.tanh, matmul_precision='lowest')": "ValueError: override: matmul_precision: ",
     "ts.override(torch.tanh, out_specs=P())": "ValueError: override: in_specs and out_specs go together",
     "run(torch.tanh, lambda: 1)": "TypeError: <lambda> .* is called as torch.tanh is, and cannot be: too many pos.*takes=",
     "run(torch.tanh, jnp.tanh, takes=lambda x: x)": "TypeError: override: takes must return a tuple, the arguments of ",

@@ -60,6 +60,7 @@ class KnownFunction:
         results: Shapes and dtypes of what it returns.
         own: The function of the user's that it is; None for a derivative.
         operator: The operator that it is the lowering of, as a function of tensors: captured in its place.
+        precision: Of the products in it and in its derivatives, as `jax.default_matmul_precision` has it.
     """
 
     def __init__(
@@ -68,19 +69,28 @@ class KnownFunction:
         results: list[Like],
         own: Own | None = None,
         operator: Callable[..., list[torch.Tensor]] | None = None,
+        *,
+        precision: str | None = None,
     ) -> None:
-        self.fn, self.results, self.own, self.operator = fn, results, own, operator
+        self.fn, self.results, self.own, self.operator, self.precision = fn, results, own, operator, precision
         self.handle = next(_HANDLES)
         _FUNCTIONS[self.handle] = self
         # A cache of its own: one of the class would keep every function for ever.
         self.vjp = functools.cache(self._vjp)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        return self.fn(*arrays)
+        with precision_of(self.precision):
+            return self.fn(*arrays)
 
     def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...], likes: tuple[Like, ...]) -> "KnownFunction":
         """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`, which are like these."""
-        return KnownFunction(_vjp_of(self.fn, wanted, given), [*itertools.compress(likes, wanted)])
+        vjp = _vjp_of(self.fn, wanted, given)
+        return KnownFunction(vjp, [*itertools.compress(likes, wanted)], precision=self.precision)
+
+
+def precision_of(name: str | None) -> contextlib.AbstractContextManager[object]:
+    """The scope of a precision of products; None leaves it as it is."""
+    return contextlib.nullcontext() if name is None else jax.default_matmul_precision(name)
 
 
 def _told(constant: Any) -> object:
@@ -129,7 +139,8 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
 
 @lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
 def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    return _FUNCTIONS[handle].fn(*arrays)
+    called = _FUNCTIONS[handle]
+    return called(*arrays) if isinstance(called, KnownFunction) else called.fn(*arrays)
 
 
 @rewrites(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)

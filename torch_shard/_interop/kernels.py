@@ -88,10 +88,11 @@ class Calls:
     Args:
         run: The kernel as a function of a list of arguments.
         own: What it is, for errors and reports.
+        precision: Of the products in it and in its derivatives.
     """
 
-    def __init__(self, run: Callable[[Sequence[PyTree]], PyTree], own: Own) -> None:
-        self._run, self._own = run, own
+    def __init__(self, run: Callable[[Sequence[PyTree]], PyTree], own: Own, precision: str | None) -> None:
+        self._run, self._own, self._precision = run, own, precision
         self._known: dict[object, KnownFunction] = {}
 
     def of(
@@ -150,7 +151,8 @@ class Calls:
             found = operator(*filled(tensors)) if operator is not None else ()
             return [found] if isinstance(found, torch.Tensor) else list(found)
 
-        return KnownFunction(run, list(results), self._own, None if operator is None else run_operator)
+        operate = None if operator is None else run_operator
+        return KnownFunction(run, list(results), self._own, operate, precision=self._precision)
 
 
 _GAP = object()

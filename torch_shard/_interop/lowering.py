@@ -28,6 +28,7 @@ def lowering(
     out_specs: PyTree = None,
     mesh: Mesh | None = None,
     check_vma: bool = True,
+    matmul_precision: str | None = None,
 ) -> Callable[[Callable[..., PyTree]], Kernel]:
     """Give an operator of your own, registered with `torch.library`, its meaning in JAX; a decorator.
 
@@ -47,6 +48,8 @@ def lowering(
         mesh: The devices, by default those of the step; without a mesh the function gets whole arrays.
         check_vma: As in `jax.shard_map`; Pallas kernels may need False, with which a result that differs between
             devices where `out_specs` says that it does not is silently that of one device.
+        matmul_precision: Of the products in the function and its derivatives, as `jax.default_matmul_precision` has it;
+            by default torch's (`torch.set_float32_matmul_precision`). Pallas kernels for TPUs may need "default".
 
     Returns:
         A decorator, which returns a `Kernel`: the function, with `remove()`.
@@ -67,7 +70,7 @@ def lowering(
         >>> kernel.remove()
     """
     op = _operator(operator)
-    split = Split(in_specs, out_specs, mesh, check_vma)
+    split = Split(in_specs, out_specs, mesh, check_vma, matmul_precision)
     split.check()
     _check_operator(op)
 
@@ -146,7 +149,7 @@ class _Lowered:
         name = op.name().removesuffix(".default")
         self.op, self.fn, self.split = op, fn, split
         self.own = Own(name, described(fn), f"the fake rule of {name} (torch.library.register_fake) says")
-        self._calls = Calls(self._run, self.own)
+        self._calls = Calls(self._run, self.own, split.matmul_precision)
 
     def put(self) -> Callable[[], None]:
         """Put it into the tables; returns what takes it away."""
@@ -215,6 +218,7 @@ def _by_overload(packet: Any) -> Callable[..., PyTree]:
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
         overload: Any = getattr(packet, name or "default")
-        return FUNCTIONS.get(overload, overload)(*args, **kwargs)
+        run: Callable[..., PyTree] = FUNCTIONS.get(overload) or overload
+        return run(*args, **kwargs)
 
     return call

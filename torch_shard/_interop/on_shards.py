@@ -1,4 +1,4 @@
-"""How a user's own JAX function is split over a mesh: each device runs it on its own part of the arrays."""
+"""How a user's own JAX function runs: split over a mesh, where each device has its part of the arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,29 +12,36 @@ from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._interop.closure import MoreInputs, Reader
+from torch_shard._interop.jax_function import precision_of
 from torch_shard._lowering import current_rows
 from torch_shard._sharding import check_mesh, describe_mesh, find_spec_faults
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a kernel is split over a mesh: as `jax.shard_map` is told, by arguments in the order of its parameters.
+    """How a kernel is run: over a mesh as `jax.shard_map` is told, by arguments in the order of its parameters.
 
     Attributes:
         in_specs: One spec for all arrays, or one or a pytree of them for each argument; None to leave it whole.
         out_specs: Those of the results.
         mesh: By default that of the step.
         check_vma: Whether JAX tracks what varies over which axes.
+        matmul_precision: Of the products in it; None for torch's.
     """
 
     in_specs: PyTree
     out_specs: PyTree
     mesh: Mesh | None
     check_vma: bool
+    matmul_precision: str | None
 
     def check(self) -> None:
         """Refuse specs that are none, or that do not go together."""
         check_kind("check_vma", self.check_vma, bool)
+        try:
+            precision_of(self.matmul_precision)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{caller()}: matmul_precision: {error}") from error
         if (self.in_specs is None) != (self.out_specs is None):
             raise ValueError(f"{caller()}: in_specs and out_specs go together: give both, or neither.")
         if self.mesh is not None:
@@ -56,7 +63,7 @@ class Split:
         """The results of `fn` on these arguments, on its own part of them on each device of the mesh."""
         rows = current_rows()
         mesh = self.mesh if self.mesh is not None or rows is None else rows.mesh
-        with Reader((), ()).active():
+        with Reader((), ()).active(), precision_of(self.matmul_precision):
             try:
                 if self.in_specs is None or mesh is None:
                     return fn(*values)

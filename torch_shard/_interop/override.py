@@ -37,6 +37,7 @@ def override(
     out_specs: PyTree = None,
     mesh: Mesh | None = None,
     check_vma: bool = True,
+    matmul_precision: str | None = None,
 ) -> Callable[[Callable[..., PyTree]], Kernel]:
     """Put a JAX or Pallas function in the place of a function of torch, in programs; a decorator.
 
@@ -61,6 +62,8 @@ def override(
         mesh: The devices, by default those of the step; without a mesh the function gets whole arrays.
         check_vma: As in `jax.shard_map`; Pallas kernels may need False, with which a result that differs between
             devices where `out_specs` says that it does not is silently that of one device.
+        matmul_precision: Of the products in the function and its derivatives, as `jax.default_matmul_precision` has it;
+            by default torch's (`torch.set_float32_matmul_precision`). Pallas kernels for TPUs may need "default".
 
     Returns:
         A decorator, which returns a `Kernel`: the JAX function, with `remove()`; also for a `with` statement.
@@ -79,7 +82,7 @@ def override(
         >>> gelu.remove()
     """
     place = _Place.of(function)
-    split = Split(in_specs, out_specs, mesh, check_vma)
+    split = Split(in_specs, out_specs, mesh, check_vma, matmul_precision)
     split.check()
     if place.owner is not None and issubclass(place.owner, nn.Module) and takes is None:
         raise TypeError(
@@ -208,7 +211,7 @@ class _Override:
         self.place, self._fn, self._when, self._takes, self._split = place, fn, when, takes, split
         self.otherwise = place.function
         self._own = Own(place.name, described(fn), f"{place.name} does, whose place it takes")
-        self._calls = Calls(self._run, self._own)
+        self._calls = Calls(self._run, self._own, split.matmul_precision)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if self in _LEFT.get():
