@@ -283,6 +283,47 @@ def test_products_have_the_precision_that_is_asked_for():
         found.clear()
 
 
+def test_calls_of_pytorch_itself_are_left_alone():
+    """Rules of shapes are written in torch, as that of a select by a mask."""
+    with ts.override(torch.where)(traced_like(jnp.where)), ts.override(torch.sum)(lambda x: jnp.sum(x)):
+        x = torch.arange(6.0)
+        found = ts.jax_jit(ts.jax_grad(lambda x: torch.nn.functional.huber_loss(x, x * 2) + torch.sum(x.diag())))(x)
+    leaf = x.clone().requires_grad_()
+    (torch.nn.functional.huber_loss(leaf, leaf * 2) + torch.sum(leaf.diag())).backward()
+    torch.testing.assert_close(found.cpu(), leaf.grad)
+
+
+@pytest.mark.slow
+def test_a_pallas_kernel_for_tpus_compiles_in_layers_on_a_mesh():
+    """Its kernel of attention, forward and backward, in a loop, for a machine that is not there."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    def splash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+        masks = [splash_attention_mask.CausalMask(q.shape[2:3] * 2)] * q.shape[1]
+        mask = splash_attention_mask.MultiHeadMask(masks)
+        run = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+        return jax.vmap(run)(q * q.shape[-1] ** -0.5, k, v)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (2, 128)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), *(Attention() for _ in range(3)))
+    mesh = ts.make_mesh(topology="v5e:2x2", batch=2, model=2)
+    options = {"in_specs": (HEADS_SPLIT,) * 3, "out_specs": HEADS_SPLIT, "check_vma": False}
+    with ts.override(F.scaled_dot_product_attention, matmul_precision="default", **options)(splash):
+        step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=mesh, plan=WHOLE)
+        program = step.preview(torch.empty(4, 256, 256, device="meta")).compiled
+    assert "1 to 3: one loop, 3 iterations" in step.report()
+    assert program.as_text().count("tpu_custom_call") >= 3
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_is_as_torch_has_it(device):
     dtypes = []
@@ -339,6 +380,7 @@ REFUSED = {
     "ts.override(nn.ReLU())": "TypeError: override: function must be .*, got ReLU",
     "ts.override(inner())": "TypeError: override: inner.<locals>.local .* is found under no name in a module or class",
     "ts.override(Norm)": "TypeError: override: .*Norm.forward is given a module, which holds tensors. Say by takes= which",
+    "ts.override(torch.ops.aten.tanh.default)": "TypeError: override: aten.tanh.default is one of several overloads",
     "ts.override(torch.tanh)(3)": "TypeError: override: fn must be a Callable, got int. Decorate a function of arrays.",
     "ts.override(torch.tanh, when=True)": "TypeError: override: when must be a Callable or None, got bool.",
     "ts.override(torch.tanh, takes='x')": "TypeError: override: takes must be a Callable or None, got str.",

@@ -4,7 +4,14 @@ from torch_shard._capture.attention_masks import is_causal_mask
 from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting, widened
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
-from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws, specialise
+from torch_shard._capture.data_dependence import (
+    DEVICE_OF,
+    drawing_along,
+    num_draws,
+    skip_draws,
+    specialise,
+    within_operator,
+)
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -100,5 +107,6 @@ __all__ = [
     "unknown_like",
     "untraced",
     "widened",
+    "within_operator",
     "writes_or_aliases",
 ]

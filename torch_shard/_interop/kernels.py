@@ -145,7 +145,7 @@ class Calls:
             found = jax.tree.leaves(self._run(filled(arrays)))
             if not rounds:
                 return found
-            return [f.astype(jax_dtype(dtype)) for f, (_, dtype) in zip(found, results, strict=False)]
+            return [_rounded(f, dtype) for f, (_, dtype) in zip(found, results, strict=len(found) == len(results))]
 
         def run_operator(*tensors: torch.Tensor) -> list[torch.Tensor]:
             found = operator(*filled(tensors)) if operator is not None else ()
@@ -153,6 +153,11 @@ class Calls:
 
         operate = None if operator is None else run_operator
         return KnownFunction(run, list(results), self._own, operate, precision=self._precision)
+
+
+def _rounded(array: jax.Array, dtype: torch.dtype) -> jax.Array:
+    is_float = dtype.is_floating_point and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return array.astype(jax_dtype(dtype)) if is_float else array
 
 
 _GAP = object()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import current_mode, in_transform, outline, widened
+from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
 from torch_shard._common.caller import caller, public, speaks_as
 from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
@@ -127,6 +127,14 @@ class _Place:
     def of(cls, function: Any) -> "_Place":
         if isinstance(function, type) and issubclass(function, nn.Module):
             return cls(f"{function.__module__}.{function.__qualname__}.forward", function.forward, function, "forward")
+        function = getattr(function, "_opoverload", function)  # of what custom_op returns
+        if isinstance(function, torch._ops.OpOverload):
+            if len(function.overloadpacket.overloads()) > 1:
+                raise TypeError(
+                    f"{caller()}: {function} is one of several overloads, which are replaced together. Give "
+                    f"torch.ops.{function.overloadpacket}, and choose the calls by when=."
+                )
+            function = function.overloadpacket
         if isinstance(function, torch._ops.OpOverloadPacket):
             overloads = [getattr(function, name) for name in function.overloads()]
             return cls(str(function), function, targets=(function, *overloads))
@@ -216,7 +224,8 @@ class _Override:
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if self in _LEFT.get():
             return self.place.function(*args, **kwargs)
-        if current_mode() is None or in_transform() or not self._is_wanted(args, kwargs):
+        is_users = current_mode() is not None and not within_operator() and not in_transform()
+        if not is_users or not self._is_wanted(args, kwargs):
             return self._by_torch(*args, **kwargs)
         args, kwargs = _as_autocast_has_them(self.place.function, args, kwargs)
         by_torch = outline(lambda: self._by_torch(*args, **kwargs))
