@@ -47,7 +47,7 @@ class Others(nn.Module):
             nn.LSTM(WIDTH, WIDTH, batch_first=True),
             nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True),
         )
-        self.conv, self.batch, self.group = nn.Conv1d(WIDTH, 8, 3), nn.BatchNorm1d(8), nn.GroupNorm(2, 8)
+        self.conv, self.batch, self.group = nn.Conv1d(WIDTH, 8, 3), nn.BatchNorm1d(8), nn.GroupNorm(2, 8, affine=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.recurrent(x)[0]

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
 from torch_shard._capture.constants import Asked, Constants
@@ -377,6 +377,11 @@ def skip_draws(count: int) -> int:
 def num_draws() -> int:
     """Number of random operators that the capture under way has run."""
     return _CURRENT.stack[-1].position
+
+
+def within_operator() -> bool:
+    """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
+    return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, rows_split
+from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, report_own, rows_split
 from torch_shard._scan import (
     Bundle,
     GraphInput,
@@ -73,7 +73,8 @@ class LossProgram:
         guard: ValueGuard,
     ) -> None:
         program, rolled, self.groups = captured
-        self.report = report(self.groups, rolled)
+        graphs = [program.graph.module, *(rolled.graphs if rolled else ())]
+        self.report = [*report(self.groups, rolled), *report_own(graphs)]
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
