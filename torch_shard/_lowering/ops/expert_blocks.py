@@ -134,9 +134,7 @@ def gated(pre_BH: jax.Array, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](gate.astype(wide)).astype(gate.dtype) * up
 
 
-def experts_forward(
-    tensors: tuple[jax.Array, ...], slots: Slots, activation: str
-) -> jax.Array:
+def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, activation: str) -> jax.Array:
     """`x_TD, weights_TK, up_EHD, down_EDF` to the sum over each token's experts that are here, (T, D)."""
     x_TD, weights_TK, up_EHD, down_EDF = tensors
     narrow, num_choices = x_TD.astype(up_EHD.dtype), weights_TK.shape[1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import torch
+import torch.nn.functional as F
 from jax import lax
 from jax.sharding import PartitionSpec
 from torch import nn
@@ -69,26 +70,39 @@ def _backward_shapes(
 
 
 class _Experts(torch.autograd.Function):
-    """`(plain form, activation, x_TD, ids_TK, weights_TK, up_EHD, down_EDF) -> out_TD`."""
+    """`(activation, x_TD, ids_TK, weights_TK, up_EHD, down_EDF) -> out_TD`."""
 
     @staticmethod
-    def forward(ctx: Any, plain: Callable[..., torch.Tensor], activation: str, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.plain, ctx.activation = plain, activation
+    def forward(ctx: Any, activation: str, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.activation = activation
         ctx.save_for_backward(*tensors)
         return torch.ops.torch_shard.experts(*tensors, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, ids, weights, up, down = ctx.saved_tensors
-        needed = [need for i, need in enumerate(ctx.needs_input_grad[2:]) if i != 1]
+        needed = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != 1]
         if torch.is_grad_enabled():  # for a derivative of this derivative
             wanted = [t for t, need in zip((x, weights, up, down), needed, strict=True) if need]
-            given = iter(torch.autograd.grad(ctx.plain(x, ids, weights), wanted, grads[0], create_graph=True))
+            out = _by_grouped_products(x, ids, weights, up, down, ctx.activation)
+            given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))
             found = [next(given) if need else None for need in needed]
         else:
-            all_four = torch.ops.torch_shard.experts_backward(*grads, x, ids, weights, up, down, ctx.activation)
-            found = [grad if need else None for grad, need in zip(all_four, needed, strict=True)]
-        return None, None, found[0], None, *found[1:]
+            each = torch.ops.torch_shard.experts_backward(*grads, x, ids, weights, up, down, ctx.activation)
+            found = [grad if need else None for grad, need in zip(each, needed, strict=True)]
+        return None, found[0], None, *found[1:]
+
+
+def _by_grouped_products(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """The same in operators that PyTorch has derivatives of."""
+    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}[activation]
+    expert, order = ids.flatten().sort(stable=True)
+    token, ends = order // ids.shape[1], (expert[:, None] <= torch.arange(len(up))).sum(0).to(torch.int32)
+    gate, inner = F.grouped_mm(x[token].to(up.dtype), up.mT, offs=ends).chunk(2, -1)
+    out = F.grouped_mm(act(gate) * inner, down.mT, offs=ends) * weights.flatten()[order, None]
+    return torch.zeros(x.shape, dtype=out.dtype).index_add(0, token, out).to(x.dtype)
 
 
 @instead_of_attribute("transformers.integrations.moe.ExpertsInterface", "__getitem__")
@@ -99,15 +113,11 @@ def experts_interface(interface: Any, name: str) -> Forward:
     if found is not moe.grouped_mm_experts_forward:
         return found
 
-    def forward(
-        module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        plain = functools.partial(found, module)
+    def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activation = _activation(module, moe)
         if activation is None or not _fits(module, x, ids, weights):
-            return plain(x, ids, weights)
-        tensors = x, ids, weights, module.gate_up_proj, module.down_proj
-        return _Experts.apply(plain, activation, *tensors)  # pyright: ignore[reportReturnType]
+            return found(module, x, ids, weights)
+        return _Experts.apply(activation, x, ids, weights, module.gate_up_proj, module.down_proj)  # pyright: ignore
 
     return forward
 
