@@ -1,14 +1,14 @@
-"""How often a loop runs whose number of rounds is known only as it runs: a note in its name, for what estimates costs."""
+"""How often a loop of unknown length is expected to run: a note in its name, for what estimates costs."""
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 
 
 @contextlib.contextmanager
-def expecting(trips: float) -> Iterator[None]:
+def expecting(trips: float) -> Generator[None]:
     """Note on loops that are traced within how often they are expected to run."""
     with jax.named_scope(f"about_{trips:.2f}_rounds"):
         yield

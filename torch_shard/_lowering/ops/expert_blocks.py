@@ -1,8 +1,8 @@
 """Gated experts in JAX, each over its own tokens in blocks: on every platform the arithmetic is about what is needed.
 
 `jax.lax.ragged_dot_general` becomes a dense product over all experts on TPUs and CPUs where the groups are summed over,
-as in the gradients of the experts' matrices. Here the rows of each expert are taken in blocks of one size, as many as it
-has; a block that reaches beyond them is followed by the next expert's, or not read, and counts nothing in a sum.
+as in the gradients of the experts' matrices. Here the rows of each expert are taken in blocks of one size, as many as
+it has; a block that reaches beyond them is followed by the next expert's, or not read, and counts nothing in a sum.
 
 Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F, B rows of a block.
 A slot is one of the T * K pairs of a token and its expert.

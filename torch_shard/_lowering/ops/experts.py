@@ -108,7 +108,7 @@ def _by_grouped_products(
 @instead_of_attribute("transformers.integrations.moe.ExpertsInterface", "__getitem__")
 def experts_interface(interface: Any, name: str) -> Forward:
     """HF's table of implementations of experts, with ours for the grouped products."""
-    found = super(type(interface), interface).__getitem__(name)
+    found = super(type(interface), interface).__getitem__(name)  # pyright: ignore[reportAttributeAccessIssue]
     moe: Any = sys.modules["transformers.integrations.moe"]
     if found is not moe.grouped_mm_experts_forward:
         return found
@@ -126,7 +126,7 @@ _NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "G
 """By the names of the classes of activations, PyTorch's and HF's."""
 
 
-def _activation(module: nn.Module, moe: Any) -> str | None:
+def _activation(module: Any, moe: Any) -> str | None:
     """The activation of gated experts that are nothing else; None if they are."""
     flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
     is_known = [getattr(module, flag, None) for flag in flags] == [True, True, False, False, False, False]
