@@ -31,6 +31,7 @@ SECTIONS = {  # and the simulated devices of each
     "ops": 8,
     "checkpoints": 8,
     "state": 8,
+    "precision": 1,
 }
 
 

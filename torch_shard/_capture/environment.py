@@ -14,7 +14,7 @@ from torch_shard._capture import clock, printing, replacements  # noqa: F401  (t
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import KERNELS, attribute_overrides
-from torch_shard._common.patching import patched
+from torch_shard._common.patching import Owner, patched
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,16 @@ def reference_kernels() -> Iterator[None]:
 def _substituted() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, substitute in attribute_overrides():
-            stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
+            owner = _imported(owner) if isinstance(owner, str) else owner
+            if owner is not None:
+                stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
         yield
+
+
+def _imported(name: str) -> Owner | None:
+    """A class by its module's name and its own, if the module has been imported and has it."""
+    module, _, own = name.rpartition(".")
+    return getattr(sys.modules.get(module), own, None)
 
 
 @contextlib.contextmanager

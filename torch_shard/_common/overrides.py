@@ -36,7 +36,7 @@ class Named(Protocol):
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Overrides of functions of torch, where a torch function mode sees the call."""
 
-ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
+ATTRIBUTES: list[tuple[Owner | str, str, Callable[..., Any]]] = []
 """Overrides of what is not such a function: owner, name, and what is called instead."""
 
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
@@ -57,8 +57,13 @@ def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
     return lambda fn: FUNCTIONS.update(dict.fromkeys(functions, fn)) or fn
 
 
-def instead_of_attribute(owner: Owner, name: str) -> Callable[[F], F]:
-    """Let a capture find the decorated function under this name of a class or module."""
+def instead_of_attribute(owner: Owner | str, name: str) -> Callable[[F], F]:
+    """Let a capture find the decorated function under this name of a class or module.
+
+    Args:
+        owner: The class or module; or `module.Class` of a library that nobody need have: if it has been imported.
+        name: Of the attribute.
+    """
     return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
 
 
@@ -92,7 +97,7 @@ def replace_in(table: dict[K, V], entries: Mapping[K, V]) -> Callable[[], None]:
     return undo
 
 
-def attribute_overrides() -> Iterator[tuple[Owner, str, Callable[..., Any]]]:
+def attribute_overrides() -> Iterator[tuple[Owner | str, str, Callable[..., Any]]]:
     """Overrides of what is found by a name: owner, name, and what is called instead."""
     yield from ATTRIBUTES
     by_id = {id(function): own for function, own in HELD.items()}
@@ -108,6 +113,11 @@ def is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     return (
         all(t.is_floating_point() and t.dtype == tensors[0].dtype for t in tensors)
         and not torch.is_autocast_enabled("cpu")
-        and not any(map(is_functorch_wrapped_tensor, tensors))
-        and cast(int, torch.autograd.forward_ad._current_level) < 0
+        and not is_transformed(tensors)
     )
+
+
+def is_transformed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a transform of torch.func, or forward-mode differentiation, is under way."""
+    level = cast(int, torch.autograd.forward_ad._current_level)
+    return level >= 0 or any(map(is_functorch_wrapped_tensor, tensors))

@@ -39,7 +39,7 @@ class ModuleCost:
         """Count what one instruction costs."""
         if cost.collective is not None:
             kind = cost.collective.kind
-            self.collectives[kind] = self.collectives.get(kind, 0) + cost.times
+            self.collectives[kind] = self.collectives.get(kind, 0) + int(cost.times)
             self.received[kind] = self.received.get(kind, 0.0) + cost.received_bytes
         self.flops += cost.flops
         self.memory_bytes += cost.memory_bytes

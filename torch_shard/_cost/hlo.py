@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from torch_shard._common.expected_trips import expected_trips
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16}
 
 _MOST_SOURCES = 30
@@ -161,11 +163,13 @@ class Hlo:
         """The arrays of the result of that name."""
         return arrays_of(self.types.get(name, ""))
 
-    def trips(self, loop: Instruction) -> int:
-        """How often the body of a loop runs."""
+    def trips(self, loop: Instruction) -> float:
+        """How often the body of a loop runs, or is expected to."""
         if (known := loop.find(r'known_trip_count":\{"n":"(\d+)"')) is not None:
             return int(known)
         condition = self.computations.get(loop.find(r"condition=%?([\w.\-]+)") or "", [])
+        if (expected := expected_trips(loop.find(r'op_name="([^"]*)"') or "")) is not None:
+            return expected
         limits = [i.operands[0] for i in condition if i.op == "constant" and i.operands and i.operands[0].isdecimal()]
         return max(map(int, limits), default=1)
 

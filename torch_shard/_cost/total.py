@@ -38,7 +38,7 @@ class Cost:
 
     label: str
     op: str
-    times: int
+    times: float
     cycles: int | None = None
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -67,7 +67,7 @@ class _Walk:
         self._seen: set[tuple[str | None, ...]] = set()
         self._sums: dict[tuple[str, str], float] = {}
 
-    def computation(self, name: str, times: int) -> Iterator[Cost]:
+    def computation(self, name: str, times: float) -> Iterator[Cost]:
         for instruction in self.hlo.computations[name]:
             if instruction.op in _FREE or instruction.op.endswith(("-done", "-update")):
                 continue
@@ -86,7 +86,7 @@ class _Walk:
                 if instruction.op != "custom-call" or _KERNEL in instruction.attributes:
                     yield self._own(instruction, times)
 
-    def _own(self, instruction: Instruction, times: int) -> Cost:
+    def _own(self, instruction: Instruction, times: float) -> Cost:
         called = self.hlo.called(instruction) if instruction.op == "fusion" else []
         cycles = _cycles(instruction)
         if cycles is None and called:
@@ -96,7 +96,7 @@ class _Walk:
             self.hlo.label(instruction),
             instruction.op,
             times,
-            cycles=None if cycles is None else cycles * times,
+            cycles=None if cycles is None else int(cycles * times),
             flops=(flops_of(self.hlo, instruction) + sum(self._sum(name, "flops") for name in called)) * times,
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
@@ -115,7 +115,7 @@ class _Walk:
             self._sums[computation, what] = total
         return self._sums[computation, what]
 
-    def _fused_collectives(self, computation: str, times: int, label: str) -> Iterator[Cost]:
+    def _fused_collectives(self, computation: str, times: float, label: str) -> Iterator[Cost]:
         scatters = "all-reduce-scatter" in computation
         for instruction in self.hlo.computations[computation]:
             if instruction.kind in KINDS:
@@ -126,7 +126,7 @@ class _Walk:
                     yield from self._fused_collectives(called, times, label)
 
     def _collective(
-        self, instruction: Instruction, times: int, label: str, *, scatters: bool = False
+        self, instruction: Instruction, times: float, label: str, *, scatters: bool = False
     ) -> Iterator[Cost]:
         if (key := identity(instruction)) in self._seen:
             return

@@ -10,6 +10,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     conv,
     ctc,
     embedding_bag,
+    experts,
     grouped_mm,
     indexing,
     linalg,

@@ -1,0 +1,183 @@
+"""Gated experts in JAX, each over its own tokens in blocks: on every platform the arithmetic is about what is needed.
+
+`jax.lax.ragged_dot_general` becomes a dense product over all experts on TPUs and CPUs where the groups are summed over,
+as in the gradients of the experts' matrices. Here the rows of each expert are taken in blocks of one size, as many as
+it has; a block that reaches beyond them is followed by the next expert's, or not read, and counts nothing in a sum.
+
+Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F, B rows of a block.
+A slot is one of the T * K pairs of a token and its expert.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from torch_shard._common.axes import vary_like
+from torch_shard._common.expected_trips import expecting
+from torch_shard._common.types import PyTree
+
+LARGEST, SMALLEST = 1024, 8
+"""Rows of a block: half of what an expert has if all have as many, within these bounds.
+
+For each block the sum of a gradient is read and written once; 1024 rows are as much arithmetic on a TPU v5e.
+"""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Slots in the order of their experts.
+
+    Attributes:
+        order: The slots, those of no expert here last; followed by a block of zeros.
+        place: Of each slot in this order, (T, K).
+        starts: Of each expert in this order, (E,).
+        ends: See there.
+        block: Rows of a block.
+        expected: Number of blocks of an expert, if all have as many slots.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+    block: int
+    expected: float
+
+    @property
+    def are_here(self) -> jax.Array:
+        """Of each slot, whether its expert is here, (T, K)."""
+        return self.place < self.ends[-1]
+
+    def read(self, sorted_values: jax.Array) -> jax.Array:
+        """`(T, K, ...)` of what was written in order; zero where the expert is not here."""
+        here = self.are_here.reshape(self.place.shape + (1,) * (sorted_values.ndim - 1))
+        return jnp.where(here, sorted_values[self.place], 0)
+
+
+def sort_slots(ids_TK: jax.Array, first: int | jax.Array, num_here: int, num_experts: int) -> Slots:
+    """Sort slots by their experts, of which `num_here` from `first` on are here."""
+    ids = ids_TK.reshape(-1).astype(jnp.int32) - first
+    ids = jnp.where((ids >= 0) & (ids < num_here), ids, num_here)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    place = jnp.argsort(order).astype(jnp.int32).reshape(ids_TK.shape)
+    ends = jnp.sum(ids[:, None] <= jnp.arange(num_here), axis=0, dtype=jnp.int32)
+    mean = len(ids) / num_experts
+    block = _block(mean)
+    return Slots(
+        order=jnp.pad(order, (0, block)),
+        place=place,
+        starts=jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]),
+        ends=ends,
+        block=block,
+        expected=max(mean / block + 0.5, 1.0),
+    )
+
+
+def _block(mean: float) -> int:
+    step = 128 if mean >= 256 else SMALLEST
+    return min(max(math.ceil(mean / 2 / step) * step, SMALLEST), LARGEST)
+
+
+def run_blocks(
+    slots: Slots,
+    experts: PyTree,
+    zeros: tuple[PyTree, PyTree],
+    step: Callable[[PyTree, jax.Array, jax.Array], tuple[PyTree, PyTree]],
+) -> tuple[PyTree, PyTree]:
+    """Run a function for all blocks of all experts.
+
+    Args:
+        slots: Sorted.
+        experts: Arrays (E, ...), of which each block is given its expert's.
+        zeros: Of a row of each value that is written in order; and of each sum over an expert's blocks.
+        step: Takes an expert, the slots of a block, and which of them are the expert's; returns the rows of the values,
+            and what is added to the sums.
+
+    Returns:
+        Values in order (T * K + B, ...), and sums (E, ...).
+    """
+    rows, sums = zeros
+    written = jax.tree.map(lambda row: jnp.zeros((len(slots.order), *row.shape), row.dtype), rows)
+    written, sums = vary_like((written, sums), experts, slots.order)
+
+    def of_expert(written: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        start, end, expert = given
+
+        def of_block(number: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            written, sums = carry
+            at = start + number * slots.block
+            chosen = jax.lax.dynamic_slice_in_dim(slots.order, at, slots.block)
+            found, more = step(expert, chosen, at + jnp.arange(slots.block) < end)
+            written = jax.tree.map(lambda to, v: jax.lax.dynamic_update_slice_in_dim(to, v, at, 0), written, found)
+            return written, jax.tree.map(jnp.add, sums, more)
+
+        with expecting(slots.expected):
+            return jax.lax.fori_loop(0, -((start - end) // slots.block), of_block, (written, sums))
+
+    return jax.lax.scan(of_expert, written, (slots.starts, slots.ends, experts))
+
+
+def gated(pre_BH: jax.Array, activation: str) -> jax.Array:
+    """The inner values of experts: the first half through the activation, times the second."""
+    gate, up = jnp.split(pre_BH, 2, -1)
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    return ACTIVATIONS[activation](gate.astype(wide)).astype(gate.dtype) * up
+
+
+def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, activation: str) -> jax.Array:
+    """`x_TD, weights_TK, up_EHD, down_EDF` to the sum over each token's experts that are here, (T, D)."""
+    x_TD, weights_TK, up_EHD, down_EDF = tensors
+    narrow, num_choices = x_TD.astype(up_EHD.dtype), weights_TK.shape[1]
+
+    def step(expert: tuple[jax.Array, jax.Array], chosen: jax.Array, _: jax.Array) -> tuple[jax.Array, tuple[()]]:
+        up_HD, down_DF = expert
+        inner = gated(narrow[chosen // num_choices] @ up_HD.T, activation)
+        return inner @ down_DF.T, ()
+
+    row = jnp.zeros(x_TD.shape[1:], up_EHD.dtype)
+    found, _ = run_blocks(slots, (up_EHD, down_EDF), (row, ()), step)
+    return jnp.sum(slots.read(found) * weights_TK[..., None], axis=1).astype(x_TD.dtype)
+
+
+def experts_backward(
+    grad_TD: jax.Array, tensors: tuple[jax.Array, ...], slots: Slots, activation: str
+) -> tuple[jax.Array, ...]:
+    """Gradients by `x_TD, weights_TK, up_EHD, down_EDF`; of the first two, what the experts here give.
+
+    The weight of a slot stands behind the product with `down`, so that its gradient is the product of the inner values
+    with the gradient that comes to them, and that product need not be computed again.
+    """
+    x_TD, weights_TK, up_EHD, down_EDF = tensors
+    dtype, num_choices = up_EHD.dtype, weights_TK.shape[1]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    narrow, grad, weights = x_TD.astype(dtype), grad_TD.astype(dtype), weights_TK.reshape(-1)
+
+    def step(expert: tuple[jax.Array, jax.Array], chosen: jax.Array, is_own: jax.Array) -> tuple[PyTree, PyTree]:
+        up_HD, down_DF = expert
+        x_BD, grad_BD = narrow[chosen // num_choices], grad[chosen // num_choices]
+        weight_B1 = jnp.where(is_own, weights[chosen], 0)[:, None]
+        inner_BF, pull = jax.vjp(functools.partial(gated, activation=activation), x_BD @ up_HD.T)
+        back_BF = jnp.matmul(grad_BD, down_DF, preferred_element_type=wide)
+        grad_weight = jnp.sum(inner_BF.astype(wide) * back_BF, axis=-1)
+        (pre_BH,) = pull((back_BF * weight_B1).astype(dtype))
+        grad_up = jnp.einsum("bh,bd->hd", pre_BH, x_BD, preferred_element_type=wide)
+        weighted_BD = (grad_BD * weight_B1).astype(dtype)
+        grad_down = jnp.einsum("bd,bf->df", weighted_BD, inner_BF, preferred_element_type=wide)
+        return (pre_BH @ up_HD, grad_weight), (grad_up, grad_down)
+
+    rows = jnp.zeros(x_TD.shape[1:], dtype), jnp.zeros((), wide)
+    sums = jnp.zeros(up_EHD.shape[1:], wide), jnp.zeros(down_EDF.shape[1:], wide)
+    (grad_x, grad_weights), (grad_up, grad_down) = run_blocks(slots, (up_EHD, down_EDF), (rows, sums), step)
+    grad_x = jnp.sum(slots.read(grad_x), axis=1, dtype=wide)
+    found = grad_x, slots.read(grad_weights), grad_up, grad_down
+    return tuple(g.astype(tensor.dtype) for g, tensor in zip(found, tensors, strict=True))
