@@ -34,7 +34,7 @@ def rows(quick: bool) -> Iterator[Row | Point]:
 
 def curve(settings: Settings, every: int, options: dict[str, Any]) -> Iterator[tuple[int, float]]:
     """Step and validation loss, before the first step and each so many steps."""
-    corpus, mesh = read_corpus(), ts.make_mesh(batch=1)
+    corpus, mesh = read_corpus(), ts.make_mesh(batch=1, model=1)
     torch.manual_seed(settings.seed)
     model = GPT(**settings.model_arguments)
     step = ts.make_train_step(model, loss_fn, make_optimizer(settings), mesh=mesh, plan=PLAN, **options)

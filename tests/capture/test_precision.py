@@ -143,7 +143,9 @@ def test_a_parameter_that_is_written_stays_as_it_is() -> None:
         cast="parameters",
     )
     state, _ = step(step.init(), torch.ones(2, 4))
-    torch.testing.assert_close(step.export(state).count.detach(), torch.full((3,), 1.001), rtol=0, atol=0)
+    torch.testing.assert_close(
+        step.export(state).get_parameter("count").detach(), torch.full((3,), 1.001), rtol=0, atol=0
+    )
 
 
 def test_another_cast_is_refused() -> None:

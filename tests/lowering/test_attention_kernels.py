@@ -16,7 +16,7 @@ from torch_shard._capture import Seen
 from torch_shard._lowering.ops.attention_kernels import splash
 
 LENGTH = 150  # padded to two blocks
-CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order
+CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order
 
 
 def segments(kind: str) -> tuple[torch.Tensor, ...]:
@@ -37,13 +37,16 @@ def test_splash_equals_eager_torch(window: int, kind: str) -> None:
     seen = Seen(window, segments(kind) if kind else ())
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        wanted = F.scaled_dot_product_attention(*leaves, seen.mask(LENGTH, LENGTH), scale=0.1, enable_gqa=True)
+        q_leaf, k_leaf, v_leaf = leaves
+        wanted = F.scaled_dot_product_attention(
+            q_leaf, k_leaf, v_leaf, seen.mask(LENGTH, LENGTH), scale=0.1, enable_gqa=True
+        )
         gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def run(*qkv: jax.Array) -> jax.Array:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         given = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
         with jax.default_matmul_precision("highest"):
-            return splash(*qkv, given, scale=0.1, window=window, interpret=True)
+            return splash(q, k, v, given, scale=0.1, window=window, interpret=True)
 
     out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in (q, k, v)))
     np.testing.assert_allclose(out, wanted.detach(), **CLOSE)

@@ -9,6 +9,7 @@ Sources: jax.experimental.pallas.ops.tpu.splash_attention, jax.nn.dot_product_at
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +46,10 @@ def splash(q, k, v, segments, *, scale, window, interpret=False):
         q_seq_shards=1,
         interpret=interpret,
     )
+    run: Callable[..., jax.Array] = jax.vmap(kernel)  # pyright: ignore[reportAssignmentType]
     if not segments:
-        return jax.vmap(kernel)(q, k, v)[:, :, : shape[2]]
-    out = jax.vmap(kernel)(q, k, v, kernels.SegmentIds(*(_padded(x, 1) for x in segments)))[:, :, : shape[2]]
+        return run(q, k, v)[:, :, : shape[2]]
+    out = run(q, k, v, kernels.SegmentIds(*(_padded(x, 1) for x in segments)))[:, :, : shape[2]]
     return jnp.where(_sees_any(segments, window)[:, None, :, None], out, 0)  # where the kernel takes some mean
 
 

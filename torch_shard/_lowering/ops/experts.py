@@ -113,11 +113,11 @@ def experts_interface(interface: Any, name: str) -> Forward:
     if found is not moe.grouped_mm_experts_forward:
         return found
 
-    def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activation = _activation(module, moe)
         if activation is None or not _fits(module, x, ids, weights):
             return found(module, x, ids, weights)
-        up, down = (each.view(each.shape) for each in (module.gate_up_proj, module.down_proj))  # as precision has them
+        up, down = (torch.clone(each) for each in (module.gate_up_proj, module.down_proj))  # as precision has them
         return _Experts.apply(activation, x, ids, weights, up, down)  # pyright: ignore
 
     return forward

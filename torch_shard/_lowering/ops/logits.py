@@ -4,6 +4,8 @@ A language model's are its largest tensor. As `cross_entropy(logits[:, :-1].flat
 are copied, in float32; rows that are cut off may as well count for nothing, and the loss computes in float32 anyway.
 """
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -64,8 +66,8 @@ def _cuts(node: Node) -> bool:
     """Tell whether a node leaves the last rows out, along a dim that is not that of the classes."""
     if node.target is not aten.slice.Tensor:
         return False
-    given, rank = args_of(node), len(shape_of(node))
-    _, dim, start, _, step = (*given, *(0, None, None, 1)[len(given) - 1 :])
+    given, rank, left_out = args_of(node), len(shape_of(node)), tuple[Any, ...]((0, None, None, 1))
+    _, dim, start, _, step = (*given, *left_out[len(given) - 1 :])
     return dim % rank < rank - 1 and not start and step == 1
 
 
