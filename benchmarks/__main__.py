@@ -28,6 +28,8 @@ SECTIONS = {  # and the simulated devices of each
     "paper": 1,
     "dispatch": 1,
     "gpu": 1,
+    "tpu": 1,
+    "scale": 1,
     "ops": 8,
     "checkpoints": 8,
     "state": 8,
