@@ -15,6 +15,7 @@ import torch_shard as ts
 from benchmarks.handwritten import HandwrittenStep, Rival, Values
 from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_llama import Llama
+from benchmarks.tpu_mixtral import Mixtral
 from benchmarks.tpu_resnet import ResNet
 
 Specs = Callable[[str, torch.Tensor], P]
@@ -82,9 +83,11 @@ def next_token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_and_tensor_parallel(name: str, p: torch.Tensor) -> P:
-    """Each matrix over both axes."""
-    if p.ndim != 2:
+    """Each matrix over both axes; experts over `model`, the router nowhere."""
+    if p.ndim < 2 or name.endswith("mlp.gate.weight"):
         return P()
+    if p.ndim > 2:
+        return P("model", "batch")
     return P("batch", "model") if name.split(".")[-2] in ("o_proj", "down_proj") else P("model", "batch")
 
 
@@ -102,19 +105,23 @@ def hf_llama(sizes: Llama) -> nn.Module:
     """`LlamaForCausalLM`, on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=sizes.width,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        vocab_size=sizes.vocab,
-        max_position_embeddings=8192,
-        rope_theta=sizes.base,
-        tie_word_embeddings=False,
-    )
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**_sizes(sizes)))
+
+
+def _sizes(sizes: Llama) -> dict[str, Any]:
+    """In HF's words."""
+    return {
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": 8192,
+        "rope_theta": sizes.base,
+        "tie_word_embeddings": False,
+    }
 
 
 def llama(quick: bool, remat: str) -> TpuCase:
@@ -160,7 +167,7 @@ def gpt(quick: bool) -> TpuCase:
         {"batch": 8},
         model,
         next_token_loss,
-        tokens(16 if quick else 128, sizes.length),
+        tokens(16 if quick else 64, sizes.length),
         replicated,
         lambda mesh: (sizes.rival(mesh), sizes.start),
         targets={"cycles": 1.00, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
@@ -203,11 +210,39 @@ def resnet(quick: bool) -> TpuCase:
     )
 
 
+def hf_mixtral(sizes: Mixtral) -> nn.Module:
+    """`MixtralForCausalLM`, on the meta device."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**_sizes(sizes), num_local_experts=sizes.experts)
+    with torch.device("meta"):
+        return MixtralForCausalLM(config)
+
+
+def mixtral(quick: bool) -> TpuCase:
+    """Two layers with eight experts."""
+    small = {"width": 512, "hidden": 256, "heads": 4, "vocab": 512}
+    sizes = Mixtral(**(small if quick else {}))
+    return TpuCase(
+        "Mixtral, 2 layers, remat=block",
+        "v5e:4x4",
+        {"batch": 4, "model": 4},
+        lambda: hf_mixtral(sizes),
+        next_token_loss,
+        tokens(16, 256 if quick else 2048),
+        fsdp_and_tensor_parallel,
+        lambda mesh: (sizes.rival(mesh), sizes.start),
+        options={"remat": "block"},
+        targets={"cycles": 1.15, "wire": 1.10},
+    )
+
+
 CASES: dict[str, Callable[[bool], TpuCase]] = {
     "llama block": lambda quick: llama(quick, "block"),
     "llama none": lambda quick: llama(quick, "none"),
     "gpt": gpt,
     "resnet": resnet,
+    "mixtral": mixtral,
 }
 
 

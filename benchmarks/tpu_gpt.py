@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten import Arrays, Rival, Values
-from benchmarks.tpu_layers import causal_attention, layer_norm, next_token_loss
+from benchmarks.tpu_layers import heads_first_attention, layer_norm, next_token_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,10 @@ def _loss(sizes: Gpt, params: Arrays, tokens: jax.Array) -> jax.Array:
 
 def _block(sizes: Gpt, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
     y = layer_norm(x, p["ln1"], p["ln1.bias"])
-    q, k, v = jnp.split((y @ p["qkv"] + p["qkv.bias"]).reshape(*x.shape[:2], 3 * sizes.heads, -1), 3, 2)
-    x = x + causal_attention(q, k, v, sizes.interpret).reshape(x.shape) @ p["o"] + p["o.bias"]
+    weight, bias = (p[n].reshape(*p[n].shape[:-1], 3, sizes.heads, -1) for n in ("qkv", "qkv.bias"))
+    q, k, v = (jnp.einsum("btd,dnh->bnth", y, weight[:, i]) + bias[i, :, None] for i in range(3))
+    out = heads_first_attention(q, k, v, sizes.interpret)
+    x = x + jnp.einsum("bnth,nhd->btd", out, p["o"].reshape(sizes.heads, -1, sizes.width)) + p["o.bias"]
     y = layer_norm(x, p["ln2"], p["ln2.bias"])
     return x + _gelu(y @ p["up"] + p["up.bias"]) @ p["down"] + p["down.bias"], None
 

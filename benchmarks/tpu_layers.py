@@ -26,11 +26,14 @@ def scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def causal_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, interpret: bool = False
-) -> jax.Array:
+def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, interpret: bool = False) -> jax.Array:
     """JAX's splash attention."""
-    length, heads, width = q_BTNH.shape[1:]
+    return heads_first_attention(*(x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH)), interpret).swapaxes(1, 2)
+
+
+def heads_first_attention(q_BNTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, interpret: bool) -> jax.Array:
+    """The same, as the kernel takes it."""
+    heads, length, width = q_BNTH.shape[1:]
     block = min(BLOCK, length)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash.make_splash_mha_single_device(
@@ -38,9 +41,8 @@ def causal_attention(
         block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
         interpret=interpret,
     )
-    heads_first = (x.swapaxes(1, 2) for x in (q_BTNH * width**-0.5, k_BTKH, v_BTKH))
     with jax.default_matmul_precision("default"):  # Mosaic knows no other
-        return jax.vmap(kernel)(*heads_first).swapaxes(1, 2)
+        return jax.vmap(kernel)(q_BNTH * width**-0.5, k_BKTH, v_BKTH)
 
 
 def rotate(x_BTNH: jax.Array, base: float) -> jax.Array:

@@ -56,29 +56,33 @@ class Llama:
         )
         return Rival(lambda params, buffers, batch: (sharded(params, *batch), buffers))
 
+    def block(self, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
+        """One layer; time is split over `model` between its halves, and in `x`."""
+        x = attend(self, x, p)
+        y = gather(rms_norm(x, p["ln2"]), "model", 1)
+        inner = gated(y @ whole(p["gate"], 0), y @ whole(p["up"], 0))
+        return x + scatter(inner @ whole(p["down"], 1), "model", 1), None
+
 
 def _loss(sizes: Llama, params: Arrays, tokens: jax.Array) -> jax.Array:
     layers = {name.removeprefix("h."): value for name, value in params.items() if name.startswith("h.")}
-    block = functools.partial(_block, sizes)
-    x = embed(_whole(params["tok"], 1), tokens, "model")
-    body = jax.checkpoint(block, prevent_cse=False) if sizes.remat else block
+    x = embed(whole(params["tok"], 1), tokens, "model")
+    body = jax.checkpoint(sizes.block, prevent_cse=False) if sizes.remat else sizes.block
     x, _ = jax.lax.scan(body, x, layers, unroll=sizes.layers if sizes.unroll else 1)
-    logits = gather(rms_norm(x, params["ln"]), "model", 1) @ _whole(params["head"], 0)
+    logits = gather(rms_norm(x, params["ln"]), "model", 1) @ whole(params["head"], 0)
     count = tokens.shape[0] * jax.lax.axis_size("batch") * (tokens.shape[1] - 1)
     return jax.lax.psum(next_token_loss(logits, tokens, "model"), "batch") / count
 
 
-def _whole(weight: jax.Array, dim: int) -> jax.Array:
+def whole(weight: jax.Array, dim: int) -> jax.Array:
     """What FSDP has split, gathered narrow."""
     return gather(weight.astype(jnp.bfloat16), "batch", dim)
 
 
-def _block(sizes: Llama, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
-    width = sizes.width // sizes.heads
+def attend(sizes: Llama, x: jax.Array, p: Arrays) -> jax.Array:
+    """The first half of a layer, with the residual stream."""
     y = gather(rms_norm(x, p["ln1"]), "model", 1)
-    q, k, v = ((y @ _whole(p[name], 0)).reshape(*y.shape[:2], -1, width) for name in "qkv")
+    width = sizes.width // sizes.heads
+    q, k, v = ((y @ whole(p[name], 0)).reshape(*y.shape[:2], -1, width) for name in "qkv")
     out = causal_attention(rotate(q, sizes.base), rotate(k, sizes.base), v, sizes.interpret)
-    x = x + scatter(out.reshape(*y.shape[:2], -1) @ _whole(p["o"], 1), "model", 1)
-    y = gather(rms_norm(x, p["ln2"]), "model", 1)
-    inner = gated(y @ _whole(p["gate"], 0), y @ _whole(p["up"], 0))
-    return x + scatter(inner @ _whole(p["down"], 1), "model", 1), None
+    return x + scatter(out.reshape(*y.shape[:2], -1) @ whole(p["o"], 1), "model", 1)
