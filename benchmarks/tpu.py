@@ -15,7 +15,27 @@ from benchmarks.rows import Row
 from benchmarks.tpu_cases import CASES, find
 from benchmarks.tpu_counts import Counts, counts_of
 
-QUANTITIES = {"cycles": (1e6, "Mcycles"), "wire": (2**30, "GiB"), "temporaries": (2**30, "GiB"), "traffic": (2**30, "GiB")}
+PAGE = """# Under TPU's compiler
+
+Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
+numbers are the same on every machine. `python -m benchmarks --only tpu,scale --page docs/tpu.md` makes this page.
+
+## Against hand-written JAX
+
+One device, one step: float32 parameters, bfloat16 arithmetic. The rivals are written by hand for the case, in
+`benchmarks/tpu_*.py`: collectives placed one by one in `jax.shard_map`, JAX's own Pallas kernels for attention and for
+grouped products, the residual stream split over time, the vocabulary split in the loss. Ours is the hub's model as it
+is, and `make_train_step`. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken
+to run at 45 % of the chip's peak. *Received* is from other devices. *Temporaries* are what is held beside the state and
+the batch.
+"""
+
+QUANTITIES = {
+    "cycles": (1e6, "Mcycles"),
+    "wire": (2**30, "GiB"),
+    "temporaries": (2**30, "GiB"),
+    "traffic": (2**30, "GiB"),
+}
 TITLES = {"wire": "received", "traffic": "memory traffic"}
 
 
@@ -42,7 +62,9 @@ def case_rows(name: str, quick: bool) -> Iterator[Row]:
         mine, theirs = (getattr(side, quantity) for side in (ours, rival))
         note = ""
         if quantity == "cycles" and (ours.kernel_cycles or rival.kernel_cycles):
-            note = f"of these, estimated for kernels: {ours.kernel_cycles / unit:.3g} and {rival.kernel_cycles / unit:.3g}"
+            note = (
+                f"of these, estimated for kernels: {ours.kernel_cycles / unit:.3g} and {rival.kernel_cycles / unit:.3g}"
+            )
         texts = [f"{value / unit:.4g} {word}" for value in (mine, theirs)]
         yield Row(
             f"{case.name}: {TITLES.get(quantity, quantity)}",

@@ -1,4 +1,4 @@
-"""Models of the hub, as they are and on the meta device, how they are split over TPUs, and their hand-written rivals."""
+"""Models of the hub, unmodified and on the meta device, how TPUs split them, and their hand-written rivals."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,9 +14,13 @@ from torch import nn
 import torch_shard as ts
 from benchmarks.handwritten import HandwrittenStep, Rival, Values
 from benchmarks.tpu_gpt import Gpt
+from benchmarks.tpu_layers import EPS
 from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 from benchmarks.tpu_resnet import ResNet
+
+PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+"""Of our step: float32 parameters, bfloat16 arithmetic."""
 
 Specs = Callable[[str, torch.Tensor], P]
 """Of a parameter, by its name."""
@@ -60,10 +64,10 @@ class TpuCase:
         return ts.make_mesh(topology=self.topology, **self.axes)
 
     def step(self) -> ts.TrainStep:
-        """Ours, in bfloat16 with float32 parameters."""
+        """Ours."""
         model = self.model()
         plan = ts.ShardingPlan({name: self.specs(name, p) for name, p in model.named_parameters()}, default=P())
-        options = {"compute_dtype": torch.bfloat16, **self.options}
+        options = PRECISION | self.options
         return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
 
     def rival_lowered(self) -> jax.stages.Lowered:
@@ -120,6 +124,7 @@ def _sizes(sizes: Llama) -> dict[str, Any]:
         "vocab_size": sizes.vocab,
         "max_position_embeddings": 8192,
         "rope_theta": sizes.base,
+        "rms_norm_eps": EPS,
         "tie_word_embeddings": False,
     }
 
@@ -143,29 +148,30 @@ def llama(quick: bool, remat: str) -> TpuCase:
     )
 
 
+def hf_gpt(sizes: Gpt) -> nn.Module:
+    """`GPT2LMHeadModel` without dropout, on the meta device."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=sizes.layers,
+        n_embd=sizes.width,
+        n_head=sizes.heads,
+        vocab_size=sizes.vocab,
+        n_positions=sizes.length,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
 def gpt(quick: bool) -> TpuCase:
-    """GPT-2, without dropout."""
+    """GPT-2, data parallel."""
     sizes = Gpt(layers=2, width=128, heads=2, vocab=512, length=128) if quick else Gpt()
-
-    def model() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            n_layer=sizes.layers,
-            n_embd=sizes.width,
-            n_head=sizes.heads,
-            vocab_size=sizes.vocab,
-            n_positions=sizes.length,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        )
-        with torch.device("meta"):
-            return GPT2LMHeadModel(config)
-
     return TpuCase(
         "GPT-2 124M",
         "v5e:2x4",
         {"batch": 8},
-        model,
+        lambda: hf_gpt(sizes),
         next_token_loss,
         tokens(16 if quick else 64, sizes.length),
         replicated,
@@ -174,33 +180,34 @@ def gpt(quick: bool) -> TpuCase:
     )
 
 
+def hf_resnet(sizes: ResNet) -> nn.Module:
+    """`ResNetForImageClassification`, on the meta device."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    widths, depths = list(sizes.widths), list(sizes.depths)
+    config = ResNetConfig(embedding_size=sizes.stem, hidden_sizes=widths, depths=depths, num_labels=sizes.classes)
+    with torch.device("meta"):
+        return ResNetForImageClassification(config)
+
+
+def class_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """As HF's own."""
+    pixels, classes = batch
+    return nn.functional.cross_entropy(model(pixel_values=pixels).logits, classes)
+
+
 def resnet(quick: bool) -> TpuCase:
-    """ResNet-50."""
+    """ResNet-50, data parallel."""
     sizes = ResNet(16, (32, 64), (1, 2), 10) if quick else ResNet()
     rows, size = (16, 32) if quick else (512, 224)
-
-    def model() -> nn.Module:
-        from transformers import ResNetConfig, ResNetForImageClassification
-
-        widths, depths = list(sizes.widths), list(sizes.depths)
-        config = ResNetConfig(
-            embedding_size=sizes.stem, hidden_sizes=widths, depths=depths, num_labels=sizes.classes
-        )
-        with torch.device("meta"):
-            return ResNetForImageClassification(config)
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        pixels, classes = batch
-        return nn.functional.cross_entropy(model(pixel_values=pixels).logits, classes)
-
     pixels = torch.empty(rows, 3, size, size, device="meta")
     classes = torch.empty(rows, dtype=torch.int64, device="meta")
     return TpuCase(
         "ResNet-50",
         "v5e:2x2",
         {"batch": 4},
-        model,
-        loss_fn,
+        lambda: hf_resnet(sizes),
+        class_loss,
         (pixels, classes),
         replicated,
         lambda mesh: (sizes.rival(), sizes.start),

@@ -25,6 +25,7 @@ class Gpt:
     length: int = 1024
     unroll: bool = True
     interpret: bool = False
+    dtype: Any = jnp.bfloat16
 
     @property
     def start(self) -> Values:
@@ -38,13 +39,13 @@ class Gpt:
         return Values(structs, {}, dict.fromkeys(shapes, P()))
 
     def rival(self, mesh: Mesh) -> Rival:
-        """Each device with its own rows; gradients are summed in bfloat16, as they come out of the products."""
+        """Each device with its own rows; gradients are summed narrow, as they come out of the products."""
         sharded = jax.shard_map(
             functools.partial(_loss, self), mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
         )
 
         def loss(params: Arrays, buffers: Arrays, batch: Any) -> Any:
-            narrow = {name: p if "ln" in name else p.astype(jnp.bfloat16) for name, p in params.items()}
+            narrow = {name: p if "ln" in name else p.astype(self.dtype) for name, p in params.items()}
             return sharded(narrow, *batch), buffers
 
         return Rival(loss)

@@ -31,6 +31,7 @@ class Llama:
     remat: bool = True
     unroll: bool = False
     interpret: bool = False
+    dtype: Any = jnp.bfloat16
 
     @property
     def specs(self) -> dict[str, P]:
@@ -50,39 +51,38 @@ class Llama:
         return Values(structs, {}, self.specs)
 
     def rival(self, mesh: Mesh) -> Rival:
-        """Float32 parameters, bfloat16 arithmetic."""
+        """Float32 parameters, narrow arithmetic."""
         sharded = jax.shard_map(
             functools.partial(_loss, self), mesh=mesh, in_specs=(self.specs, P("batch")), out_specs=P(), check_vma=False
         )
         return Rival(lambda params, buffers, batch: (sharded(params, *batch), buffers))
 
+    def whole(self, weight: jax.Array, dim: int) -> jax.Array:
+        """What FSDP has split, gathered narrow."""
+        return gather(weight.astype(self.dtype), "batch", dim)
+
     def block(self, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
         """One layer; time is split over `model` between its halves, and in `x`."""
         x = attend(self, x, p)
         y = gather(rms_norm(x, p["ln2"]), "model", 1)
-        inner = gated(y @ whole(p["gate"], 0), y @ whole(p["up"], 0))
-        return x + scatter(inner @ whole(p["down"], 1), "model", 1), None
+        inner = gated(y @ self.whole(p["gate"], 0), y @ self.whole(p["up"], 0))
+        return x + scatter(inner @ self.whole(p["down"], 1), "model", 1), None
 
 
 def _loss(sizes: Llama, params: Arrays, tokens: jax.Array) -> jax.Array:
     layers = {name.removeprefix("h."): value for name, value in params.items() if name.startswith("h.")}
-    x = embed(whole(params["tok"], 1), tokens, "model")
+    x = embed(sizes.whole(params["tok"], 1), tokens, "model")
     body = jax.checkpoint(sizes.block, prevent_cse=False) if sizes.remat else sizes.block
     x, _ = jax.lax.scan(body, x, layers, unroll=sizes.layers if sizes.unroll else 1)
-    logits = gather(rms_norm(x, params["ln"]), "model", 1) @ whole(params["head"], 0)
+    logits = gather(rms_norm(x, params["ln"]), "model", 1) @ sizes.whole(params["head"], 0)
     count = tokens.shape[0] * jax.lax.axis_size("batch") * (tokens.shape[1] - 1)
     return jax.lax.psum(next_token_loss(logits, tokens, "model"), "batch") / count
-
-
-def whole(weight: jax.Array, dim: int) -> jax.Array:
-    """What FSDP has split, gathered narrow."""
-    return gather(weight.astype(jnp.bfloat16), "batch", dim)
 
 
 def attend(sizes: Llama, x: jax.Array, p: Arrays) -> jax.Array:
     """The first half of a layer, with the residual stream."""
     y = gather(rms_norm(x, p["ln1"]), "model", 1)
     width = sizes.width // sizes.heads
-    q, k, v = ((y @ whole(p[name], 0)).reshape(*y.shape[:2], -1, width) for name in "qkv")
+    q, k, v = ((y @ sizes.whole(p[name], 0)).reshape(*y.shape[:2], -1, width) for name in "qkv")
     out = causal_attention(rotate(q, sizes.base), rotate(k, sizes.base), v, sizes.interpret)
-    return x + scatter(out.reshape(*y.shape[:2], -1) @ whole(p["o"], 1), "model", 1)
+    return x + scatter(out.reshape(*y.shape[:2], -1) @ sizes.whole(p["o"], 1), "model", 1)

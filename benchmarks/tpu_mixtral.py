@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten import Arrays, Values
 from benchmarks.tpu_layers import gated, gather, rms_norm, scatter
-from benchmarks.tpu_llama import Llama, attend, whole
+from benchmarks.tpu_llama import Llama, attend
 
 EXPERTS = P(None, "model", "batch")
 TILES = (512, 1024, 1024)
@@ -57,7 +57,9 @@ class Mixtral(Llama):
         return x + scatter(out.reshape(y.shape), "model", 1), None
 
     def _experts(self, y_SD: jax.Array, p: Arrays) -> jax.Array:
-        weights_S2, chosen_S2 = jax.lax.top_k(jax.nn.softmax((y_SD @ p["gate"].astype(y_SD.dtype)).astype(jnp.float32)), CHOSEN)
+        weights_S2, chosen_S2 = jax.lax.top_k(
+            jax.nn.softmax((y_SD @ p["gate"].astype(y_SD.dtype)).astype(jnp.float32)), CHOSEN
+        )
         weights_S2 = (weights_S2 / weights_S2.sum(-1, keepdims=True)).astype(y_SD.dtype)
         own = self.experts // jax.lax.axis_size("model")
         place_R = chosen_S2.reshape(-1) - jax.lax.axis_index("model") * own
@@ -67,8 +69,8 @@ class Mixtral(Llama):
         sizes = jnp.bincount(place_R, length=own + 1)[:own].astype(jnp.int32)
         used_R = jnp.arange(place_R.size) < sizes.sum()
         product = functools.partial(_product, sizes=sizes, interpret=self.interpret)
-        gate, up = jnp.split(product(_to_rows(y_SD, order_R, back_R, used_R), whole(p["up"], 1)), 2, -1)
-        out_RD = product(gated(gate, up), whole(p["down"], 1))
+        gate, up = jnp.split(product(_to_rows(y_SD, order_R, back_R, used_R), self.whole(p["up"], 1)), 2, -1)
+        out_RD = product(gated(gate, up), self.whole(p["down"], 1))
         return (_to_tokens(out_RD, order_R, back_R, used_R) * weights_S2[..., None]).sum(1)
 
 

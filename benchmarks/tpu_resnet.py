@@ -23,6 +23,7 @@ class ResNet:
     widths: tuple[int, ...] = (256, 512, 1024, 2048)
     depths: tuple[int, ...] = (3, 4, 6, 3)
     classes: int = 1000
+    dtype: Any = jnp.bfloat16
 
     @property
     def _kernels(self) -> dict[str, tuple[int, int, int]]:
@@ -56,10 +57,8 @@ def _loss(sizes: ResNet, params: Arrays, buffers: Arrays, batch: Any) -> Any:
     x, classes = batch
     kept: Arrays = {}
     layer = functools.partial(_layer, params, buffers, kept)
-    x = jax.nn.relu(layer("stem", x.astype(jnp.bfloat16), 2))
-    x = jax.lax.reduce_window(
-        x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
-    )
+    x = jax.nn.relu(layer("stem", x.astype(sizes.dtype), 2))
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
     for stage, depth in enumerate(sizes.depths):
         for number in range(depth):
             name, stride = f"{stage}.{number}", 2 if stage and not number else 1

@@ -56,5 +56,7 @@ def test_what_the_compiler_refuses_does_not_fit_into_any_budget(monkeypatch: pyt
     step.preview(torch.empty(8, 8))
     assert "remat='block' takes" in step.report()
     refusals = iter([TooLarge("no", 2**35), TooLarge("no", None), TooLarge("no", 2**34)])
-    with pytest.raises(ValueError, match=r"'none' takes more than the device has, \d+, 'dots' takes more than the device"):
+    with pytest.raises(
+        ValueError, match=r"'none' takes more than the device has, \d+, 'dots' takes more than the device"
+    ):
         step.preview(torch.empty(16, 8))
