@@ -1,7 +1,8 @@
 """Our step against hand-written JAX under TPU's own compiler, ahead of time: counted, not timed, so without noise.
 
 Each side of a case is compiled in a process of its own, one after the other. One side of one case alone, with its
-sizes in bytes: `python -c "from benchmarks.tpu import measure; print(measure('ours', 'llama block', quick=True))"`.
+sizes in bytes: `python -c "from benchmarks.tpu import measure; print(measure('ours', 'llama block', quick=True))"`;
+a rival is named `layers in a loop` or `layers one by one`.
 """
 
 import dataclasses
@@ -46,39 +47,49 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def case_rows(name: str, quick: bool) -> Iterator[Row]:
-    """Ours over the rival's, each quantity, and what both took to be compiled."""
-    case, found = find(name, quick), dict[str, Any]()
-    for side in ("ours", "rival"):
-        try:
-            found[side] = isolated("benchmarks.tpu:measure", side=side, name=name, quick=quick)
-        except Failed as error:
-            yield Row(f"{case.name}: {side}", note=f"failed: {str(error)[-300:]}")
-            return
-    if refused := found["ours"].pop("refused", ""):
-        yield Row(f"{case.name}: ours", note=refused)
-        return
-    ours, rival = (Counts(**found[side]) for side in ("ours", "rival"))
-    for quantity, (unit, word) in QUANTITIES.items():
+    """Ours over each rival's; what does not fit has no counts."""
+    case = find(name, quick)
+    ours = _side("ours", name, quick)
+    for rival in case.rivals:
+        theirs = _side(rival, name, quick)
+        title = f"{case.name} ÷ {rival}"
+        if isinstance(theirs, str):
+            yield Row(f"{title}: rival", note=theirs)
+        elif isinstance(ours, str):
+            yield Row(f"{title}: ours", note=ours)
+            yield from (Row(f"{title}: {TITLES.get(q, q)}", rival=_text(theirs, q)) for q in QUANTITIES)
+        else:
+            yield from _pair(title, ours, theirs, case.targets if rival == next(iter(case.rivals)) else {})
+
+
+def _side(side: str, name: str, quick: bool) -> Counts | str:
+    """Its counts, from a process of its own, or why there are none."""
+    try:
+        found = isolated("benchmarks.tpu:measure", side=side, name=name, quick=quick)
+    except Failed as error:
+        return f"failed: {str(error)[-300:]}"
+    return found["refused"] if "refused" in found else Counts(**found)
+
+
+def _pair(title: str, ours: Counts, rival: Counts, targets: dict[str, float]) -> Iterator[Row]:
+    """Each quantity, and what both took to be compiled."""
+    for quantity in QUANTITIES:
         mine, theirs = (getattr(side, quantity) for side in (ours, rival))
-        note = ""
-        if quantity == "cycles" and (ours.kernel_cycles or rival.kernel_cycles):
-            note = (
-                f"of these, estimated for kernels: {ours.kernel_cycles / unit:.3g} and {rival.kernel_cycles / unit:.3g}"
-            )
-        texts = [f"{value / unit:.4g} {word}" for value in (mine, theirs)]
-        yield Row(
-            f"{case.name}: {TITLES.get(quantity, quantity)}",
-            *texts,
-            mine / theirs if theirs else None,
-            target=case.targets.get(quantity),
-            note=note,
-        )
+        texts, kernels = (_text(ours, quantity), _text(rival, quantity)), [s.kernel_cycles / 1e6 for s in (ours, rival)]
+        note = f"estimated for kernels: {kernels[0]:.3g} and {kernels[1]:.3g}" if quantity == "cycles" else ""
+        ratio = mine / theirs if theirs else None
+        yield Row(f"{title}: {TITLES.get(quantity, quantity)}", *texts, ratio, target=targets.get(quantity), note=note)
     took = [f"{side.compile_s:.0f} s, {side.host_memory / 2**30:.2g} GiB of host memory" for side in (ours, rival)]
-    yield Row(f"{case.name}: compiled in", *took, ours.compile_s / rival.compile_s)
+    yield Row(f"{title}: compiled in", *took, ours.compile_s / rival.compile_s)
+
+
+def _text(side: Counts, quantity: str) -> str:
+    unit, word = QUANTITIES[quantity]
+    return f"{getattr(side, quantity) / unit:.4g} {word}"
 
 
 def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
-    """The counts of one side, in this process; of ours, where it does not fit, what the compiler says."""
+    """The counts of ours or a rival, in this process; of ours, where it does not fit, what the compiler says."""
     case, start = find(name, quick), time.perf_counter()
     if side == "ours":
         preview = case.step().preview(case.batch)
@@ -86,7 +97,7 @@ def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
             return {"refused": preview.refused}
         compiled = preview.compiled
     else:
-        compiled = case.rival_lowered().compile()
+        compiled = case.rival_lowered(side).compile()
     counts = counts_of(compiled)
     took = time.perf_counter() - start
     return dataclasses.asdict(dataclasses.replace(counts, compile_s=took, host_memory=host_memory()))

@@ -22,6 +22,11 @@ from benchmarks.tpu_resnet import ResNet
 PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 """Of our step: float32 parameters, bfloat16 arithmetic."""
 
+SCANNED, UNROLLED = "layers in a loop", "layers one by one"
+"""How a rival runs them."""
+
+ByHand = Callable[[Mesh], tuple[Rival, Values]]
+
 Specs = Callable[[str, torch.Tensor], P]
 """Of a parameter, by its name."""
 
@@ -38,11 +43,11 @@ class TpuCase:
         loss_fn: In torch.
         batch: On the meta device.
         specs: How parameters are split.
-        rival: By hand in JAX, for a mesh, and where it starts.
-        rival_batch: Where it takes another one.
+        rivals: By hand in JAX, for a mesh, and where they start; the first is the one that targets are about.
+        rival_batch: Where they take another one.
         optimizer: Of both sides.
         options: Of our step.
-        targets: Of our counts over the rival's, by their names.
+        targets: Of our counts over the first rival's, by their names.
     """
 
     name: str
@@ -52,7 +57,7 @@ class TpuCase:
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     batch: Any
     specs: Specs
-    rival: Callable[[Mesh], tuple[Rival, Values]] | None = None
+    rivals: dict[str, ByHand] = dataclasses.field(default_factory=dict[str, ByHand])
     rival_batch: Any = None
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -70,14 +75,18 @@ class TpuCase:
         options = PRECISION | self.options
         return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
 
-    def rival_lowered(self) -> jax.stages.Lowered:
-        """The rival's step."""
-        assert self.rival is not None
+    def rival_lowered(self, name: str) -> jax.stages.Lowered:
+        """The step of one of the rivals."""
         mesh = self.mesh
-        rival, start = self.rival(mesh)
+        rival, start = self.rivals[name](mesh)
         batch = self.batch if self.rival_batch is None else self.rival_batch
         batch = batch if isinstance(batch, tuple) else (batch,)
         return HandwrittenStep(rival, self.optimizer, mesh, start).lower(batch)
+
+
+def by_hand(sizes: Gpt | Llama | ResNet) -> ByHand:
+    """A rival of these sizes."""
+    return lambda mesh: (sizes.rival(mesh), sizes.start)
 
 
 def next_token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -132,7 +141,9 @@ def _sizes(sizes: Llama) -> dict[str, Any]:
 def llama(quick: bool, remat: str) -> TpuCase:
     """Four layers of Llama 3 8B."""
     sizes = Llama(layers=2, width=512, hidden=1024, heads=8, kv_heads=4, vocab=2048) if quick else Llama()
-    sizes = dataclasses.replace(sizes, remat=remat == "block")
+    scanned = dataclasses.replace(sizes, remat=remat == "block")
+    unrolled = dataclasses.replace(scanned, unroll=True)
+    rivals = {SCANNED: scanned} if remat == "block" else {UNROLLED: unrolled, SCANNED: scanned}
     targets = {"cycles": 1.05, "wire": 1.05, "temporaries": 1.15, "traffic": 1.15}
     return TpuCase(
         f"Llama 3 8B, 4 layers, remat={remat}",
@@ -142,7 +153,7 @@ def llama(quick: bool, remat: str) -> TpuCase:
         next_token_loss,
         tokens(16, 256 if quick else 2048),
         fsdp_and_tensor_parallel,
-        lambda mesh: (sizes.rival(mesh), sizes.start),
+        {name: by_hand(own) for name, own in rivals.items()},
         options={"remat": remat},
         targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
     )
@@ -175,7 +186,7 @@ def gpt(quick: bool) -> TpuCase:
         next_token_loss,
         tokens(16 if quick else 64, sizes.length),
         replicated,
-        lambda mesh: (sizes.rival(mesh), sizes.start),
+        {UNROLLED: by_hand(sizes), SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
         targets={"cycles": 1.00, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
     )
 
@@ -210,7 +221,7 @@ def resnet(quick: bool) -> TpuCase:
         class_loss,
         (pixels, classes),
         replicated,
-        lambda mesh: (sizes.rival(), sizes.start),
+        {UNROLLED: by_hand(sizes)},
         rival_batch=(pixels.permute(0, 2, 3, 1), classes),
         optimizer=optax.sgd(0.1, momentum=0.9),
         targets={"cycles": 1.10, "wire": 1.00, "temporaries": 1.25, "traffic": 1.20},
@@ -238,7 +249,7 @@ def mixtral(quick: bool) -> TpuCase:
         next_token_loss,
         tokens(16, 256 if quick else 2048),
         fsdp_and_tensor_parallel,
-        lambda mesh: (sizes.rival(mesh), sizes.start),
+        {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
         targets={"cycles": 1.15, "wire": 1.10},
     )

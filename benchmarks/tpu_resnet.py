@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten import Arrays, Rival, Values
@@ -48,8 +49,8 @@ class ResNet:
         held: Any = [{n: jax.ShapeDtypeStruct(s, np.float32) for n, s in part.items()} for part in (params, buffers)]
         return Values(*held, dict.fromkeys((*params, *buffers), P()))
 
-    def rival(self) -> Rival:
-        """One jit, in which XLA splits the batch."""
+    def rival(self, mesh: Mesh) -> Rival:
+        """One jit, in which XLA splits the batch over any mesh."""
         return Rival(functools.partial(_loss, self))
 
 

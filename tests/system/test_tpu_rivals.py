@@ -120,7 +120,7 @@ def test_a_rival_computes_what_the_model_computes(name: str) -> None:
     model = type(on_meta)(on_meta.config)  # with values
     loss_fn = tpu_cases.class_loss if name == "resnet" else tpu_cases.next_token_loss
     mesh = make_mesh((2, 2)) if name in ("llama", "mixtral") else make_mesh((4, 1))
-    rival: Rival = sizes.rival() if name == "resnet" else sizes.rival(mesh)
+    rival: Rival = sizes.rival(mesh)
     start = sizes.start
     params, buffers = (held(names, model.state_dict(), part) for part in (start.params, start.buffers))
     loss = loss_fn(model, batch)
