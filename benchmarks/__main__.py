@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.processes import Failed, isolated
-from benchmarks.report import table, write
+from benchmarks.report import page, table, write
 from benchmarks.rows import Point, Row
 
 SECTIONS = {  # and the simulated devices of each
@@ -28,6 +28,8 @@ SECTIONS = {  # and the simulated devices of each
     "paper": 1,
     "dispatch": 1,
     "gpu": 1,
+    "tpu": 1,
+    "scale": 1,
     "ops": 8,
     "checkpoints": 8,
     "state": 8,
@@ -65,6 +67,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, few repetitions: does it run?")] = False,
     only: Annotated[str, typer.Option(help=f"Sections, by comma: {', '.join(SECTIONS)}.")] = "",
     out: Annotated[Path, typer.Option(help="Where the JSON and the pictures go.")] = Path("benchmarks-out"),
+    to_page: Annotated[Path | None, typer.Option("--page", help="Where the tables go as a page in Markdown.")] = None,
 ) -> None:
     """Compare torch_shard with its rivals, as ratios of two programs run in turn."""
     chosen = only.split(",") if only else list(SECTIONS)
@@ -94,15 +97,24 @@ def main(
     )
     facts = {"quick": quick, "seconds": took, **_machine()}
     console.print(json.dumps(facts))
+    if to_page is not None:
+        to_page.write_text(page(rows, {section: _introduction(section) for section in rows}, facts))
     for path in write(rows, points, facts, out):
         console.print(str(path))
+
+
+def _introduction(section: str) -> str:
+    """What a page says before the table of a section."""
+    return getattr(importlib.import_module(f"benchmarks.{section}"), "PAGE", f"## {section}")
 
 
 def _machine() -> dict[str, Any]:
     """What the numbers depend on."""
     import importlib.metadata as metadata
 
-    versions = {name: metadata.version(name) for name in ("torch", "torchax", "jax", "optax", "flax")}
+    names = ("torch", "torchax", "jax", "optax", "flax", "transformers", "libtpu")
+    installed = {found.metadata["Name"] for found in metadata.distributions()}
+    versions = {name: metadata.version(name) for name in names if name in installed}
     return {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(), **versions}
 
 

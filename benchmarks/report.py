@@ -32,6 +32,23 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.ours, row.rival, ratio, quartiles, target, ok
 
 
+def page(found: Found, introductions: dict[str, str], facts: dict[str, Any]) -> str:
+    """The sections as Markdown, each behind its introduction."""
+    parts = [f"{introductions[section].strip()}\n\n{_markdown(rows)}" for section, rows in found.items()]
+    made = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
+    return "\n\n".join(parts) + f"\n\nMade with {made}.\n"
+
+
+def _markdown(rows: list[Row]) -> str:
+    lines = ["| | ours | rival | ratio | target | |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        ours, rival, ratio, _, target, _ = _cells(row)
+        reached = {None: "", True: "reached", False: "missed"}[row.ok]
+        about = f"; {row.note}" if row.note else ""
+        lines.append(f"| {row.name}{about} | {ours} | {rival} | {ratio} | {target} | {reached} |")
+    return "\n".join(lines)
+
+
 def write(found: Found, points: list[Point], facts: dict[str, Any], folder: Path) -> list[Path]:
     """Write `benchmarks.json` and a picture for each figure; give their paths."""
     folder.mkdir(parents=True, exist_ok=True)

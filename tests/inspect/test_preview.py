@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.tables.cases import make_mesh
+from torch_shard._cost import costs_of
 from torch_shard._demo.model import GPT, loss_fn
 from torch_shard.cli import app
 
@@ -80,6 +81,17 @@ def test_collectives_are_those_of_the_program_and_known_by_module(preview: ts.Pr
     paths = {module.path for module in preview.modules}
     assert {"blocks.*.q", "blocks.*.down", "blocks.*.ln_1", "(optimizer)", "tokens"} <= paths
     assert not any(path.startswith("blocks.0") for path in paths)  # the layers are one loop
+
+
+def test_collectives_by_hand_are_counted_one_by_one() -> None:
+    """XLA gives those of a `shard_map` one channel."""
+
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(jax.lax.all_gather(x, "batch", tiled=True)[:8] + 1, "batch", tiled=True)
+
+    fn = jax.jit(jax.shard_map(twice, mesh=make_mesh((8, 1)), in_specs=P("batch"), out_specs=P(), check_vma=False))
+    costs = costs_of(fn.lower(jax.ShapeDtypeStruct((64, 4), "float32")).compile().as_text() or "")
+    assert [cost.received_bytes for cost in costs if cost.collective] == [7 * 8 * 4 * 4] * 2
 
 
 def test_flops_of_products_are_those_of_the_textbook(preview: ts.Preview) -> None:

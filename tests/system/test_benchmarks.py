@@ -15,9 +15,11 @@ import torch_shard as ts
 from benchmarks import cases, counts, models, sides
 from benchmarks.handwritten import HandwrittenStep, Layout
 from benchmarks.processes import Failed, isolated
-from benchmarks.report import table, write
+from benchmarks.report import page, table, write
 from benchmarks.rows import Point, Row, timed
 from benchmarks.timing import agree, summary
+from benchmarks.tpu_counts import kernel_flops
+from torch_shard._cost.hlo import Hlo
 
 TRIPS = 5
 
@@ -151,8 +153,27 @@ def test_rows_and_points_are_written(tmp_path):
     found = {"step": [Row("a ÷ b", "1 s", "2 s", 0.5, (0.4, 0.6), 1.0)], "gpu": [Row("c", note="not measured")]}
     points = [Point("compile", "seconds", side, "layers", x, x * y) for side, y in (("a", 1), ("b", 2)) for x in (4, 8)]
     assert table(found, "title").row_count == 4  # two sections, two rows
+    made = page(found, {"step": "# Steps", "gpu": "## GPUs"}, {"jax": "1.0"})
+    assert "# Steps\n\n| |" in made
+    assert "| a ÷ b | 1 s | 2 s | 0.5 | ≤ 1 | reached |\n\n## GPUs" in made
+    assert "| c; not measured |  |  |  |  |  |\n\nMade with jax 1.0.\n" in made
     paths = write(found, points, {"cores": 2}, tmp_path)
     assert [path.name for path in paths] == ["benchmarks.json", "compile.png"]
     read = json.loads(paths[0].read_text())
     assert (read["cores"], [row["ok"] for row in read["rows"]], len(read["points"])) == (2, [True, None], 4)
     assert paths[1].stat().st_size > 1000
+
+
+KERNELS = """
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %splash_mha_fwd_residuals.1 = (bf16[2,8,64,16]{3,2,1,0}) custom-call(%a, %b), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={s8[1,4,4]{2,1,0}, bf16[2,8,64,16]{3,2,1,0}, bf16[2,2,64,16]{3,2,1,0}}, metadata={}
+  %gmm.2 = bf16[8,8]{1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000"}}}
+}
+"""
+
+
+def test_kernels_count_as_their_authors_say_or_as_causal_attention():
+    half = 2 * 8 * (64 * 64 // 2) * 16  # pairs of a query and a key before it, times the width of a head
+    assert kernel_flops(Hlo(KERNELS)) == 2 * 2 * half + 1000  # two products, a multiply and an add each

@@ -52,11 +52,13 @@ def collective_of(hlo: Hlo, instruction: Instruction, *, scatters: bool = False)
 
 
 def identity(instruction: Instruction) -> tuple[str | None, ...]:
-    """The same for the parts of one collective that was cut into a chain, and for one that stands twice."""
-    channel, chain = instruction.find(r"channel_id=(\d+)"), instruction.find(r'chain_id="(\d+)"')
-    if chain:
-        return instruction.op, "chain", chain, channel
-    return instruction.op, channel or instruction.name, instruction.name if "permute" in instruction.op else None
+    """The same for the parts of one collective that was cut into a chain.
+
+    A channel alone does not tell: all collectives of a `jax.shard_map` share one.
+    """
+    if chain := instruction.find(r'chain_id="(\d+)"'):
+        return instruction.op, "chain", chain, instruction.find(r"channel_id=(\d+)")
+    return instruction.op, instruction.name
 
 
 def _group_size(instruction: Instruction) -> int:

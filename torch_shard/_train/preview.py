@@ -6,7 +6,6 @@
 import dataclasses
 import io
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch_shard._common.types import PyTree
 from torch_shard._cost import COMPILER, KINDS, Cost, ModuleCost, ModulePaths, costs_of, saved_bytes
 from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of
+from torch_shard._train.fitting import TooLarge, compile_or_refuse
 
 _SHOWN, _WIDEST = 24, 8
 
@@ -270,15 +270,12 @@ def preview_of(
     device = plan.mesh.devices.flat[0]
     about = describe_mesh(plan.mesh) + f" of {getattr(device, 'device_kind', device.platform)}"
     limit, whole = memory_of(device), tuple(_replicated(plan))
-    try:
-        compiled = lowered.compile()
-    except RuntimeError as error:  # JAX's
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        needed = _needed(str(error)) or sum(parts.values())
+    compiled = compile_or_refuse(lowered)
+    if isinstance(compiled, TooLarge):
+        needed = compiled.num_bytes or sum(parts.values())
         left = max(needed - sum(parts.values()), 0)
         memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
-        return Preview(about, memory, limit, (), (), whole, None, str(error).splitlines()[0][:300])
+        return Preview(about, memory, limit, (), (), whole, None, compiled.message)
     text, found = compiled.as_text() or "", cast(Any, compiled.memory_analysis())
     costs, modules = costs_of(text), ModulePaths(paths)
     saved = min(int(saved_bytes(text)), found.temp_size_in_bytes)
@@ -314,12 +311,6 @@ def _widest(costs: Iterable[Cost], modules: ModulePaths) -> list[tuple[int, str,
     found = {(cost.largest[1], modules.find(cost.label)): int(cost.largest[0]) for cost in costs if cost.largest[1]}
     ordered = sorted(found.items(), key=lambda item: -item[1])[:_WIDEST]
     return [(size, what, path) for (what, path), size in ordered]
-
-
-def _needed(message: str) -> int | None:
-    """The bytes that a program needs, in what the compiler says where they are not there."""
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
-    return int(float(found.group(1)) * 1024 ** ("KMGT".index(found.group(2)) + 1)) if found else None
 
 
 def _table(title: str, *columns: str) -> Table:

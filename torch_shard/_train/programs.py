@@ -21,6 +21,7 @@ from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.fitting import TooLarge, compile_or_refuse
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
 
@@ -192,9 +193,10 @@ class StepProgram:
     def _closure_structs(self) -> list[jax.ShapeDtypeStruct]:
         return [struct_of(tensor).update(sharding=self._sharding) for tensor in self._tensors]
 
-    def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int:
-        """Memory of one device while the program runs."""
-        return _memory(self.lower(state, arrays).compile()).peak
+    def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int | TooLarge:
+        """Memory of one device while the program runs, or why it cannot."""
+        compiled = compile_or_refuse(self.lower(state, arrays))
+        return compiled if isinstance(compiled, TooLarge) else _memory(compiled).peak
 
     def unfit(self, state: TrainState) -> str | None:
         """Say which buffer of a state has another value than that for which the program was made.

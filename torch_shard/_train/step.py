@@ -23,6 +23,7 @@ from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, axes_of, check_current_mesh, holdings, shared_memory
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
@@ -285,13 +286,13 @@ class Step:
         max_grad_norm: float | None,
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""
-        found: dict[str, int] = {}
+        found: dict[str, int | TooLarge] = {}
         for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
             program = self._jitted(loss.with_remat(choice), placed, max_grad_norm)
             with self._cache.active():
-                found[choice] = program.num_bytes(self._normal(with_key(state)), placed)
-            if found[choice] <= budget:
-                program.chosen = [f"remat={choice!r} takes {found[choice]} of {budget} bytes per device."]
+                size = found[choice] = program.num_bytes(self._normal(with_key(state)), placed)
+            if isinstance(size, int) and size <= budget:
+                program.chosen = [f"remat={choice!r} takes {size} of {budget} bytes per device."]
                 logger.info("%s: %s", self.caller, program.chosen[0])
                 return program
         raise ValueError(

@@ -1,0 +1,108 @@
+"""Our step against hand-written JAX under TPU's own compiler, ahead of time: counted, not timed, so without noise.
+
+Each side of a case is compiled in a process of its own, one after the other. One side of one case alone, with its
+sizes in bytes: `python -c "from benchmarks.tpu import measure; print(measure('ours', 'llama block', quick=True))"`;
+a rival is named `layers in a loop` or `layers one by one`.
+"""
+
+import dataclasses
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.processes import Failed, isolated
+from benchmarks.rows import Row
+from benchmarks.tpu_cases import CASES, find
+from benchmarks.tpu_counts import Counts, counts_of
+
+PAGE = """# Under TPU's compiler
+
+Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
+numbers are the same on every machine. `python -m benchmarks --only tpu,scale --page docs/tpu.md` makes this page.
+
+## Against hand-written JAX
+
+One device, one step: float32 parameters, bfloat16 arithmetic. The rivals are written by hand for the case, in
+`benchmarks/tpu_*.py`: collectives placed one by one in `jax.shard_map`, JAX's own Pallas kernels for attention and for
+grouped products, the residual stream split over time, the vocabulary split in the loss. Ours is the hub's model as it
+is, and `make_train_step`. Cycles are the compiler's estimates, without communication; kernels carry none, and are taken
+to run at 45 % of the chip's peak. *Received* is from other devices. *Temporaries* are what is held beside the state and
+the batch.
+"""
+
+QUANTITIES = {
+    "cycles": (1e6, "Mcycles"),
+    "wire": (2**30, "GiB"),
+    "temporaries": (2**30, "GiB"),
+    "traffic": (2**30, "GiB"),
+}
+TITLES = {"wire": "received", "traffic": "memory traffic"}
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """Every case."""
+    for name in CASES:
+        yield from case_rows(name, quick)
+
+
+def case_rows(name: str, quick: bool) -> Iterator[Row]:
+    """Ours over each rival's; what does not fit has no counts."""
+    case = find(name, quick)
+    ours = _side("ours", name, quick)
+    for rival in case.rivals:
+        theirs = _side(rival, name, quick)
+        title = f"{case.name} ÷ {rival}"
+        if isinstance(theirs, str):
+            yield Row(f"{title}: rival", note=theirs)
+        elif isinstance(ours, str):
+            yield Row(f"{title}: ours", note=ours)
+            yield from (Row(f"{title}: {TITLES.get(q, q)}", rival=_text(theirs, q)) for q in QUANTITIES)
+        else:
+            yield from _pair(title, ours, theirs, case.targets if rival == next(iter(case.rivals)) else {})
+
+
+def _side(side: str, name: str, quick: bool) -> Counts | str:
+    """Its counts, from a process of its own, or why there are none."""
+    try:
+        found = isolated("benchmarks.tpu:measure", side=side, name=name, quick=quick)
+    except Failed as error:
+        return f"failed: {str(error)[-300:]}"
+    return found["refused"] if "refused" in found else Counts(**found)
+
+
+def _pair(title: str, ours: Counts, rival: Counts, targets: dict[str, float]) -> Iterator[Row]:
+    """Each quantity, and what both took to be compiled."""
+    for quantity in QUANTITIES:
+        mine, theirs = (getattr(side, quantity) for side in (ours, rival))
+        texts, kernels = (_text(ours, quantity), _text(rival, quantity)), [s.kernel_cycles / 1e6 for s in (ours, rival)]
+        note = f"estimated for kernels: {kernels[0]:.3g} and {kernels[1]:.3g}" if quantity == "cycles" else ""
+        ratio = mine / theirs if theirs else None
+        yield Row(f"{title}: {TITLES.get(quantity, quantity)}", *texts, ratio, target=targets.get(quantity), note=note)
+    took = [f"{side.compile_s:.0f} s, {side.host_memory / 2**30:.2g} GiB of host memory" for side in (ours, rival)]
+    yield Row(f"{title}: compiled in", *took, ours.compile_s / rival.compile_s)
+
+
+def _text(side: Counts, quantity: str) -> str:
+    unit, word = QUANTITIES[quantity]
+    return f"{getattr(side, quantity) / unit:.4g} {word}"
+
+
+def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
+    """The counts of ours or a rival, in this process; of ours, where it does not fit, what the compiler says."""
+    case, start = find(name, quick), time.perf_counter()
+    if side == "ours":
+        preview = case.step().preview(case.batch)
+        if preview.compiled is None:
+            return {"refused": preview.refused}
+        compiled = preview.compiled
+    else:
+        compiled = case.rival_lowered(side).compile()
+    counts = counts_of(compiled)
+    took = time.perf_counter() - start
+    return dataclasses.asdict(dataclasses.replace(counts, compile_s=took, host_memory=host_memory()))
+
+
+def host_memory() -> float:
+    """Bytes that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,269 @@
+"""Models of the hub, unmodified and on the meta device, how TPUs split them, and their hand-written rivals."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from benchmarks.handwritten import HandwrittenStep, Rival, Values
+from benchmarks.tpu_gpt import Gpt
+from benchmarks.tpu_layers import EPS
+from benchmarks.tpu_llama import Llama
+from benchmarks.tpu_mixtral import Mixtral
+from benchmarks.tpu_resnet import ResNet
+
+PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+"""Of our step: float32 parameters, bfloat16 arithmetic."""
+
+SCANNED, UNROLLED = "layers in a loop", "layers one by one"
+"""How a rival runs them."""
+
+ByHand = Callable[[Mesh], tuple[Rival, Values]]
+
+Specs = Callable[[str, torch.Tensor], P]
+"""Of a parameter, by its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuCase:
+    """A model, its machine, and its rival.
+
+    Attributes:
+        name: For the table.
+        topology: Of `make_mesh`, with `axes`.
+        axes: Sizes by name.
+        model: On the meta device.
+        loss_fn: In torch.
+        batch: On the meta device.
+        specs: How parameters are split.
+        rivals: By hand in JAX, for a mesh, and where they start; the first is the one that targets are about.
+        rival_batch: Where they take another one.
+        optimizer: Of both sides.
+        options: Of our step.
+        targets: Of our counts over the first rival's, by their names.
+    """
+
+    name: str
+    topology: str
+    axes: dict[str, int]
+    model: Callable[[], nn.Module]
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    batch: Any
+    specs: Specs
+    rivals: dict[str, ByHand] = dataclasses.field(default_factory=dict[str, ByHand])
+    rival_batch: Any = None
+    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its devices only compile."""
+        return ts.make_mesh(topology=self.topology, **self.axes)
+
+    def step(self) -> ts.TrainStep:
+        """Ours."""
+        model = self.model()
+        plan = ts.ShardingPlan({name: self.specs(name, p) for name, p in model.named_parameters()}, default=P())
+        options = PRECISION | self.options
+        return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
+
+    def rival_lowered(self, name: str) -> jax.stages.Lowered:
+        """The step of one of the rivals."""
+        mesh = self.mesh
+        rival, start = self.rivals[name](mesh)
+        batch = self.batch if self.rival_batch is None else self.rival_batch
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        return HandwrittenStep(rival, self.optimizer, mesh, start).lower(batch)
+
+
+def by_hand(sizes: Gpt | Llama | ResNet) -> ByHand:
+    """A rival of these sizes."""
+    return lambda mesh: (sizes.rival(mesh), sizes.start)
+
+
+def next_token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """As HF's own, without its padding."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def fsdp_and_tensor_parallel(name: str, p: torch.Tensor) -> P:
+    """Each matrix over both axes; experts over `model`, the router nowhere."""
+    if p.ndim < 2 or name.endswith("mlp.gate.weight"):
+        return P()
+    if p.ndim > 2:
+        return P("model", "batch")
+    return P("batch", "model") if name.split(".")[-2] in ("o_proj", "down_proj") else P("model", "batch")
+
+
+def replicated(name: str, p: torch.Tensor) -> P:
+    """Data parallel alone."""
+    return P()
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    """A batch on the meta device."""
+    return torch.empty(rows, length, dtype=torch.int64, device="meta")
+
+
+def hf_llama(sizes: Llama) -> nn.Module:
+    """`LlamaForCausalLM`, on the meta device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**_sizes(sizes)))
+
+
+def _sizes(sizes: Llama) -> dict[str, Any]:
+    """In HF's words."""
+    return {
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": 8192,
+        "rope_theta": sizes.base,
+        "rms_norm_eps": EPS,
+        "tie_word_embeddings": False,
+    }
+
+
+def llama(quick: bool, remat: str) -> TpuCase:
+    """Four layers of Llama 3 8B."""
+    sizes = Llama(layers=2, width=512, hidden=1024, heads=8, kv_heads=4, vocab=2048) if quick else Llama()
+    scanned = dataclasses.replace(sizes, remat=remat == "block")
+    unrolled = dataclasses.replace(scanned, unroll=True)
+    rivals = {SCANNED: scanned} if remat == "block" else {UNROLLED: unrolled, SCANNED: scanned}
+    targets = {"cycles": 1.05, "wire": 1.05, "temporaries": 1.15, "traffic": 1.15}
+    return TpuCase(
+        f"Llama 3 8B, 4 layers, remat={remat}",
+        "v5e:4x4",
+        {"batch": 4, "model": 4},
+        lambda: hf_llama(sizes),
+        next_token_loss,
+        tokens(16, 256 if quick else 2048),
+        fsdp_and_tensor_parallel,
+        {name: by_hand(own) for name, own in rivals.items()},
+        options={"remat": remat},
+        targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
+    )
+
+
+def hf_gpt(sizes: Gpt) -> nn.Module:
+    """`GPT2LMHeadModel` without dropout, on the meta device."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=sizes.layers,
+        n_embd=sizes.width,
+        n_head=sizes.heads,
+        vocab_size=sizes.vocab,
+        n_positions=sizes.length,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
+def gpt(quick: bool) -> TpuCase:
+    """GPT-2, data parallel."""
+    sizes = Gpt(layers=2, width=128, heads=2, vocab=512, length=128) if quick else Gpt()
+    return TpuCase(
+        "GPT-2 124M",
+        "v5e:2x4",
+        {"batch": 8},
+        lambda: hf_gpt(sizes),
+        next_token_loss,
+        tokens(16 if quick else 64, sizes.length),
+        replicated,
+        {UNROLLED: by_hand(sizes), SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
+        targets={"cycles": 1.00, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
+    )
+
+
+def hf_resnet(sizes: ResNet) -> nn.Module:
+    """`ResNetForImageClassification`, on the meta device."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    widths, depths = list(sizes.widths), list(sizes.depths)
+    config = ResNetConfig(embedding_size=sizes.stem, hidden_sizes=widths, depths=depths, num_labels=sizes.classes)
+    with torch.device("meta"):
+        return ResNetForImageClassification(config)
+
+
+def class_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """As HF's own."""
+    pixels, classes = batch
+    return nn.functional.cross_entropy(model(pixel_values=pixels).logits, classes)
+
+
+def resnet(quick: bool) -> TpuCase:
+    """ResNet-50, data parallel."""
+    sizes = ResNet(16, (32, 64), (1, 2), 10) if quick else ResNet()
+    rows, size = (16, 32) if quick else (512, 224)
+    pixels = torch.empty(rows, 3, size, size, device="meta")
+    classes = torch.empty(rows, dtype=torch.int64, device="meta")
+    return TpuCase(
+        "ResNet-50",
+        "v5e:2x2",
+        {"batch": 4},
+        lambda: hf_resnet(sizes),
+        class_loss,
+        (pixels, classes),
+        replicated,
+        {UNROLLED: by_hand(sizes)},
+        rival_batch=(pixels.permute(0, 2, 3, 1), classes),
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        targets={"cycles": 1.10, "wire": 1.00, "temporaries": 1.25, "traffic": 1.20},
+    )
+
+
+def hf_mixtral(sizes: Mixtral) -> nn.Module:
+    """`MixtralForCausalLM`, on the meta device."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**_sizes(sizes), num_local_experts=sizes.experts)
+    with torch.device("meta"):
+        return MixtralForCausalLM(config)
+
+
+def mixtral(quick: bool) -> TpuCase:
+    """Two layers with eight experts."""
+    small = {"width": 512, "hidden": 256, "heads": 4, "vocab": 512}
+    sizes = Mixtral(**(small if quick else {}))
+    return TpuCase(
+        "Mixtral, 2 layers, remat=block",
+        "v5e:4x4",
+        {"batch": 4, "model": 4},
+        lambda: hf_mixtral(sizes),
+        next_token_loss,
+        tokens(16, 256 if quick else 2048),
+        fsdp_and_tensor_parallel,
+        {SCANNED: by_hand(sizes)},
+        options={"remat": "block"},
+        targets={"cycles": 1.15, "wire": 1.10},
+    )
+
+
+CASES: dict[str, Callable[[bool], TpuCase]] = {
+    "llama block": lambda quick: llama(quick, "block"),
+    "llama none": lambda quick: llama(quick, "none"),
+    "gpt": gpt,
+    "resnet": resnet,
+    "mixtral": mixtral,
+}
+
+
+def find(name: str, quick: bool) -> TpuCase:
+    """A case by its short name."""
+    return CASES[name](quick)
