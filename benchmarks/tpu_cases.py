@@ -19,8 +19,8 @@ from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 from benchmarks.tpu_resnet import ResNet
 
-PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
-"""Of our step: float32 parameters, bfloat16 arithmetic."""
+PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16, "cast": "parameters"}
+"""Of our step: float32 parameters, bfloat16 arithmetic and activations, as the rivals have them."""
 
 SCANNED, UNROLLED = "layers in a loop", "layers one by one"
 """How a rival runs them."""
