@@ -22,6 +22,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         visualize_sharding,
     )
     from torch_shard._interop import (
+        Kernel,
         call_jax,
         call_torch,
         debug_print,
@@ -30,6 +31,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
         jax_jit,
         jax_value_and_grad,
         jax_view,
+        lowering,
+        override,
         register,
         torch_view,
     )
@@ -61,6 +64,7 @@ __all__ = [
     "Drawing",
     "EvalStep",
     "Explanation",
+    "Kernel",
     "Preview",
     "ShardingPlan",
     "TrainState",
@@ -90,10 +94,12 @@ __all__ = [
     "jax_vmap",
     "load_safetensors",
     "load_torch",
+    "lowering",
     "make_eval_step",
     "make_mesh",
     "make_train_step",
     "materialize",
+    "override",
     "place",
     "torch_view",
     "tpmap",

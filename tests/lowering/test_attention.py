@@ -115,7 +115,7 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "-inf": (lambda: as_numbers(positions()[1] <= positions()[0], -math.inf), True),
     "lowest": (lambda: as_numbers(positions()[1] <= positions()[0], torch.finfo(torch.float32).min), True),
     "low": (lambda: as_numbers(positions()[1] <= positions()[0], -1e4), False),
-    "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), False),
+    "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), True),
     "one more": (lambda: positions()[1] <= positions()[0] + 1, False),
     "another head": (
         lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True),
@@ -138,13 +138,98 @@ def test_a_mask_that_is_the_lower_triangle_is_causal_attention(name: str) -> Non
     torch.testing.assert_close(ts.jax_jit(attend)(*inputs).cpu(), attend(*inputs), **CLOSE)
 
 
+def triangle() -> torch.Tensor:
+    return positions()[1] <= positions()[0]
+
+
+def band() -> torch.Tensor:
+    return triangle() & (positions()[1] > positions()[0] - 40)
+
+
+# Made of what the batch says: 0 is padding, and what has the same number is one document. And whether it is ours.
+BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "padding": (lambda numbers: triangle() & (numbers != 0)[:, None, None, :], True),
+    "padding in a window": (lambda numbers: band() & (numbers != 0)[:, None, None, :], True),
+    "documents": (lambda numbers: triangle() & (numbers[:, None, :, None] == numbers[:, None, None, :]), True),
+    "documents of three dims": (lambda n: triangle() & (n[:, :, None] == n[:, None, :]).unsqueeze(1), True),
+    "documents and padding": (
+        lambda n: (n[:, None, :, None] == n[:, None, None, :]) & triangle() & (n != 0)[:, None, None, :],
+        True,
+    ),
+    "indexed": (
+        lambda n: n.bool()[torch.arange(2)[:, None, None, None], torch.arange(LONG)] & triangle(),
+        True,
+    ),
+    "documents in a window": (lambda n: band() & (n[:, None, :, None] == n[:, None, None, :]), False),
+    "other numbers": (lambda n: triangle() & (n[:, None, :, None] == n.flip(1)[:, None, None, :]), False),
+    "rows that see nothing": (lambda n: triangle() & (n != 0)[:, None, :, None], False),
+    "no triangle": (lambda n: (n != 0)[:, None, None, :].expand(2, 1, LONG, LONG), False),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_MASKS)
+def test_masks_of_what_the_batch_says(name: str) -> None:
+    make, is_ours = BATCH_MASKS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, LONG, 4) for _ in range(3)]
+    numbers = torch.arange(LONG).div(200, rounding_mode="floor").repeat(2, 1) + 1
+    numbers[0, LONG - 30 :], numbers[1, :20], numbers[1, 300:320] = (
+        0,
+        0,
+        1,
+    )  # queries that see nothing; a document again
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make(numbers))
+
+    specs = [*(Spec((2, 2, LONG, 4), torch.float32),) * 3, Spec((2, LONG), torch.int64)]
+    nodes = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph.nodes
+    assert (OURS in {node.target for node in nodes}) == is_ours
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = torch.autograd.grad(weighted(attend(*leaves, numbers)), leaves)
+    grads = ts.jax_jit(ts.jax_grad(lambda *x: weighted(attend(*x)), argnums=(0, 1, 2)))(*inputs, numbers)
+    for grad, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), other, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeated_heads_are_taken_once(dtype: torch.dtype) -> None:
+    """As models of grouped queries repeat them; rounding in between, as autocast has it."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, LONG, 4) for heads in (4, 2, 2)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        many = k[:, :, None].expand(2, 2, 2, LONG, 4).reshape(2, 4, LONG, 4)
+        each = (x.to(dtype) for x in (q, many, v.repeat_interleave(2, 1)))
+        return F.scaled_dot_product_attention(*each, is_causal=True).float()
+
+    def gradients(*given: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        return list(torch.autograd.grad(weighted(attend(*leaves)), leaves))
+
+    specs = [Spec(tuple(x.shape), torch.float32) for x in inputs]
+    (found,) = (
+        node
+        for node in capture(lambda *x: (gradients(*x), None), specs, keep=keeps_whole).module.graph.nodes
+        if node.target is torch.ops.torch_shard.causal_attention_backward.default
+    )
+    assert [tuple(x.meta["val"].shape) for x in found.args[1][:3]] == [tuple(x.shape) for x in inputs]
+    close = CLOSE if dtype is torch.float32 else {"rtol": 2**-7, "atol": 0.05}  # rounded to 2**-8 in between
+    grads = ts.jax_jit(ts.jax_grad(lambda *x: weighted(attend(*x)), argnums=(0, 1, 2)))(*inputs)
+    for grad, other in zip(grads, gradients(*inputs), strict=True):
+        torch.testing.assert_close(grad.cpu(), other, **close)
+
+
 class Layer(torch.nn.Module):
+    """With a mask that it is given, or makes itself."""
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = Attention()
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x + self.attention(x, mask[:, :, : x.shape[1], : x.shape[1]])
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return x + self.attention(x, triangle() if mask is None else mask[:, :, : x.shape[1], : x.shape[1]])
 
 
 class Model(torch.nn.Module):
@@ -153,10 +238,11 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.layers = torch.nn.Linear(16, 16), torch.nn.ModuleList(Layer() for _ in range(3))
+        self.makes_mask = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(LONG + 5)
-        mask = (places[None, :] <= places[:, None]).expand(len(x), 1, LONG + 5, LONG + 5)
+        mask = (places[None, :] <= places[:, None]).expand(len(x), 1, LONG + 5, LONG + 5) if self.makes_mask else None
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, mask)
@@ -176,6 +262,20 @@ def test_layers_in_a_loop_know_the_mask_that_they_are_given(dtype: torch.dtype |
     assert "softmax" not in lowered
     if dtype is None:
         step.prove(step.init(), batch).raise_if_different()
+
+
+def test_layers_that_make_their_mask_themselves_stay_a_loop() -> None:
+    model = Model()
+    model.makes_mask = False
+    step = ts.make_train_step(
+        model,
+        lambda model, x: model(x).square().mean(),
+        optax.sgd(0.1),
+        mesh=make_mesh((1, 1)),
+        plan=ts.ShardingPlan({}, default=P()),
+    )
+    step.lower(step.structs, torch.empty(2, LONG, 16, device="meta"))
+    assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
 
 
 def test_heads_over_a_mesh_cost_no_more_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Losses over a split vocabulary, where neither table nor logits are ever gathered, and targets that are no class."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,61 @@ def test_a_label_out_of_range_is_loud() -> None:
     labels[3] = 4
     _, metrics = step(state, (torch.ones(8, 8), labels))
     assert np.isnan(metrics["loss"])
+
+
+def narrow(logits: torch.Tensor) -> torch.Tensor:
+    return logits.bfloat16()
+
+
+# Of logits of (B, T, C) and targets of (B, T); and whether the loss takes these very logits.
+FORMS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
+    "cut, flattened, widened": (
+        lambda x, y: F.cross_entropy(narrow(x)[:, :-1].flatten(0, 1).float(), y[:, 1:].flatten()),
+        True,
+    ),
+    "widened, padded targets": (
+        lambda x, y: F.cross_entropy(narrow(x).float().view(-1, 9), F.pad(y, (0, 1), value=-100)[:, 1:].reshape(-1)),
+        True,
+    ),
+    "cut to the first rows": (
+        lambda x, y: F.cross_entropy(x[:-1, :3].flatten(0, 1), y[:-1, :3].flatten(), reduction="sum"),
+        True,
+    ),
+    "class weights": (
+        lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), torch.arange(9.0) + 1),
+        True,
+    ),
+    "smooth": (
+        lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.1),
+        True,  # and their log-softmax for the rest
+    ),
+    "for each row": (
+        lambda x, y: F.cross_entropy(x[:, :-1].flatten(0, 1), y[:, 1:].flatten(), reduction="none").square().sum(),
+        False,
+    ),
+    "not the first rows": (lambda x, y: F.cross_entropy(x[:, 1:].flatten(0, 1), y[:, 1:].flatten()), False),
+    "flattened, then cut": (lambda x, y: F.cross_entropy(x.flatten(0, 1)[:-5], y.flatten()[:-5]), False),
+    "classes in between": (lambda x, y: F.cross_entropy(narrow(x).transpose(1, 2)[:, :, :-1].float(), y[:, 1:]), False),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_takes_logits_as_the_model_made_them(name: str) -> None:
+    """Without a copy of them that is widened, cut and flattened; values and gradients of eager torch."""
+    loss_fn, takes_them = FORMS[name]
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 5, 9), torch.randint(0, 9, (3, 5))
+    targets[0, 2] = -100
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            loss = loss_fn(leaf, y)
+            return [loss.detach(), *torch.autograd.grad(loss, leaf)]
+
+    specs = [Spec((3, 5, 9), torch.float32), Spec((3, 5), torch.int64)]
+    nodes = capture(lambda *x: (both(*x), None), specs, keep=keeps_whole).module.graph.nodes
+    taken = [node.args[0] for node in nodes if node.target is torch.ops.torch_shard.cross_entropy.default]
+    assert any(tuple(node.meta["val"].shape) == (3, 5, 9) for node in taken) == takes_them
+    for found, wanted in zip(ts.jax_jit(both)(logits, targets), both(logits, targets), strict=True):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-6)

@@ -1,10 +1,17 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
-from torch_shard._capture.attention_masks import is_causal_mask
-from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting
+from torch_shard._capture.attention_masks import Seen, seen_through
+from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting, widened
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
-from torch_shard._capture.data_dependence import DEVICE_OF, drawing_along, num_draws, skip_draws, specialise
+from torch_shard._capture.data_dependence import (
+    DEVICE_OF,
+    drawing_along,
+    num_draws,
+    skip_draws,
+    specialise,
+    within_operator,
+)
 from torch_shard._capture.fakes import (
     StaleTensor,
     depends_on_inputs,
@@ -34,6 +41,9 @@ from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
+from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
+from torch_shard._capture.outline import outline
+from torch_shard._capture.precision import Cast, Precision
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
@@ -44,12 +54,15 @@ __all__ = [
     "ActiveRegions",
     "Aux",
     "Captured",
+    "Cast",
     "Change",
     "MetricCall",
     "MetricCalls",
     "ModuleFlags",
     "PlainAttributes",
+    "Precision",
     "Same",
+    "Seen",
     "Spec",
     "StaleTensor",
     "TensorFn",
@@ -71,9 +84,10 @@ __all__ = [
     "flags_hold",
     "generator_states",
     "give_values",
+    "has_derivative",
     "hold",
     "in_transform",
-    "is_causal_mask",
+    "is_composite",
     "is_fake",
     "is_literal",
     "is_repeating",
@@ -84,14 +98,19 @@ __all__ = [
     "new_values",
     "note",
     "num_draws",
+    "outline",
     "outside_capture",
     "reached_by",
     "read_by",
     "rehearse",
     "repeating",
     "runs_user_backward",
+    "seen_through",
     "skip_draws",
     "specialise",
     "unknown_like",
     "untraced",
+    "widened",
+    "within_operator",
+    "writes_or_aliases",
 ]

@@ -43,7 +43,6 @@ class Constants:
         root: Holds what the `get_attr` nodes name.
         known: Values of some of its nodes.
         given: The value of an input, where a program may depend on it.
-        constant: The value of an input that is a constant around the program; it may be written to.
     """
 
     def __init__(
@@ -53,9 +52,8 @@ class Constants:
         known: Mapping[Node, torch.Tensor] = MappingProxyType({}),
         *,
         given: Callable[[Node], torch.Tensor | None] = lambda node: None,
-        constant: Callable[[Node], torch.Tensor | None] = lambda node: None,
     ) -> None:
-        self._graph, self._root, self._given, self._constant = graph, root, given, constant
+        self._graph, self._root, self._given = graph, root, given
         self._values: dict[Node, PyTree] = dict(known)
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._sources: dict[int, set[Node]] = {}  # inputs that went into a storage
@@ -87,9 +85,7 @@ class Constants:
     def _run(self, node: Node) -> None:
         inputs = node.all_input_nodes
         if node.op in ("placeholder", "get_attr"):
-            if (constant := self._constant(node)) is not None:
-                self._keep(node, constant, set())
-            elif (given := self._given(node)) is not None:
+            if (given := self._given(node)) is not None:
                 self._keep(node, given, {node})
         elif node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
             self._values[node] = literal.clone()

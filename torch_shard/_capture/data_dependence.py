@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
 from torch_shard._capture.constants import Asked, Constants
@@ -51,6 +51,9 @@ def _tensors(args: PyTree) -> list[torch.Tensor]:
     return [t for t in torch_pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
 
 
+Traced = tuple[Node, Callable[[Node], torch.Tensor | None]]
+
+
 class DataDependence(TorchDispatchMode):
     """Answers for tensors that have no value.
 
@@ -73,7 +76,6 @@ class DataDependence(TorchDispatchMode):
         self._inputs: dict[Any, Asked] = {}
         self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
-        self._around: Constants | None = None
         self._mode = None
         self._assumed: dict[Node, torch.Tensor] = {}
         self.skipped: list[str] = []
@@ -141,26 +143,30 @@ class DataDependence(TorchDispatchMode):
         node = self._node_of(tensor)
         if node is None:
             return None
-        value, sources = self._computed(node)
-        return None if sources else value
+        return self._constant(node)
 
     def constant(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
-        """The value of a tensor that depends on no input of this capture, nor of those around it."""
-        node = self._node_of(tensor)
-        if node is None:
+        """The value of a tensor that depends on no input of this capture, nor of those around it.
+
+        Within another capture, only what a rehearsal knows too, which writes no graph: views of constants around.
+        """
+        if around or self._node_of(tensor) is None:
             return self._constant_around(tensor, around)
-        if self._around is None:
-            root = self._root()
+        return self.known(tensor)
 
-            def outer(node: Node) -> torch.Tensor | None:
-                if node.op != "get_attr" or root is None:
-                    return None
-                value = self._constant_around(getattr(root, str(node.target)), around)
-                return None if value is None else _copied(value)
+    def traced(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> Traced | None:
+        """The node of a tensor in the outermost capture, and what tells the value of a node there if it is constant."""
+        if not around:
+            node = self._node_of(tensor)
+            return None if node is None else (node, self._constant)
+        original = tensor if self._mode is None else self._mode.original(tensor)
+        if original is tensor and tensor._base is not None and _is_all_of(tensor, tensor._base):
+            return self.traced(tensor._base, around)
+        return None if original is tensor else around[-1].traced(original, around[:-1])
 
-            self._around = Constants(node.graph, root, constant=outer)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            return self._around.value(node)
+    def _constant(self, node: Node) -> torch.Tensor | None:
+        value, sources = self._computed(node)
+        return None if sources else value
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
@@ -319,10 +325,16 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
     return stack[-1].constant(tensor, stack[:-1]) if stack else None
 
 
-def _copied(value: torch.Tensor) -> torch.Tensor:
-    """A copy, in which what is repeated is still there once."""
-    whole = value[tuple(slice(None) if stride else slice(0, 1) for stride in value.stride())]
-    return whole.clone().expand(value.shape)
+def traced(tensor: torch.Tensor) -> Traced | None:
+    """The node of a tensor in the outermost capture under way, and what tells the constants there; or None."""
+    stack = _CURRENT.stack
+    return stack[-1].traced(tensor, stack[:-1]) if stack else None
+
+
+def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        same = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return same == (base.shape, base.stride(), base.storage_offset())
 
 
 def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -365,6 +377,11 @@ def skip_draws(count: int) -> int:
 def num_draws() -> int:
     """Number of random operators that the capture under way has run."""
     return _CURRENT.stack[-1].position
+
+
+def within_operator() -> bool:
+    """Tell whether it is PyTorch that calls, to run an operator of the capture under way, and not the user's code."""
+    return bool(_CURRENT.stack) and _CURRENT.stack[-1] not in _get_current_dispatch_mode_stack()
 
 
 @contextlib.contextmanager

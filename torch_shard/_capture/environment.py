@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_shard._capture import clock, printing, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.replacements import cumulative_batch_norms
-from torch_shard._common.overrides import ATTRIBUTES
+from torch_shard._common.overrides import KERNELS, attribute_overrides
 from torch_shard._common.patching import patched
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def capture_environment() -> Iterator[None]:
         _substituted(),
         _compiled_functions_run_plainly(),
         _without_anomaly_mode(),
+        _missing_derivatives_raise(),
         unchecked,
     ):
         yield
@@ -44,6 +46,18 @@ def _without_anomaly_mode() -> Iterator[None]:
         "finite, use fit, or step(state, batch, max_grad_norm=math.inf)."
     )
     with torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+@contextlib.contextmanager
+def _missing_derivatives_raise() -> Iterator[None]:
+    """Raise for an operator of the user's that a kernel of PyTorch calls, below all that could give it a derivative."""
+    if not KERNELS:
+        yield
+        return
+    names = "|".join(re.escape(kernel.name) for kernel in KERNELS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", rf"({names})\S*: an autograd kernel was not registered")
         yield
 
 
@@ -65,7 +79,7 @@ def reference_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def _substituted() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for owner, name, substitute in ATTRIBUTES:
+        for owner, name, substitute in attribute_overrides():
             stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
         yield
 

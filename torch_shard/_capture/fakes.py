@@ -259,8 +259,8 @@ def constants_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A fake on the CPU like a tensor: made at once and not by an operator, as a model has many tensors."""
-    options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "meta"}
-    with _disable_current_modes(), torch._C._DisableFuncTorch():  # below the levels of torch.func
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisableFuncTorch():  # as it really is
+        options: Any = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "meta"}
         if isinstance(tensor, FakeTensor):  # of a capture around this one: strides are the program's own
             meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
         else:

@@ -111,6 +111,8 @@ class CaptureMode(TorchFunctionMode):
         if id(tensor) not in self._standins:
             original = self._revive(tensor)
             standin = original if self.is_of_capture(original) else self._make_standin(original)
+            if isinstance(tensor, nn.Parameter) and standin is not tensor:
+                standin._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
             self._standins[id(tensor)] = (standin, original, tensor)
         return self._standins[id(tensor)][0]
 

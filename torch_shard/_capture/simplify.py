@@ -10,7 +10,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from torch_shard._common.fx import args_of, aten_name, call_before, dtype_of, shape_of
+from torch_shard._common.fx import args_of, aten_name, call_before, dtype_of, shape_of, target_of
 from torch_shard._common.operator_families import COPIES, RESHAPES
 from torch_shard._common.overrides import REWRITES, rewrites
 
@@ -42,8 +42,8 @@ def _rewrite(node: Node) -> Node | None:
         return _rewrite_view(node)
     if node.target in SWAPS:
         return _swap_below_view(node)
-    rewrite = REWRITES.get(node.target)  # pyright: ignore[reportArgumentType]
-    return rewrite(node) if rewrite is not None else None
+    found = (rewrite(node) for rewrite in REWRITES.get(target_of(node), ()))
+    return next((better for better in found if better is not None), None)
 
 
 def _rewrite_view(node: Node) -> Node | None:

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,7 +43,7 @@ from torch_shard._capture.side_effects import Change, refuse_new_parameters
 from torch_shard._capture.simplify import simplify, stride_in_order
 from torch_shard._common.fx import check_outputs, outputs_of
 from torch_shard._common.operator_families import STRICT_VIEWS
-from torch_shard._common.overrides import OPERATORS
+from torch_shard._common.overrides import FUNCTIONS, OPERATORS
 from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
@@ -196,7 +201,7 @@ def _functionalize(graph: torch.fx.GraphModule, inputs: list, keep: Keep) -> tor
     def replay(*args: torch.Tensor) -> PyTree:
         return (with_masks(graph) if ragged else torch.fx.Interpreter(graph)).run(*args)
 
-    table = _decompositions(keep)
+    table = {op: rule for op, rule in _decompositions(keep).items() if op not in FUNCTIONS}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_errors_for_users())
         for context in (notes_kept(), enable_python_dispatcher(), torch.no_grad(), autocast_only()):
@@ -228,6 +233,8 @@ def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shap
         return view(x.clone(memory_format=torch.contiguous_format), shape)
     return NotImplemented
 
+
+_NO_FAKE_RULE = "There was no fake impl registered"
 
 # How PyTorch says, in different places, that it has no values to give.
 _VALUE_NEEDED = ("get value out of a tracing tensor", "Cannot access data pointer", ".numpy() is not supported")
@@ -273,6 +280,11 @@ def _errors_for_users() -> Iterator[None]:
     except Exception as error:
         if "We only support functionalizing operators" in str(error):
             raise NotImplementedError(f"An operator that writes in place cannot be captured: {error}") from error
+        if isinstance(error, UnsupportedOperatorException) or _NO_FAKE_RULE in str(error):
+            raise NotImplementedError(
+                f"{user_frame(error)}\nHere an operator has no fake rule, which says the shapes and dtypes of its "
+                f"results: {error}\nRegister one: @torch.library.register_fake('mylib::op')."
+            ) from error
         shape_depends = isinstance(error, (DynamicOutputShapeException, GuardOnDataDependentSymNode, UnknownSizeError))
         value_needed = isinstance(error, DataDependentOutputException)
         if not shape_depends and not value_needed and not any(said in str(error) for said in _VALUE_NEEDED):

@@ -84,9 +84,14 @@ def dtype_of(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-def call_before(at: Node, target: Operator, args: tuple[Argument, ...], shape: tuple[int, ...]) -> Node:
-    """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
+def new_before(at: Node, target: Operator, args: tuple[Argument, ...], value: object) -> Node:
+    """A new node before `at`, with this fake value."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(target, args)
-    node.meta = {**at.meta, "val": at.meta["val"].new_empty(shape)}
+    node.meta = {**at.meta, "val": value}
     return node
+
+
+def call_before(at: Node, target: Operator, args: tuple[Argument, ...], shape: tuple[int, ...]) -> Node:
+    """A new node before `at`, with a fake value of that shape and the dtype of `at`."""
+    return new_before(at, target, args, at.meta["val"].new_empty(shape))

@@ -7,8 +7,11 @@ ours is one file, and the capture, which reads them, knows none of them.
 # PyTorch's class of operators, and some of its state, have no public names, or annotations in part.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+import collections
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -18,8 +21,17 @@ from torch_shard._common.patching import Owner
 from torch_shard._common.types import Operator
 
 F = TypeVar("F", bound=Callable[..., object])
+K = TypeVar("K")
+V = TypeVar("V")
 
 Rewrite = Callable[[Node], Node | None]
+
+
+class Named(Protocol):
+    """What a user has put in the place of something of torch's, of this name."""
+
+    name: str
+
 
 FUNCTIONS: dict[Callable[..., object], Callable[..., Any]] = {}
 """Overrides of functions of torch, where a torch function mode sees the call."""
@@ -30,8 +42,14 @@ ATTRIBUTES: list[tuple[Owner, str, Callable[..., Any]]] = []
 OPERATORS: dict[Operator, Callable[..., Any]] = {}
 """Overrides of ATen operators, while the callable is traced."""
 
-REWRITES: dict[Operator, Rewrite] = {}
+REWRITES: collections.defaultdict[Operator, list[Rewrite]] = collections.defaultdict(list)
 """Rewrites of a node of the functional graph: to another node, or None to leave it."""
+
+HELD: dict[Callable[..., object], Callable[..., Any]] = {}
+"""Overrides of functions wherever a module holds them, under whatever name, as `from library import function` does."""
+
+KERNELS: list["Named"] = []
+"""What users have put into these tables and into that of the lowerings: a program is for the ones it was made with."""
 
 
 def instead_of(*functions: Callable[..., object]) -> Callable[[F], F]:
@@ -51,7 +69,38 @@ def instead_of_operator(*operators: Operator) -> Callable[[F], F]:
 
 def rewrites(*operators: Operator) -> Callable[[Rewrite], Rewrite]:
     """Let the decorated function rewrite the nodes of these ATen operators in functional graphs."""
-    return lambda fn: REWRITES.update(dict.fromkeys(operators, fn)) or fn
+
+    def register(fn: Rewrite) -> Rewrite:
+        for operator in operators:
+            REWRITES[operator].append(fn)
+        return fn
+
+    return register
+
+
+def replace_in(table: dict[K, V], entries: Mapping[K, V]) -> Callable[[], None]:
+    """Put entries into a table; returns what puts back those that they have replaced."""
+    before = {key: table[key] for key in entries if key in table}
+    table.update(entries)
+
+    def undo() -> None:
+        for key, value in entries.items():
+            if table.get(key) is value:  # nobody has replaced it in turn
+                del table[key]
+                table.update({key: before[key]} if key in before else {})
+
+    return undo
+
+
+def attribute_overrides() -> Iterator[tuple[Owner, str, Callable[..., Any]]]:
+    """Overrides of what is found by a name: owner, name, and what is called instead."""
+    yield from ATTRIBUTES
+    by_id = {id(function): own for function, own in HELD.items()}
+    for module in cast(list[object], list(sys.modules.values())) if HELD else ():
+        if isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    yield module, name, by_id[id(value)]
 
 
 def is_plain(tensors: Sequence[torch.Tensor]) -> bool:

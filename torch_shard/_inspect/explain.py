@@ -9,11 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, ValueGuard, capture
+from torch_shard._capture import Captured, Precision, ValueGuard, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, keeps_whole, place_of
+from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, is_own, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 from torch_shard._train import JointLoss, LossShape, check_loss_fn, flatten_batch
 
@@ -25,7 +25,7 @@ class Operator:
     Attributes:
         name: Of the overload, `aten.mm.default` for example.
         count: How many nodes it has, forward and backward.
-        lowering: "torch_shard", "torchax", or "none": a step would refuse the model.
+        lowering: "torch_shard", "torchax", "yours" (`torch_shard.lowering`), or "none": a step would refuse the model.
         place: Module path, file and line of its first use.
     """
 
@@ -115,7 +115,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     check_loss_fn(loss_fn)
     check_kind("train", train, bool)
     _, signature = flatten_batch(batch)
-    fn, specs = JointLoss(model, loss_fn, signature, train=train)()
+    fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train)()
     graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),
@@ -139,5 +139,5 @@ def _operators(graph: Captured[LossShape]) -> tuple[Operator, ...]:
 
 def _lowering_of(op: torch._ops.OpOverload) -> str:
     if op in LOWERINGS:
-        return "torch_shard"
+        return "yours" if is_own(op) else "torch_shard"
     return "none" if find_lowering(op) is None else "torchax"

@@ -6,6 +6,7 @@ printing, stays, used or not.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 import weakref
@@ -26,9 +27,12 @@ from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import rewrites
 from torch_shard._device import to_array, wrap_array
 from torch_shard._interop.closure import MoreInputs
-from torch_shard._lowering import lowers
+from torch_shard._lowering import Own, lowers
 
 FlatJaxFn = Callable[..., list[jax.Array]]
+
+Like = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor in a capture."""
 
 _HANDLES = itertools.count()
 
@@ -39,11 +43,54 @@ class _Called:
 
     fn: FlatJaxFn
     traced: ClosedJaxpr
-    results: list[jax.ShapeDtypeStruct]
+    results: list[Like]
 
     def __repr__(self) -> str:
         """What it computes, equal for a function that is made anew on each call."""
         return f"{re.sub(' at 0x[0-9a-f]+', '', str(self.traced.jaxpr))} {[*map(_told, self.traced.consts)]}"
+
+
+class KnownFunction:
+    """A JAX function of arrays whose results are known without a trace; one object for all calls that are alike.
+
+    Calls of it in repeated layers are then one program, and it may differ with the mesh that it is lowered for.
+
+    Args:
+        fn: The function.
+        results: Shapes and dtypes of what it returns.
+        own: The function of the user's that it is; None for a derivative.
+        operator: The operator that it is the lowering of, as a function of tensors: captured in its place.
+        precision: Of the products in it and in its derivatives, as `jax.default_matmul_precision` has it.
+    """
+
+    def __init__(
+        self,
+        fn: FlatJaxFn,
+        results: list[Like],
+        own: Own | None = None,
+        operator: Callable[..., list[torch.Tensor]] | None = None,
+        *,
+        precision: str | None = None,
+    ) -> None:
+        self.fn, self.results, self.own, self.operator, self.precision = fn, results, own, operator, precision
+        self.handle = next(_HANDLES)
+        _FUNCTIONS[self.handle] = self
+        # A cache of its own: one of the class would keep every function for ever.
+        self.vjp = functools.cache(self._vjp)
+
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+        with precision_of(self.precision):
+            return self.fn(*arrays)
+
+    def _vjp(self, wanted: tuple[bool, ...], given: tuple[bool, ...], likes: tuple[Like, ...]) -> "KnownFunction":
+        """`(*primals, *cotangents of the given outputs) -> gradients of the wanted primals`, which are like these."""
+        vjp = _vjp_of(self.fn, wanted, given)
+        return KnownFunction(vjp, [*itertools.compress(likes, wanted)], precision=self.precision)
+
+
+def precision_of(name: str | None) -> contextlib.AbstractContextManager[object]:
+    """The scope of a precision of products; None leaves it as it is."""
+    return contextlib.nullcontext() if name is None else jax.default_matmul_precision(name)
 
 
 def _told(constant: Any) -> object:
@@ -56,7 +103,7 @@ def _told(constant: Any) -> object:
 
 _LARGEST = 1 << 20
 
-_FUNCTIONS: weakref.WeakValueDictionary[int, _Called] = weakref.WeakValueDictionary()
+_FUNCTIONS: weakref.WeakValueDictionary[int, "_Called | KnownFunction"] = weakref.WeakValueDictionary()
 """By the number in the graph; each is held by the capture under way, and then by the nodes of the graph."""
 
 
@@ -67,7 +114,7 @@ def _call_op(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @_call_op.register_fake
 def _call_shapes(handle: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty(o.shape, dtype=captured_dtype(o.dtype), device="cpu") for o in _FUNCTIONS[handle].results]
+    return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in _FUNCTIONS[handle].results]
 
 
 @torch.library.custom_op("torch_shard::call_for_effect", mutates_args=())
@@ -92,7 +139,8 @@ def _seed_shape(like: torch.Tensor) -> torch.Tensor:
 
 @lowers(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
 def _lower_call(handle: int, arrays: list[jax.Array]) -> list[jax.Array]:
-    return _FUNCTIONS[handle].fn(*arrays)
+    called = _FUNCTIONS[handle]
+    return called(*arrays) if isinstance(called, KnownFunction) else called.fn(*arrays)
 
 
 @rewrites(torch.ops.torch_shard.call.default, torch.ops.torch_shard.call_for_effect.default)
@@ -123,7 +171,9 @@ class _Opaque(torch.autograd.Function):
         wanted = tuple(needed and _is_inexact(t) for t, needed in zip(tensors, ctx.needs_input_grad[2:], strict=True))
         given = tuple(c is not None and _is_inexact(c) for c in cotangents)
         chosen = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
-        grads = iter(_Opaque.apply(_vjp_of(ctx.fn, wanted, given), ctx.run, *tensors, *chosen))
+        known = isinstance(ctx.fn, KnownFunction)
+        vjp = ctx.fn.vjp(wanted, given, tuple(map(like, tensors))) if known else _vjp_of(ctx.fn, wanted, given)
+        grads = iter(_Opaque.apply(vjp, ctx.run, *tensors, *chosen))
         return None, None, *(next(grads) if want else None for want in wanted)
 
 
@@ -151,11 +201,24 @@ def _run_captured(fn: FlatJaxFn, *tensors: torch.Tensor) -> list[torch.Tensor]:
     handle = next(_HANDLES)
     with outside_capture():
         traced, results = _trace(fn, shapes)
-    called = _FUNCTIONS[handle] = _Called(fn, traced, results)
+    called = _Called(fn, traced, [(tuple(r.shape), captured_dtype(r.dtype)) for r in results])
+    _FUNCTIONS[handle] = called
     hold(called)
     effects = [effect for effect in traced.effects if type(effect).__name__ != "NamedAxisEffect"]  # as JAX itself
     op = torch.ops.torch_shard.call_for_effect if effects else torch.ops.torch_shard.call
     return op(handle, list(tensors))
+
+
+def _run_known(fn: KnownFunction, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    if fn.operator is not None:
+        return fn.operator(*tensors)
+    hold(fn)
+    return torch.ops.torch_shard.call(fn.handle, list(tensors))
+
+
+def like(tensor: torch.Tensor) -> Like:
+    """Shape and dtype of a tensor."""
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _trace(fn: FlatJaxFn, shapes: list[jax.ShapeDtypeStruct]) -> Any:
@@ -187,6 +250,11 @@ def run_now(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Te
 def run_captured(flat: FlatJaxFn, tensors: list[torch.Tensor], closure: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """In a capture: what torch functions below `flat` close over becomes further arguments, as it is met."""
     return _run(flat, _run_captured, as_captured, tensors, closure=closure)
+
+
+def run_known(fn: KnownFunction, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """In a capture: the results of a function that is the same object for all calls that are alike."""
+    return _apply(fn, _run_known, [*map(as_captured, tensors)])
 
 
 def _run(

@@ -21,21 +21,25 @@ from torch_shard._lowering.ops import (
     lowers,
     refuse_generator,
 )
+from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, RowSplit, rows_split
+from torch_shard._lowering.rows import ROWS, RowSplit, current_rows, rows_split
 
 __all__ = [
     "LOWERINGS",
     "RANDOM",
     "ROWS",
     "STORAGE_KWARGS",
+    "Own",
     "Program",
     "RowSplit",
     "capture_settings",
     "compiler_options",
+    "current_rows",
     "draws_random",
     "find_lowering",
     "import_torchax",
+    "is_own",
     "keeps_whole",
     "lower",
     "lowers",
@@ -45,6 +49,7 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
+    "report_own",
     "rows_split",
     "sources_of",
 ]

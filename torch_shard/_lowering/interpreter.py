@@ -15,6 +15,7 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
+from torch_shard._lowering.own import own_of
 from torch_shard._lowering.rows import keep_rows
 
 Lowered = Callable[..., list[PyTree]]
@@ -55,6 +56,8 @@ def lower(graph: GraphModule) -> Lowered:
 
     def run(key: jax.Array | None, *arrays: jax.Array, place: int | jax.Array = 0) -> list[PyTree]:
         values: dict[Node, PyTree] = dict(zip(inputs, arrays, strict=True))
+        for node, array in values.items():
+            assert _fits(node, array), (node, array.dtype, node.meta["val"])
         with matmul_precision():
             for node, sources, operate, own_place in steps:
                 at = None if own_place is None else place + own_place
@@ -84,10 +87,12 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     target = target_of(node)
     lowering = find_lowering(target)
     assert lowering is not None, target
-    refuse_generator(target, dict(node.kwargs))
+    own = own_of(node)
+    if own is None:
+        refuse_generator(target, dict(node.kwargs))
     if target in _STRIDED:
         _refuse_strides(node)
-    kept = {name: value for name, value in node.kwargs.items() if name not in STORAGE_KWARGS}
+    kept = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
     axes = node.meta.get("random_axes", ())
@@ -103,9 +108,17 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             assert place is not None, target
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
         with jax.named_scope(scope):
-            return keep_rows(node, _conform(node, lowering(*first, *args, **named)))
+            value = lowering(*first, *args, **named)
+            if own is not None:
+                own.check(node.meta["val"], value)
+            return keep_rows(node, _conform(node, value))
 
     return operate
+
+
+def _fits(node: Node, array: jax.Array) -> bool:
+    fake = node.meta.get("val")
+    return not isinstance(fake, torch.Tensor) or array.dtype == jax_dtype(fake.dtype)
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)

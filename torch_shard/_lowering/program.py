@@ -24,6 +24,7 @@ from torch_shard._capture import (
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.overrides import KERNELS
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
 
@@ -134,7 +135,8 @@ def _missing_error(fn: TensorFn[Aux], specs: Sequence[Spec], what: str) -> NotIm
     return NotImplementedError(
         f"{what} uses {len(nodes)} operator{'s' * (len(nodes) > 1)} without a lowering to JAX:\n\n"
         + "\n".join(lines)
-        + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax."
+        + "\n\nWrite these with other torch operators, or compute them in JAX with torch_shard.call_jax. "
+        "An operator of your own (torch.library) takes a lowering: torch_shard.lowering."
     )
 
 
@@ -142,4 +144,4 @@ def capture_settings() -> tuple[object, ...]:
     """The settings that change what a callable means, and the mesh axes that it is written for one device of."""
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "jax", "cuda"))
     axes = tuple(manual_axes().items())
-    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes())
+    return torch.get_default_dtype(), autocast, has_x64(), axes, bool(axes and tracked_axes()), *KERNELS

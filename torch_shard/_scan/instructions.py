@@ -102,15 +102,17 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     """
     remat = "block" if region.remat else remat
     is_cotangent = [kind == "cotangent" for kind, _ in region.inputs]
+    stay = [number for number, _ in enumerate(sources[0]) if _stays([values[number] for values in sources])]
     halves = partition(
         region.graph.module,
         is_cotangent,
         num_results=region.num_results,
         num_outputs=region.graph.num_outputs,
         remat=remat,
+        at_hand=stay,
     )
     forward = lower(halves.forward)
-    at_hand = tuple(i for i in halves.inputs if _stays([values[i] for values in sources]))
+    at_hand = tuple(number for number in halves.inputs if number in stay)
     kept = [i for i in halves.inputs if i not in at_hand]
     order = [*at_hand, *kept]
     back = None if halves.backward is None else lower(halves.backward)

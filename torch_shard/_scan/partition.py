@@ -7,16 +7,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument
 
-from torch_shard._common.fx import aten_name, depending_on, has_effect, operator_name, outputs_of
-from torch_shard._common.operator_families import DIM_VIEWS, FILLS, PRODUCTS, RESHAPES
-
-
-def _is_free(node: Node) -> bool:
-    """Tell whether nothing is computed by a node: what it is of is saved instead."""
-    name = aten_name(node)
-    is_known = name in FILLS or name == "arange"
-    is_view = name in DIM_VIEWS or node.target in RESHAPES
-    return is_known or is_view or getattr(node.target, "__name__", "") == "getitem"
+from torch_shard._common.fx import depending_on, has_effect, operator_name, outputs_of
+from torch_shard._common.operator_families import PRODUCTS
+from torch_shard._scan.least_saved import least_saved
 
 
 def _is_product(node: Node) -> bool:
@@ -25,11 +18,12 @@ def _is_product(node: Node) -> bool:
 
 
 SAVED: dict[str, Callable[[Node], bool]] = {
-    "none": lambda node: not _is_free(node),
     "dots": _is_product,
     "block": lambda node: False,
 }
-"""For each kind of rematerialisation, which results of the forward pass may be saved for the backward pass."""
+"""For each kind of rematerialisation, which results of the forward pass may be saved for the backward pass.
+
+With "none" it is those that `least_saved` chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +44,13 @@ class Halves:
 
 
 def partition(
-    joint: GraphModule, is_cotangent: list[bool], *, num_results: int, num_outputs: int, remat: str
+    joint: GraphModule,
+    is_cotangent: list[bool],
+    *,
+    num_results: int,
+    num_outputs: int,
+    remat: str,
+    at_hand: Collection[int] = (),
 ) -> Halves:
     """Split a joint graph.
 
@@ -59,14 +59,18 @@ def partition(
         is_cotangent: For each input.
         num_results: Results of the forward pass come first.
         num_outputs: Results and gradients.
-        remat: Which values are saved, a key of `SAVED`; the others are computed again.
+        remat: Which values are saved, "none" or a key of `SAVED`; the others are computed again.
+        at_hand: Numbers of the inputs that the backward pass can read without their being saved.
     """
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     cotangents = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if is_one]
     inputs = [n for n, is_one in zip(placeholders, is_cotangent, strict=True) if not is_one]
     outputs = outputs_of(joint.graph)
     grads = outputs[num_results:num_outputs]
-    saved = _saved(grads, set(cotangents), SAVED[remat])
+    if remat == "none":
+        saved = least_saved(grads, set(cotangents), {inputs[number] for number in at_hand})
+    else:
+        saved = _saved(grads, set(cotangents), SAVED[remat])
     values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]
     results = [*outputs[:num_results], *outputs[num_outputs:], *values]
     read = [n for n in inputs if n in saved]

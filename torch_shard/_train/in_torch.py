@@ -3,7 +3,6 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -72,8 +71,7 @@ def in_float64(
 
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """The loss and the metrics of a batch."""
-    dtype = step.options.compute_dtype
-    with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(), MetricCalls().noted():
+    with step.options.precision.active("cpu"), MetricCalls().noted():
         return split_loss(step.loss_fn(model, batch))
 
 

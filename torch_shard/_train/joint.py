@@ -13,6 +13,7 @@ from torch import nn
 from torch_shard._capture import (
     MetricCall,
     MetricCalls,
+    Precision,
     Spec,
     TensorFn,
     binding,
@@ -51,7 +52,7 @@ class JointLoss:
         model: Captured with the training flags that it has now, or in eval mode.
         loss_fn: Returns what `split_loss` takes.
         signature: Of the batch.
-        compute_dtype: What products run in, by autocast; None for what torch gives.
+        precision: What it computes in.
         train: With gradients; otherwise in eval mode and without.
         buffer: The value of a buffer by name, where Python asks for it; that of the model's own without.
     """
@@ -62,13 +63,13 @@ class JointLoss:
         loss_fn: LossFn,
         signature: BatchSignature,
         *,
-        compute_dtype: torch.dtype | None = None,
+        precision: Precision,
         train: bool,
         buffer: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
         self._buffer = buffer
         self._model, self._loss_fn, self._signature = model, loss_fn, signature
-        self._compute_dtype, self._train = compute_dtype, train
+        self._precision, self._train = precision, train
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
@@ -148,8 +149,7 @@ class JointLoss:
     def _forward(
         self, batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
-        casting = torch.autocast("jax", self._compute_dtype) if self._compute_dtype else contextlib.nullcontext()
-        with casting, (objects := MetricCalls()).noted():
+        with self._precision.active("jax"), (objects := MetricCalls()).noted():
             out = self._loss_fn(self._model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()

@@ -18,6 +18,7 @@ from torch_shard._capture import (
     MetricCall,
     ModuleFlags,
     PlainAttributes,
+    Precision,
     ValueGuard,
     clocks_noted,
     flags_hold,
@@ -30,7 +31,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, rows_split
+from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, report_own, rows_split
 from torch_shard._scan import (
     Bundle,
     GraphInput,
@@ -72,7 +73,8 @@ class LossProgram:
         guard: ValueGuard,
     ) -> None:
         program, rolled, self.groups = captured
-        self.report = report(self.groups, rolled)
+        graphs = [program.graph.module, *(rolled.graphs if rolled else ())]
+        self.report = [*report(self.groups, rolled), *report_own(graphs)]
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
@@ -244,7 +246,7 @@ def loss_program(
     loss_fn: LossFn,
     signature: BatchSignature,
     *,
-    compute_dtype: torch.dtype | None = None,
+    precision: Precision,
     train: bool,
     layers: LayerOptions,
     buffer: Callable[[str], torch.Tensor],
@@ -255,7 +257,7 @@ def loss_program(
         model: Any module.
         loss_fn: Returns a scalar, or a pair of it and metrics.
         signature: Structure and types of the batch.
-        compute_dtype: Dtype of products, if it is not that of the parameters.
+        precision: What it computes in.
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
         buffer: The value of a buffer by name, where Python asks for it.
@@ -263,11 +265,11 @@ def loss_program(
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, compute_dtype, layers, capture_settings())
+    key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
-        joint = JointLoss(model, loss_fn, signature, compute_dtype=compute_dtype, train=train, buffer=buffer)
+        joint = JointLoss(model, loss_fn, signature, precision=precision, train=train, buffer=buffer)
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))

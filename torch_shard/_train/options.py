@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+from typing import get_args
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
+from torch_shard._capture import Cast, Precision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
@@ -26,6 +28,7 @@ class StepOptions:
     plan: ShardingPlan
     batch_spec: PartitionSpec | None = None
     compute_dtype: torch.dtype | None = None
+    cast: Cast = "products"
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
@@ -38,6 +41,8 @@ class StepOptions:
         check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
         self._check_compute_dtype()
         self._check_layers()
+        if self.cast not in get_args(Cast):
+            raise ValueError(f'{caller()}: cast must be "products" or "parameters", got {self.cast!r}.')
         check_count("accumulate_steps", self.accumulate_steps)
         check_kind("split_activations", self.split_activations, bool)
 
@@ -54,6 +59,11 @@ class StepOptions:
         if self.remat not in REMAT and not (is_integer(self.remat) and int(self.remat) > 0):
             choices = ", ".join(map(repr, REMAT))
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")
+
+    @property
+    def precision(self) -> Precision:
+        """What the loss is computed in."""
+        return Precision(self.compute_dtype, self.cast)
 
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""

@@ -53,7 +53,7 @@ class ProgramKey:
         if self.flags != earlier.flags:
             return "modules were switched between train() and eval()"
         if self.settings != earlier.settings:
-            return "torch's default dtype, autocast or JAX's x64 setting changed"
+            return "torch's default dtype, autocast, JAX's x64 setting or the user's own kernels changed"
         if self.max_grad_norm != earlier.max_grad_norm:
             return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
         old, new = earlier.signature, self.signature

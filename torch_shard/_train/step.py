@@ -243,7 +243,7 @@ class Step:
             self.model,
             self.loss_fn,
             self._microbatches.signature(key.signature),
-            compute_dtype=self.options.compute_dtype,
+            precision=self.options.precision,
             train=self.train,
             layers=self.layers,
             buffer=lambda name: self._buffer(state, name),

@@ -21,6 +21,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     pointwise,
     random,
     recurrent,
+    repeated_heads,
     resample,
     segments,
     special,

@@ -9,11 +9,40 @@ import jax.numpy as jnp
 import torch
 from torch.fx import Node
 
-from torch_shard._common.fx import args_of, call_before, dtype_of, shape_of
+from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
 from torch_shard._common.overrides import rewrites
+from torch_shard._lowering.ops.logits import along, rows_of, source_of, steps_of
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
+
+
+@torch.library.custom_op("torch_shard::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    rows: list[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("only captured, never run")
+
+
+@_cross_entropy.register_fake
+def _loss_shapes(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    rows: list[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = () if reduction else target.shape
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty((), dtype=dtype)
 
 
 @torch.library.custom_op("torch_shard::cross_entropy_backward", mutates_args=())
@@ -24,6 +53,7 @@ def _cross_entropy_backward(
     weight: torch.Tensor | None,
     reduction: int,
     ignore_index: int,
+    rows: list[int],
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
     raise NotImplementedError("only captured, never run")
@@ -34,34 +64,19 @@ def _logits_shape(grad: torch.Tensor, logits: torch.Tensor, *_: object) -> torch
     return torch.empty_like(logits)
 
 
-@torch.library.custom_op("torch_shard::cross_entropy", mutates_args=())
-def _cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("only captured, never run")
-
-
-@_cross_entropy.register_fake
-def _loss_shapes(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.new_empty(() if reduction else target.shape), logits.new_empty(())
-
-
 _NLL_BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 @rewrites(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _merge_cross_entropy(node: Node) -> Node | None:
     """The loss straight from the logits: the log-softmax of all classes is nowhere needed."""
-    logp = args_of(node)[0]
+    logp, *rest = args_of(node)
     if not _is_over_classes(logp):
         return None
-    with node.graph.inserting_before(node):
-        args = (args_of(logp)[0], *args_of(node)[1:])
-        merged = node.graph.call_function(torch.ops.torch_shard.cross_entropy.default, args)
-    merged.meta = dict(node.meta)
-    return merged
+    logits = args_of(logp)[0]
+    steps = steps_of(logits, reduced=bool(rest[2]))
+    args = (source_of(steps, logits), *rest, rows_of(steps), dtype_of(logits))
+    return new_before(node, torch.ops.torch_shard.cross_entropy.default, args, node.meta["val"])
 
 
 @rewrites(aten._log_softmax_backward_data.default)
@@ -70,8 +85,12 @@ def _merge_cross_entropy_backward(node: Node) -> Node | None:
     grad, logp = args_of(node)[:2]
     if grad.target not in _NLL_BACKWARD or args_of(grad)[1] is not logp or not _is_over_classes(logp):
         return None
-    args = (args_of(grad)[0], args_of(logp)[0], *args_of(grad)[2:])
-    return call_before(node, torch.ops.torch_shard.cross_entropy_backward.default, args, shape_of(node))
+    (given, _, *rest, total), logits = args_of(grad), args_of(logp)[0]
+    steps = steps_of(logits, reduced=bool(rest[2]))
+    source = source_of(steps, logits)
+    args = (given, source, *rest, rows_of(steps), total)
+    target = torch.ops.torch_shard.cross_entropy_backward.default
+    return along(steps, new_before(node, target, args, source.meta["val"]), node)
 
 
 def _is_over_classes(node: Node) -> bool:
@@ -87,16 +106,15 @@ def _class_axis(x):
     return min(1, x.ndim - 1)
 
 
-def _weights(x, target, weight, ignore_index):
+def _weights(x, target, weight, ignore_index, *, axis, dtype):
     """The weight of each target: 0 where it is ignored, NaN where it is no class."""
-    num_classes = x.shape[_class_axis(x)]
-    own = jnp.ones((), x.dtype) if weight is None else weight[jnp.clip(target, 0, num_classes - 1)]
+    num_classes = x.shape[axis]
+    own = jnp.ones((), dtype) if weight is None else weight[jnp.clip(target, 0, num_classes - 1)]
     is_class = (target >= 0) & (target < num_classes)
     return jnp.where(target == ignore_index, 0, jnp.where(is_class, own, jnp.nan))
 
 
-def _at_targets(x, target):
-    axis = _class_axis(x)
+def _at_targets(x, target, axis):
     index = jnp.expand_dims(jnp.clip(target, 0, x.shape[axis] - 1), axis)
     return jnp.take_along_axis(x, index.reshape((1,) if x.ndim == 1 else index.shape), axis, mode="clip")
 
@@ -113,45 +131,63 @@ def _reduced(own, target, weights, reduction):
 @lowers(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(logp, target, weight, reduction, ignore_index):
     """Returns `(loss, total weight)`. The class dim is 1, or 0 without a batch."""
-    return _reduced(_at_targets(logp, target), target, _weights(logp, target, weight, ignore_index), reduction)
+    axis = _class_axis(logp)
+    weights = _weights(logp, target, weight, ignore_index, axis=axis, dtype=logp.dtype)
+    return _reduced(_at_targets(logp, target, axis), target, weights, reduction)
 
 
 @lowers(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(grad, logp, target, weight, reduction, ignore_index, total_weight):
-    scale = _scale(grad, logp, target, weight, reduction, ignore_index, total_weight)
-    return jnp.where(_is_target(logp, target), -scale, 0).astype(logp.dtype)
+    axis = _class_axis(logp)
+    weights = _weights(logp, target, weight, ignore_index, axis=axis, dtype=logp.dtype)
+    scale = _scale(grad, weights, reduction, total_weight, axis)
+    return jnp.where(_is_target(logp, target, axis), -scale, 0).astype(logp.dtype)
 
 
 @lowers(torch.ops.torch_shard.cross_entropy.default)
-def cross_entropy(logits, target, weight, reduction, ignore_index):
-    """`nll_loss_forward` of the log-softmax."""
-    shifted, _, total = _softmax(logits)
-    own = (_at_targets(shifted, target) - jnp.log(total)).astype(logits.dtype)
-    return _reduced(own, target, _weights(logits, target, weight, ignore_index), reduction)
+def cross_entropy(logits, target, weight, reduction, ignore_index, rows, dtype):
+    """`nll_loss_forward` of the log-softmax, in this dtype.
+
+    With `rows` logits have the classes last, and targets are for these rows of them, flat: others are ignored.
+    """
+    axis, target, dtype = *_rows(logits, target, ignore_index, rows), jax_dtype(dtype)
+    shifted, _, total = _softmax(logits, axis)
+    own = (_at_targets(shifted, target, axis) - jnp.log(total)).astype(dtype)
+    weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=dtype)
+    return _reduced(own, target, weights, reduction)
 
 
 @lowers(torch.ops.torch_shard.cross_entropy_backward.default)
-def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index, total_weight):
+def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index, rows, total_weight):
     """The gradient of `cross_entropy` by the logits."""
-    scale = _scale(grad, logits, target, weight, reduction, ignore_index, total_weight)
-    _, exps, total = _softmax(logits)
-    return (exps * (scale / total) - jnp.where(_is_target(logits, target), scale, 0)).astype(logits.dtype)
+    axis, target = _rows(logits, target, ignore_index, rows)
+    weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=total_weight.dtype)
+    scale = _scale(grad, weights, reduction, total_weight, axis)
+    _, exps, total = _softmax(logits, axis)
+    return (exps * (scale / total) - jnp.where(_is_target(logits, target, axis), scale, 0)).astype(logits.dtype)
 
 
-def _softmax(logits):
+def _rows(logits, target, ignore_index, rows):
+    """The dim of the classes, and the target of each row of the logits."""
+    if not rows:
+        return _class_axis(logits), target
+    missing = [(0, size - kept) for size, kept in zip(logits.shape, rows, strict=False)]
+    return logits.ndim - 1, jnp.pad(target.reshape(rows), missing, constant_values=ignore_index)
+
+
+def _softmax(logits, axis):
     """Logits less the highest, their exponentials, and the sums of these: the same in both passes, so computed once."""
     compute = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    shifted = compute - jnp.max(compute, _class_axis(logits), keepdims=True)
+    shifted = compute - jnp.max(compute, axis, keepdims=True)
     exps = jnp.exp(shifted)
-    return shifted, exps, jnp.sum(exps, _class_axis(logits), keepdims=True)
+    return shifted, exps, jnp.sum(exps, axis, keepdims=True)
 
 
-def _scale(grad, x, target, weight, reduction, ignore_index, total_weight):
+def _scale(grad, weights, reduction, total_weight, axis):
     """Factor of each target's gradient, with a class dim of size 1."""
     grad = grad / total_weight if reduction == 1 else grad
-    weights = _weights(x, target, weight, ignore_index)
-    return jnp.expand_dims(jnp.where(weights == 0, 0, grad * weights), _class_axis(x))
+    return jnp.expand_dims(jnp.where(weights == 0, 0, grad * weights), axis)
 
 
-def _is_target(x, target):
-    return jax.lax.broadcasted_iota(target.dtype, x.shape, _class_axis(x)) == jnp.expand_dims(target, _class_axis(x))
+def _is_target(x, target, axis):
+    return jax.lax.broadcasted_iota(target.dtype, x.shape, axis) == jnp.expand_dims(target, axis)

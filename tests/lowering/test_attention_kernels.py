@@ -1,0 +1,105 @@
+"""The kernels of attention, interpreted on the CPU, against eager torch; and which program has them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from torch_shard._capture import Seen
+from torch_shard._lowering.ops.attention_kernels import splash
+
+LENGTH = 150  # padded to two blocks
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order
+
+
+def segments(kind: str) -> tuple[torch.Tensor, ...]:
+    """Numbers of queries and keys; of padding, the first queries of the second row see nothing."""
+    keys = torch.ones(2, LENGTH, dtype=torch.int32)
+    if kind == "padding":
+        keys[0, 100:], keys[1, :20] = 0, 0
+        return torch.ones_like(keys), keys
+    keys[:, 70:] = 2
+    return keys, keys
+
+
+@pytest.mark.parametrize(("window", "kind"), [(0, ""), (40, ""), (0, "padding"), (40, "padding"), (0, "documents")])
+def test_splash_equals_eager_torch(window: int, kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, LENGTH, 128) for heads in (4, 2, 2))
+    weights = torch.randn(2, 4, LENGTH, 128)
+    seen = Seen(window, segments(kind) if kind else ())
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wanted = F.scaled_dot_product_attention(*leaves, seen.mask(LENGTH, LENGTH), scale=0.1, enable_gqa=True)
+        gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
+
+    def run(*qkv: jax.Array) -> jax.Array:
+        given = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
+        with jax.default_matmul_precision("highest"):
+            return splash(*qkv, given, scale=0.1, window=window, interpret=True)
+
+    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in (q, k, v)))
+    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
+    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
+        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+
+
+class Block(torch.nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.kv, self.o = (torch.nn.Linear(n, m, bias=False) for n, m in ((512, 512), (512, 512), (512, 512)))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (4, 128)).transpose(1, 2)
+        k, v = self.kv(x)[..., : 2 * 128 * self.heads].unflatten(-1, (2, self.heads, 128)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return x + self.o(out.transpose(1, 2).flatten(2))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block(heads) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(len(keys[0]), len(keys[0]), dtype=torch.bool).tril() & keys[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def compiled(heads: int, **options: Any) -> str:
+    with torch.device("meta"):
+        model = Model(heads)
+    step = ts.make_train_step(
+        model,
+        lambda model, batch: model(*batch).square().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
+        plan=ts.ShardingPlan({}, default=P()),
+        **options,
+    )
+    batch = torch.empty(4, 512, 512, device="meta"), torch.empty(4, 512, dtype=torch.bool, device="meta")
+    return step.lower(step.structs, batch).compile().as_text() or ""
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
+    """For each layer forward, backward by keys and backward by queries: rows and heads of one device of four."""
+    text = compiled(heads, compute_dtype=torch.bfloat16)
+    calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "splash" in line]
+    assert len(calls) == 2 * 3
+    assert all("bf16[2,2,512,128]" in line for line in calls)
+    assert ",512,512]" not in "".join(line for line in text.splitlines() if "f32[" in line)
+
+
+def test_float32_keeps_its_own_precision() -> None:
+    assert "splash" not in compiled(2)

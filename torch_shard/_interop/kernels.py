@@ -1,0 +1,164 @@
+"""A user's own JAX function in a place of torch's: its registration, and its calls in captures."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import torch
+
+from torch_shard._common.caller import caller
+from torch_shard._common.convert import adopt_torch_nodes, flatten
+from torch_shard._common.dtypes import jax_dtype
+from torch_shard._common.overrides import KERNELS
+from torch_shard._common.static import Static
+from torch_shard._common.types import PyTree
+from torch_shard._interop.jax_function import KnownFunction, Like, like
+from torch_shard._lowering import Own
+
+
+class Kernel:
+    """A JAX function in the place of torch's, as `lowering` and `override` return it.
+
+    It is called as the function itself. It stays in its place until it is removed; at the end of a `with` block it is.
+    Programs are made for the kernels that are in place when they are called: others are compiled again.
+
+    Attributes:
+        fn: The function.
+        name: What it stands for, `torch.nn.functional.gelu` for example.
+
+    Example:
+        >>> import jax.numpy as jnp, torch, torch_shard as ts
+        >>> with ts.override(torch.tanh)(jnp.tanh) as kernel:
+        ...     y = ts.jax_jit(torch.tanh)(torch.zeros(2))
+        >>> kernel.name
+        'torch.tanh'
+    """
+
+    def __init__(
+        self, fn: Callable[..., PyTree], name: str, place: object, put: Callable[[], Callable[[], None]]
+    ) -> None:
+        self.fn, self.name, self._place = fn, name, place
+        for earlier in [k for k in KERNELS if isinstance(k, Kernel) and k._place == place]:
+            if not _is_again(earlier.fn, fn):
+                raise ValueError(
+                    f"{caller()}: {name} has {described(earlier.fn)} in its place already. Call .remove() on what "
+                    f"{caller()} returned for that one first, or use it in a with statement."
+                )
+            earlier.remove()
+        self._take_away = put()
+        KERNELS.append(self)
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return self.fn(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the place back to torch's own; nothing happens the second time."""
+        if self in KERNELS:
+            KERNELS.remove(self)
+            self._take_away()
+
+    def __enter__(self) -> "Kernel":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _is_again(earlier: Callable[..., object], fn: Callable[..., object]) -> bool:
+    """Tell whether a function of a module is defined anew, as by a cell of a notebook that runs a second time."""
+    name, where = (getattr(fn, key, None) for key in ("__qualname__", "__module__"))
+    same = (name, where) == tuple(getattr(earlier, key, None) for key in ("__qualname__", "__module__"))
+    return fn is earlier or (same and name is not None and "<" not in name)
+
+
+def described(fn: Callable[..., object]) -> str:
+    """The name of a function, with its file and line where Python knows them."""
+    fn = inspect.unwrap(getattr(fn, "func", fn))  # of functools.partial
+    name, code = getattr(fn, "__qualname__", type(fn).__name__), getattr(fn, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+class Calls:
+    """The calls of a kernel in captures as functions of their tensors alone: one function for all that are alike.
+
+    Args:
+        run: The kernel as a function of a list of arguments.
+        own: What it is, for errors and reports.
+        precision: Of the products in it and in its derivatives.
+    """
+
+    def __init__(self, run: Callable[[Sequence[PyTree]], PyTree], own: Own, precision: str | None) -> None:
+        self._run, self._own, self._precision = run, own, precision
+        self._known: dict[object, KnownFunction] = {}
+
+    def of(
+        self,
+        values: Sequence[PyTree],
+        results: Sequence[Like],
+        *,
+        operator: Callable[..., PyTree] | None = None,
+        rounds: bool = False,
+    ) -> tuple[KnownFunction, list[torch.Tensor]]:
+        """The function for these arguments, and their tensors.
+
+        Args:
+            values: Arguments: pytrees of tensors and of hashable values.
+            results: Shapes and dtypes of what is returned.
+            operator: What is captured in its place, a function of the arguments.
+            rounds: Whether results are converted to these dtypes.
+        """
+        adopt_torch_nodes(values)
+        leaves, tree = flatten(list(values))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        static = tuple(_GAP if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        key = tree, Static(static), tuple(map(like, tensors)), tuple(results), rounds
+        try:
+            known = self._known.get(key)
+        except TypeError as error:
+            kinds = sorted({type(s).__name__ for s in static if getattr(s, "__hash__", None) is None})
+            raise TypeError(
+                f"{self._own.fn} in place of {self._own.name} was called with an argument of type {', '.join(kinds)}, "
+                "which is neither a tensor nor hashable. Pass tensors, numbers, strings, or containers of them."
+            ) from error
+        if known is None:
+            known = self._known[key] = self._make(tree, static, results, operator, rounds=rounds)
+        return known, tensors
+
+    def _make(
+        self,
+        tree: Any,
+        static: Sequence[object],
+        results: Sequence[Like],
+        operator: Callable[..., PyTree] | None,
+        *,
+        rounds: bool,
+    ) -> KnownFunction:
+        def filled(given: Iterable[PyTree]) -> list[PyTree]:
+            rest = iter(given)
+            return jax.tree.unflatten(tree, [next(rest) if value is _GAP else value for value in static])
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            found = jax.tree.leaves(self._run(filled(arrays)))
+            if not rounds:
+                return found
+            return [_rounded(f, dtype) for f, (_, dtype) in zip(found, results, strict=len(found) == len(results))]
+
+        def run_operator(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            found = operator(*filled(tensors)) if operator is not None else ()
+            return [found] if isinstance(found, torch.Tensor) else list(found)
+
+        operate = None if operator is None else run_operator
+        return KnownFunction(run, list(results), self._own, operate, precision=self._precision)
+
+
+def _rounded(array: jax.Array, dtype: torch.dtype) -> jax.Array:
+    is_float = dtype.is_floating_point and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return array.astype(jax_dtype(dtype)) if is_float else array
+
+
+_GAP = object()
+"""Stands for a tensor among the arguments of a call."""

@@ -1,0 +1,76 @@
+"""Causal attention in blocks of queries, in plain JAX: the form for all devices, where no kernel is to be had.
+
+Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+
+BLOCK, MOST_BLOCKS = 128, 16
+
+
+def _blocks(num_queries, num_keys, window):
+    """Start and end of the queries of each block, and of the keys that they see."""
+    size = max(BLOCK, -(-num_queries // MOST_BLOCKS))
+    for start in range(0, num_queries, size):
+        end = min(start + size, num_queries)
+        first = max(start - window + 1, 0) if window else 0
+        yield slice(start, end), slice(min(first, num_keys - 1), min(end, num_keys))
+
+
+def _by_key_head(x, num_heads):
+    return x.reshape(len(x), num_heads, -1, *x.shape[2:])
+
+
+def _scores(q, k, segments, block, *, scale, window):
+    """Scores of a block in float32, -inf where a query does not see a key."""
+    queries, keys = block
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=jnp.float32)
+    row = queries.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 3)
+    column = keys.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 4)
+    seen = row >= column
+    if window:
+        seen &= row - column < window
+    if segments:
+        alike = segments[0][:, queries, None] == segments[1][:, None, keys]
+        seen &= alike[:, None, None]
+    return jnp.where(seen, scale * scores, -jnp.inf)
+
+
+def in_blocks(q, k, v, segments, *, scale, window):
+    """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros."""
+    grouped = _by_key_head(q, k.shape[1])
+    outs, totals = [], []
+    for queries, keys in _blocks(q.shape[2], k.shape[2], window):
+        scores = _scores(grouped, k, segments, (queries, keys), scale=scale, window=window)
+        highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+        weights = jnp.exp(scores - highest)
+        total = jnp.sum(weights, -1, keepdims=True)
+        total = jnp.where(total == 0, 1, total)
+        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys])
+        outs.append(out / total.astype(v.dtype))
+        totals.append((highest + jnp.log(total))[..., 0])
+    out = jnp.concatenate(outs, 3).reshape(*q.shape[:-1], v.shape[-1])
+    return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
+
+
+def in_blocks_backward(grad, saved, segments, *, scale, window):
+    """Gradients of q, k and v, of `saved = (q, k, v, out, log_total)`.
+
+    Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`.
+    """
+    shape = saved[0].shape
+    grad, q, k, v, out, log_total = jax.lax.optimization_barrier((grad, *saved))
+    q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
+    along = jnp.sum((grad * out).astype(jnp.float32), -1, keepdims=True)
+    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for queries, keys in _blocks(shape[2], k.shape[2], window):
+        rows = (..., queries, slice(None))
+        scores = _scores(q, k, segments, (queries, keys), scale=scale, window=window)
+        weights = jnp.exp(scores - log_total[..., queries, None])
+        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=jnp.float32)
+        grad_scores = (scale * weights * (grad_weights - along[rows])).astype(q.dtype)
+        grad_qs.append(jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys]))
+        grad_k = grad_k.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", grad_scores, q[rows]))
+        grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", weights.astype(v.dtype), grad[rows]))
+    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v

@@ -1,0 +1,143 @@
+"""Causal attention by the kernels of JAX: splash attention on TPU, cuDNN's on GPU, each on its own rows and heads.
+
+A kernel works on one device, so that rows and heads are split over the mesh by hand: rows as the batch is, heads over
+all other axes, if they divide. Kernels multiply in half precision, so that float32 stays with the blocks.
+
+Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
+Sources: jax.experimental.pallas.ops.tpu.splash_attention, jax.nn.dot_product_attention.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from torch_shard._common.axes import manual_axes
+from torch_shard._lowering.rows import current_rows
+
+LANES, LARGEST = 128, 512
+"""Splash attention takes blocks of a multiple of so many queries and keys, and of no more."""
+
+
+def splash(q, k, v, segments, *, scale, window, interpret=False):
+    """Splash attention of `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = q.shape[:-1]
+    q, k, v = (_padded(x, 2) for x in (q * scale, k, v))  # no query sees the later keys of the padding
+    size = (q.shape[2], k.shape[2])
+    seen = masks.LocalMask(size, (window - 1, 0), 0) if window else masks.CausalMask(size)
+    of_queries, of_keys = (math.gcd(length, LARGEST) for length in size)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([seen] * q.shape[1]),
+        block_sizes=kernels.BlockSizes(
+            block_q=of_queries,
+            block_kv=of_keys,
+            block_q_dkv=of_queries,
+            block_kv_dkv=of_keys,
+            block_q_dq=of_queries,
+            block_kv_dq=of_keys,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    if not segments:
+        return jax.vmap(kernel)(q, k, v)[:, :, : shape[2]]
+    out = jax.vmap(kernel)(q, k, v, kernels.SegmentIds(*(_padded(x, 1) for x in segments)))[:, :, : shape[2]]
+    return jnp.where(_sees_any(segments, window)[:, None, :, None], out, 0)  # where the kernel takes some mean
+
+
+def _sees_any(segments, window):
+    """Which queries see a key at all."""
+    queries, keys = segments
+    later = jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    near = (later >= 0) & (later < window) if window else later >= 0
+    return jnp.any(near & (queries[:, :, None] == keys[:, None, :]), -1)
+
+
+def _padded(x, dim):
+    return jnp.pad(x, [(0, -x.shape[dim] % LANES if at == dim else 0) for at in range(x.ndim)])
+
+
+def cudnn(q, k, v, segments, *, scale, window):
+    """Attention by cuDNN, of the same arguments; without segments."""
+    assert not segments
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    local = (window - 1, 0) if window else None
+    out = jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    )
+    return jnp.swapaxes(out, 1, 2)
+
+
+def kernel_for(q, k, v, segments, *, scale, window):
+    """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
+    rows = current_rows()
+    if rows is None or manual_axes() or k.shape[2] < q.shape[2]:
+        return None
+    platform = rows.mesh.devices.flat[0].platform
+    if platform == "tpu" and q.dtype == jnp.bfloat16:
+        return OnMesh(rows, functools.partial(splash, scale=scale, window=window))
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    if platform in ("cuda", "gpu") and is_half and not segments and _suits_cudnn(q, v):
+        return OnMesh(rows, functools.partial(cudnn, scale=scale, window=window))
+    return None
+
+
+def _suits_cudnn(q, v):
+    width = q.shape[-1]
+    return width == v.shape[-1] and width % 8 == 0 and width <= 128
+
+
+class OnMesh:
+    """A kernel on the devices of a mesh: each computes its rows of the batch and its heads.
+
+    Args:
+        rows: How the rows lie.
+        kernel: `(q_BNTD, k_BKSD, v_BKSD, segments) -> out_BNTD` on one device, differentiable.
+    """
+
+    def __init__(self, rows, kernel):
+        self._rows, self._kernel = rows, kernel
+
+    def _pulled(self, q, k, v, segments):
+        return jax.vjp(lambda *qkv: self._kernel(*qkv, segments), q, k, v)
+
+    def forward(self, q, k, v, segments):
+        """The output, by the very kernel that `backward` runs again: where both stand together, XLA keeps one."""
+        split = self._split(q)
+        out = self._mapped(lambda *given: self._pulled(*given)[0], [split] * 3, segments, split)
+        return out(q, self._spread(k, q), self._spread(v, q), segments)
+
+    def backward(self, grad, q, k, v, segments):
+        """Gradients of q, k and v."""
+        split = self._split(q)
+        grads = self._mapped(lambda g, *given: self._pulled(*given)[1](g), [split] * 4, segments, (split,) * 3)
+        of_q, *others = grads(grad, q, self._spread(k, q), self._spread(v, q), segments)
+        return of_q, *(x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
+
+    def _mapped(self, fn, splits, segments, out_specs):
+        of_rows = PartitionSpec(splits[0][0])
+        in_specs = (*splits, (of_rows,) * len(segments))
+        fn = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
+        return jax.shard_map(fn, mesh=self._rows.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _heads(self, q):
+        """The axes of the mesh over which heads are split, and their number of devices."""
+        mesh = self._rows.mesh
+        others = tuple(axis for axis in mesh.axis_names if axis not in self._rows.axes)
+        size = math.prod(mesh.shape[axis] for axis in others)
+        return ((), 1) if q.shape[1] % size else (others, size)
+
+    def _split(self, q):
+        batch = () if len(q) % self._rows.num_shards else self._rows.axes
+        return PartitionSpec(batch, self._heads(q)[0])
+
+    def _spread(self, x, q):
+        """The heads of keys, each so often that they divide over the axes."""
+        _, size = self._heads(q)
+        return jnp.repeat(x, size // math.gcd(x.shape[1], size), axis=1)
