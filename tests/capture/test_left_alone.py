@@ -18,6 +18,7 @@ from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables import layered, layers_with_effects, models, odd, semantics
 from tests.tables.cases import Case, chosen, make_mesh
 from tests.tables.semantics import WIDTH, built
+from torch_shard._capture import Precision
 from torch_shard._scan import LayerOptions
 from torch_shard._train import flatten_batch
 from torch_shard._train.loss_program import loss_program
@@ -239,4 +240,6 @@ def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
 
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
     _, signature = flatten_batch(batch)
-    loss_program(model, loss_fn, signature, train=True, layers=LayerOptions(), buffer=model.get_buffer)
+    loss_program(
+        model, loss_fn, signature, precision=Precision(), train=True, layers=LayerOptions(), buffer=model.get_buffer
+    )

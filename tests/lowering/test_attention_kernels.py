@@ -90,7 +90,7 @@ def compiled(heads: int, **options: Any) -> str:
         plan=ts.ShardingPlan({}, default=P()),
         **options,
     )
-    batch = torch.empty(4, 512, 512, device="meta"), torch.empty(4, 512, dtype=torch.bool, device="meta")
+    batch = torch.empty(4, 640, 512, device="meta"), torch.empty(4, 640, dtype=torch.bool, device="meta")
     return step.lower(step.structs, batch).compile().as_text() or ""
 
 
@@ -100,8 +100,8 @@ def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
     text = compiled(heads, compute_dtype=torch.bfloat16)
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "splash" in line]
     assert len(calls) == 2 * 3
-    assert all("bf16[2,2,512,128]" in line for line in calls)
-    assert ",512,512]" not in "".join(line for line in text.splitlines() if "f32[" in line)
+    assert all("bf16[2,2,640,128]" in line for line in calls)
+    assert ",640,640]" not in "".join(line for line in text.splitlines() if "f32[" in line)
 
 
 def test_float32_keeps_its_own_precision() -> None:
