@@ -67,6 +67,19 @@ def test_buffers_and_metrics_too(accumulate_steps: int) -> None:
     assert {"metric", "buffer"} <= {row.kind for row in found.rows}
 
 
+def test_a_microbatch_may_be_viewed_as_the_step_has_it() -> None:
+    """With one row of it on each shard, the rows of a microbatch are not next to each other in the batch."""
+    step = ts.make_train_step(
+        nn.Linear(4, 1),
+        lambda model, x: model(x.view(-1, 4)).square().mean(),
+        optax.sgd(0.1),
+        mesh=make_mesh((4, 1)),
+        plan=WHOLE,
+        accumulate_steps=2,
+    )
+    step.prove(step.init(), torch.randn(8, 3, 4)).raise_if_different()
+
+
 def test_a_difference_is_named() -> None:
     """Of a lowering that is wrong, which nobody would see in the loss."""
     case = CASE["mlp"]

@@ -137,7 +137,7 @@ class Microbatches:
         if self.num == 1:
             return [list(tensors)]
         split = [self._rows(tensor) if tensor.ndim else tensor.expand(self.num) for tensor in tensors]
-        return [[rows[number] for rows in split] for number in range(self.num)]
+        return [[rows[number].contiguous() for rows in split] for number in range(self.num)]
 
     def _rows(self, array: ArrayT) -> ArrayT:
         rest, shards = array.shape[1:], self._num_shards(tuple(array.shape))
