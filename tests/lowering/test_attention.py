@@ -163,6 +163,11 @@ BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "documents in a window": (lambda n: band() & (n[:, None, :, None] == n[:, None, None, :]), False),
     "other numbers": (lambda n: triangle() & (n[:, None, :, None] == n.flip(1)[:, None, None, :]), False),
     "rows that see nothing": (lambda n: triangle() & (n != 0)[:, None, :, None], False),
+    "indexed on one side": (
+        lambda n: triangle() & (n[:, None, torch.arange(LONG), None] == n[:, None, None, :]),
+        False,
+    ),
+    "one key for all": (lambda n: triangle() & (n[0] == n[1]).expand(2, 1, LONG, LONG), False),
     "no triangle": (lambda n: (n != 0)[:, None, None, :].expand(2, 1, LONG, LONG), False),
 }
 

@@ -22,7 +22,7 @@ class Seen:
 
     Attributes:
         window: So many of these; 0 for all.
-        segments: None, or the numbers of the queries, (B, T), and of the keys, (B, S): only a key with the number of
+        segments: Empty, or the numbers of the queries, (B, T), and of the keys, (B, S): only a key with the number of
             the query is seen.
     """
 
@@ -88,7 +88,7 @@ def _documents(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _conjuncts(node: Node) -> list[Node]:
     if aten_name(node) in ("bitwise_and", "logical_and") and len(node.all_input_nodes) == 2:
         return [part for source in args_of(node) for part in _conjuncts(source)]
-    is_same = aten_name(node) in COPIES | {"expand"} or (_is_leading(node) and aten_name(node) == "unsqueeze")
+    is_same = aten_name(node) in COPIES | {"expand"} or _is_leading(node)
     return _conjuncts(args_of(node)[0]) if is_same else [node]
 
 
@@ -104,14 +104,16 @@ def _is_padding(part: Node) -> bool:
 
 def _is_same_document(part: Node, constant: Callable[[Node], torch.Tensor | None]) -> bool:
     """Tell whether a part of a mask compares the numbers of queries with the very same numbers of keys."""
-    if aten_name(part) != "eq" or len(part.all_input_nodes) != 2 or shape_of(part)[-2] != shape_of(part)[-1]:
+    shape = shape_of(part)
+    if aten_name(part) != "eq" or len(part.all_input_nodes) != 2 or len(shape) < 2 or shape[-2] != shape[-1]:
         return False
     labels = [_labels(side, constant) for side in args_of(part)]
     if labels[0] is None or labels[1] is None or labels[0][0] is not labels[1][0]:
         return False
     shapes = [shape_of(side) for side in args_of(part)]
-    is_apart = {shape[-2:] for shape in shapes} == {(shape_of(part)[-2], 1), (1, shape_of(part)[-1])}
-    return is_apart and all(torch.equal(a, b) for a, b in zip(labels[0][1], labels[1][1], strict=True))
+    is_apart = {own[-2:] for own in shapes} == {(shape[-2], 1), (1, shape[-1])}
+    places = labels[0][1], labels[1][1]
+    return is_apart and len(places[0]) == len(places[1]) and all(map(torch.equal, *places))
 
 
 def _labels(side: Node, constant: Callable[[Node], torch.Tensor | None]) -> tuple[Node, list[torch.Tensor]] | None:
