@@ -164,7 +164,9 @@ BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "other numbers": (lambda n: triangle() & (n[:, None, :, None] == n.flip(1)[:, None, None, :]), False),
     "rows that see nothing": (lambda n: triangle() & (n != 0)[:, None, :, None], False),
     "indexed on one side": (
-        lambda n: triangle() & (n[:, None, torch.arange(LONG), None] == n[:, None, None, :]),
+        lambda n: (
+            triangle() & (n[torch.arange(2)[:, None, None, None], torch.arange(LONG)[:, None]] == n[:, None, None, :])
+        ),
         False,
     ),
     "one key for all": (lambda n: triangle() & (n[0] == n[1]).expand(2, 1, LONG, LONG), False),
