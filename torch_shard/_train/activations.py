@@ -136,7 +136,8 @@ def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> P
         names: tuple[str, ...] = getattr(held, "_fields", ())
         at = names.index(part) if part in names else int(part)
         items[at] = change(items[at])
-        return type(held)._make(items) if names else type(held)(items)
+        kind: Any = type(held)
+        return kind._make(items) if names else kind(items)
     if isinstance(value, Mapping):  # also a ModelOutput of transformers
         found: Any = copy.copy(cast(Mapping[str, PyTree], value))
         found[part] = change(found[part])
