@@ -20,6 +20,7 @@ from torch_shard._lowering.ops import (
     keeps_whole,
     lowers,
     refuse_generator,
+    report_attention,
 )
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.program import Program, capture_settings
@@ -49,6 +50,7 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
+    "report_attention",
     "report_own",
     "rows_split",
     "sources_of",
