@@ -105,7 +105,8 @@ def unknown_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    with torch._C.DisableTorchFunction():  # as it really is
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:

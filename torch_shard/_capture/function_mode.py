@@ -111,15 +111,13 @@ class CaptureMode(TorchFunctionMode):
         if id(tensor) not in self._standins:
             original = self._revive(tensor)
             standin = original if self.is_of_capture(original) else self._make_standin(original)
-            if isinstance(tensor, nn.Parameter) and standin is not tensor:
-                standin._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-            self._standins[id(tensor)] = (standin, original, tensor)
+            self._standins[id(tensor)] = (_marked_like(tensor, standin), original, tensor)
         return self._standins[id(tensor)][0]
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let a fake of this capture stand for a tensor, whatever it means elsewhere; returns the fake."""
         if id(tensor) not in self._standins:
-            self._standins[id(tensor)] = (self._make_standin(tensor), tensor, tensor)
+            self._standins[id(tensor)] = (_marked_like(tensor, self._make_standin(tensor)), tensor, tensor)
         return self._standins[id(tensor)][0]
 
     def standins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -191,6 +189,13 @@ class CaptureMode(TorchFunctionMode):
         for parent, child in zip(self._running, self._running[1:], strict=False):
             names += [name for name, m in parent.named_modules() if m is child][:1]
         return f"{'.'.join(names)}: {current_user_line()}" if names else current_user_line()
+
+
+def _marked_like(tensor: torch.Tensor, standin: torch.Tensor) -> torch.Tensor:
+    """A fake that counts as a parameter where it stands for one."""
+    if isinstance(tensor, nn.Parameter) and standin is not tensor:
+        standin._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+    return standin
 
 
 def _refuse_lost_writes(func: Callable, kwargs: dict[str, object]) -> None:
