@@ -20,6 +20,7 @@ from torch_shard._lowering.ops import (
     keeps_whole,
     lowers,
     refuse_generator,
+    report_attention,
 )
 from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
@@ -51,6 +52,7 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
+    "report_attention",
     "report_own",
     "rows_split",
     "sources_of",

@@ -322,6 +322,8 @@ class Step:
     def report(self) -> str:
         """Say which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
 
+        On TPU and GPU, that is attention that has no kernel of the device too, with what it takes instead, and why.
+
         With a number of bytes as `remat`, also what that chose.
         """
         if not self._programs:
@@ -447,4 +449,5 @@ class Step:
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
         with self._cache.active():
-            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths)
+            notes = self.programs[-1].report
+            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)

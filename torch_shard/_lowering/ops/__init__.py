@@ -28,6 +28,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     segments,
     special,
 )
+from torch_shard._lowering.ops.attention_report import report_attention
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
     RANDOM,
@@ -48,4 +49,5 @@ __all__ = [
     "keeps_whole",
     "lowers",
     "refuse_generator",
+    "report_attention",
 ]
