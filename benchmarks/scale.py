@@ -13,7 +13,15 @@ from torch import nn
 from benchmarks.processes import Failed, isolated
 from benchmarks.rows import Row
 from benchmarks.tpu import host_memory
-from benchmarks.tpu_cases import TpuCase, fsdp_and_tensor_parallel, hf_llama, hf_mixtral, next_token_loss, tokens
+from benchmarks.tpu_cases import (
+    SPLIT_OVER_TIME,
+    TpuCase,
+    fsdp_and_tensor_parallel,
+    hf_llama,
+    hf_mixtral,
+    next_token_loss,
+    tokens,
+)
 from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 
@@ -21,7 +29,7 @@ PAGE = """
 ## Whole models on whole pods
 
 Models of the hub as they are, on the meta device, each matrix split over both axes of the mesh (FSDP and tensor
-parallel), float32 parameters, AdamW. The ratio is the memory that a step needs of one device over what that has; what
+parallel; the residual stream of Llama over time), float32 parameters, AdamW. The ratio is the memory that a step needs of one device over what that has; what
 `remat` was, or what a budget of bytes chose; what it took to know on this machine, which has none of these devices.
 """
 
@@ -96,6 +104,7 @@ def case_of(name: str, quick: bool) -> TpuCase:
         next_token_loss,
         tokens(rows, length),
         fsdp_and_tensor_parallel,
+        activations=SPLIT_OVER_TIME if isinstance(sizes, Llama) else {},
     )
 
 

@@ -66,6 +66,11 @@ class TpuCase:
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
+    def is_split(self) -> bool:
+        """Whether more than the batch is."""
+        return len(self.axes) > 1
+
+    @property
     def mesh(self) -> Mesh:
         """Its devices only compile."""
         return ts.make_mesh(topology=self.topology, **self.axes)
