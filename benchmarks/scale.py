@@ -29,9 +29,9 @@ PAGE = """
 ## Whole models on whole pods
 
 Models of the hub as they are, on the meta device, each matrix split over both axes of the mesh (FSDP and tensor
-parallel; Llama's residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of one
-device over what that has; what `remat` was, or what a budget of bytes chose; what it took to know on this machine, which
-has none of these devices.
+parallel; Llama's residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of
+one device over what that has; what `remat` was, or what a budget of bytes chose; what it took to know on this machine,
+which has none of these devices.
 """
 
 LLAMA = {
