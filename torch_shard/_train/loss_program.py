@@ -280,7 +280,7 @@ def loss_program(
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, plan.activations, plan.mesh)
+    key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):

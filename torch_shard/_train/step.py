@@ -5,12 +5,11 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import jax
 import jax.export
 import torch
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
@@ -34,6 +33,7 @@ from torch_shard._train.pace import Pace
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, with_key
+from torch_shard._train.state_checks import check_state
 
 logger = logging.getLogger(__name__)
 
@@ -338,44 +338,6 @@ class Step:
             return "No layers are loops: scan_layers=False."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
-    def _check_state(self, state: TrainState, *, only_shapes: bool = False) -> None:
-        """Refuse what is no state, one that is used up, and, unless they will do, shapes of one.
-
-        Raises:
-            TypeError: It is something else.
-            ValueError: It was donated.
-            NotImplementedError: A program of the user's is being compiled.
-        """
-        hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
-        check_kind("state", state, TrainState, hint=hint)
-        if isinstance(cast(object, state.step), jax.ShapeDtypeStruct) and not only_shapes:
-            raise TypeError(
-                f"{self.caller}: the state has shapes and no values, which step.lower and step.preview take. {hint}"
-            )
-        if isinstance(state.step, Tracer):
-            raise NotImplementedError(
-                f"{self.caller}: the state is traced by a jax.jit or another transform around the call. A step is a "
-                "compiled program by itself: call it outside."
-            )
-        if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
-            raise ValueError(
-                f"{self.caller}: this state was donated to an earlier call of the step. Go on with the state that "
-                "the call returned: state, metrics = step(state, batch)."
-            )
-
-    def _check_names(self, state: TrainState) -> None:
-        """Refuse the state of another model.
-
-        Raises:
-            ValueError: It lacks entries; all are listed.
-        """
-        found = state.tensors
-        if missing := [name for name in self._held.all if name not in found]:
-            raise ValueError(
-                f"{self.caller}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
-                "step.init or Checkpointer.restore made for this model."
-            )
-
     def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
         return state
@@ -418,13 +380,13 @@ class Step:
             (('cpu', 'cuda', 'tpu'), 2)
         """
         state = self._state_structs() if state is None else state
-        self._check_state(state, only_shapes=True)
+        check_state(self.caller, state, only_shapes=True)
         program, arrays = self._prepare(batch, state, only_shapes=True)
         return program.export(self._normal(with_key(state)), arrays, platforms)
 
     def _lowered(self, state: TrainState, batch: PyTree) -> tuple[jax.stages.Lowered, list[jax.Array]]:
         """The lowered program, and the shapes of the batch that it takes."""
-        self._check_state(state, only_shapes=True)
+        check_state(self.caller, state, only_shapes=True)
         program, arrays = self._prepare(batch, state, only_shapes=True)
         return program.lower(self._normal(with_key(state)), arrays), arrays
 

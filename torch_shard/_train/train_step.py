@@ -30,6 +30,7 @@ from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.state import StateLayout, TrainState
+from torch_shard._train.state_checks import check_names, check_state
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
 
@@ -160,7 +161,7 @@ class TrainStep(Step):
             ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
         """
         check_max_grad_norm(max_grad_norm)
-        self._check_state(state)
+        check_state(self.caller, state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
         state, metrics = program(self._normal(state), arrays)
         self._pace.follow(metrics["loss"])
@@ -278,8 +279,8 @@ class TrainStep(Step):
             >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
         """
         check_max_grad_norm(max_grad_norm)
-        self._check_state(state)
-        self._check_names(state)
+        check_state(self.caller, state)
+        check_names(self.caller, state, self._held.all)
         return prove(self, state, batch, max_grad_norm)
 
     def evaluation(self) -> "EvalStep":
@@ -299,8 +300,8 @@ class TrainStep(Step):
             TypeError: It is something else.
             ValueError: It was donated to a step, or is of another model.
         """
-        self._check_state(state)
-        self._check_names(state)
+        check_state(self.caller, state)
+        check_names(self.caller, state, self._held.all)
         model = with_values(self.model, to_host_by_name(state.tensors))
         for name, buffer, persistent in (made for program in self.programs for made in program.made_buffers):
             path, _, leaf = name.rpartition(".")
@@ -344,7 +345,7 @@ class EvalStep(Step):
         Returns:
             `loss` and the metrics of `loss_fn`.
         """
-        self._check_state(state)
+        check_state(self.caller, state)
         program, arrays = self._prepare(batch)
         metrics = program(state, arrays)
         self._pace.follow(metrics["loss"])
@@ -362,7 +363,7 @@ class EvalStep(Step):
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
-            self._check_names(state)
+            check_names(self.caller, state, self._held.all)
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
