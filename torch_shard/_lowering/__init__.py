@@ -22,6 +22,7 @@ from torch_shard._lowering.ops import (
     refuse_generator,
     report_attention,
 )
+from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import ROWS, RowSplit, current_rows, rows_split
@@ -36,6 +37,7 @@ __all__ = [
     "RowSplit",
     "capture_settings",
     "compiler_options",
+    "constrained",
     "current_rows",
     "draws_random",
     "find_lowering",

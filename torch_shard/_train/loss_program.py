@@ -53,7 +53,8 @@ from torch_shard._scan import (
     names_of,
     report,
 )
-from torch_shard._sharding import LossFn, Stacks, holdings
+from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
+from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.last_used import LastUsed
@@ -261,6 +262,7 @@ def loss_program(
     train: bool,
     layers: LayerOptions,
     buffer: Callable[[str], torch.Tensor],
+    plan: ResolvedPlan,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -272,15 +274,20 @@ def loss_program(
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
         buffer: The value of a buffer by name, where Python asks for it.
+        plan: How what modules take and return is split.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
+    key = (*key, plan.activations, plan.mesh)
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
-        joint = JointLoss(model, loss_fn, signature, precision=precision, train=train, buffer=buffer)
+        activations = Activations(model, plan.activations, plan.mesh)
+        joint = JointLoss(
+            model, loss_fn, signature, precision=precision, train=train, buffer=buffer, activations=activations
+        )
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))

@@ -247,6 +247,7 @@ class Step:
             train=self.train,
             layers=self.layers,
             buffer=lambda name: self._buffer(state, name),
+            plan=self.plan,
         ).with_rows(self._row_split())
         if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
             raise NotImplementedError(
