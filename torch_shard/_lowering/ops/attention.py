@@ -80,7 +80,8 @@ class _Attention(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]  # for a derivative of this derivative
         wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
         options = {"scale": ctx.scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        mask = Seen(*limits(ctx.band), tuple(segments)).mask(q.shape[2], k.shape[2])
+        before, after = limits(ctx.band)
+        mask = Seen(before, after, tuple(segments)).mask(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, **options)
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
         return *(next(found) if need else None for need in needed), None, None
