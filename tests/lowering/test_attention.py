@@ -151,6 +151,51 @@ def test_a_mask_of_places_is_known(name: str) -> None:
     torch.testing.assert_close(ts.jax_jit(attend)(*inputs).cpu(), attend(*inputs), **CLOSE)
 
 
+def bands(attend: Any, length: int, rows: int = 2) -> list[Any]:
+    """The bands of the attention that is ours in a capture."""
+    specs = [Spec((rows, 2, length, 4), torch.float32)] * 3
+    graph = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph
+    return [node.args[5] for node in graph.nodes if node.target == OURS]
+
+
+BY_PLACES = [
+    "compared",
+    "for each row",
+    "window",
+    "one more",
+    "one in all",
+    "upper triangle",
+    "some keys",
+    "not itself",
+]
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_comparisons_of_places_are_known_without_the_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, is_ours = MASKS[name]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
+
+    wanted = bands(attend, LONG)
+    monkeypatch.setattr("torch_shard._capture.constants._LARGEST", 8 * LONG)
+    assert bands(attend, LONG) == wanted
+    assert bool(wanted) == is_ours
+
+
+def test_a_mask_that_no_memory_would_hold_is_known() -> None:
+    """As Hugging Face has it: places, and numbers of documents that are constants."""
+    length = 1 << 17
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        places, documents = torch.arange(length), torch.zeros(64, length, dtype=torch.int64)
+        mask = (places[None, :] <= places[:, None]) & (documents[:, None, :, None] == documents[:, None, None, :])
+        near = mask & (places[None, :] > places[:, None] - 4096)
+        return sum(F.scaled_dot_product_attention(q, k, v, attn_mask=each) for each in (mask, near))
+
+    assert bands(attend, length, rows=64) == [[-1, 0], [4095, 0]]
+
+
 def triangle() -> torch.Tensor:
     return positions()[1] <= positions()[0]
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.data_dependence import constant_value, traced
+from torch_shard._capture.intervals import Interval, interval_of
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES
 
@@ -61,11 +62,11 @@ def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
         return None
     if (value := constant_value(mask)) is not None:
         return _band(value, size)
-    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[-1] != size[1]:
+    if mask.dtype is not torch.bool or mask.shape[-1] != size[1]:
         return None
-    if _is_one(mask, 1) and _is_one(mask, 2):
+    if mask.ndim == 4 and _is_one(mask, 1) and _is_one(mask, 2):
         return Seen(segments=_padding(mask[:, 0, 0], size))
-    return _by_segments(mask, size) if mask.shape[1:3] == (1, size[0]) else None
+    return _by_segments(mask, size) if mask.shape[-2:] == size else None
 
 
 def _is_one(mask: torch.Tensor, dim: int) -> bool:
@@ -79,14 +80,18 @@ def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
         return None
     node, constant = found
     parts = _conjuncts(node)
-    values = [value for part in parts if (value := constant(part)) is not None]
-    others = [part for part in parts if constant(part) is None]
-    documents = [part for part in others if not _is_padding(part)]
-    if not all(_is_same_document(part, constant) for part in documents):
-        return None
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        band = _band(functools.reduce(torch.logical_and, values, torch.ones(1, 1, dtype=torch.bool)), size)
-    if band is None:
+        intervals = {part: found for part in parts if (found := interval_of(part, constant, size)) is not None}
+        parts = [part for part in parts if part not in intervals]
+        values = [value for part in parts if (value := constant(part)) is not None]
+        others = [part for part in parts if constant(part) is None]
+        band = _joined(values, list(intervals.values()), size)
+    documents = [part for part in others if not _is_padding(part)]
+    if band is None or not all(_is_same_document(part, constant) for part in documents):
+        return None
+    if not others:
+        return band
+    if mask.ndim != 4 or mask.shape[1] != 1:
         return None
     if documents:
         is_plain = band.before is None and band.after in (0, None) and size[0] == size[1]
@@ -98,6 +103,34 @@ def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
     else:
         keys = mask[:, 0, -1] if band.before is None else mask.diagonal(dim1=-2, dim2=-1)[:, 0]
     return dataclasses.replace(band, segments=_padding(keys, size))
+
+
+def _joined(values: list[torch.Tensor], intervals: list[Interval], size: tuple[int, int]) -> Seen | None:
+    """The band of what constant masks and intervals together let through, if it is one."""
+    everything = torch.ones(1, 1, dtype=torch.bool)
+    if not intervals:
+        return _band(functools.reduce(torch.logical_and, values, everything), size)
+    if values:
+        of_values = _band(functools.reduce(torch.logical_and, values, everything), size)
+        if of_values is None:
+            return None
+        intervals = [*intervals, _interval(of_values, size)]
+    first = functools.reduce(torch.maximum, [low for low, _ in intervals])
+    end = functools.reduce(torch.minimum, [high for _, high in intervals])
+    if first[0, 0] or (first >= end).any():
+        return None
+    before, after = size[0] - 1 - int(first[-1, -1]), int(end[0, 0]) - 1
+    band = Seen(before if before < size[0] - 1 else None, after if after < size[1] - 1 else None)
+    wanted = _interval(band, size)
+    return band if bool((first == wanted[0]).all() and (end == wanted[1]).all()) else None
+
+
+def _interval(band: Seen, size: tuple[int, int]) -> Interval:
+    """The keys of a band, of one row."""
+    places = torch.arange(size[0])[None]
+    first = 0 * places if band.before is None else (places - band.before).clamp(min=0)
+    end = torch.full_like(places, size[1]) if band.after is None else (places + band.after + 1).clamp(max=size[1])
+    return first, end
 
 
 def _padding(keys: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -162,6 +195,8 @@ def _band(value: torch.Tensor, size: tuple[int, int]) -> Seen | None:
         once = value[tuple(slice(0, 1) if not stride else slice(None) for stride in value.stride()[:-2])]
         if once.numel() > _LARGEST:
             return None
+        if once.numel() == 1 and once.dtype is torch.bool:
+            return Seen() if once else None
         rows = once.expand(*once.shape[:-2], *size).flatten(0, -3) if once.ndim > 2 else once.expand(1, *size)
         first, last = (row if row.dtype is torch.bool else row == 0 for row in (rows[0, 0], rows[-1, -1]))
         if not first[0] or not last.any():
