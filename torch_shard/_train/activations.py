@@ -130,14 +130,8 @@ class Activations:
 
 def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
     """A copy of a container with one part of it changed."""
-    held: Any = value
     if isinstance(value, tuple | list):
-        items: list[Any] = list(held)
-        names: tuple[str, ...] = getattr(held, "_fields", ())
-        at = names.index(part) if part in names else int(part)
-        items[at] = change(items[at])
-        kind: Any = type(held)
-        return kind._make(items) if names else kind(items)
+        return _replaced_item(value, part, change)
     if isinstance(value, Mapping):  # also a ModelOutput of transformers
         found: Any = copy.copy(cast(Mapping[str, PyTree], value))
         found[part] = change(found[part])
@@ -145,3 +139,10 @@ def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> P
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{part: change(getattr(value, part))})
     raise LookupError(part)
+
+
+def _replaced_item(held: Any, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
+    items, names = list(held), getattr(held, "_fields", ())
+    at = names.index(part) if part in names else int(part)
+    items[at] = change(items[at])
+    return held._make(items) if names else type(held)(items)
