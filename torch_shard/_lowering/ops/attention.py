@@ -1,9 +1,11 @@
-"""Long causal attention as one operator: no weights are kept for the backward pass, none above the diagonal computed.
+"""Long attention as one operator: no weights are kept for the backward pass, and none computed outside of a band.
 
-That saves time. XLA's CPU backend (jaxlib 0.10.2) runs blocks side by side, so temporary memory grows: by a fifth over
-six layers of 1024 steps, by 40 % for a single layer of 512.
+That saves time where later keys are not seen. XLA's CPU backend (jaxlib 0.10.2) runs blocks side by side, so temporary
+memory grows: by a fifth over six layers of 1024 steps, by 40 % for a single layer of 512. Attention to all keys takes
+larger blocks, in about the time of PyTorch's own form.
 
-All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax.
+All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax: dropout, too, as
+its random numbers are drawn for all weights at once, and no public function of JAX draws those of a block alone.
 
 Shapes: B batch, N heads, T queries, S keys, D width of a head.
 """
