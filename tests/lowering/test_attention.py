@@ -1,4 +1,4 @@
-"""Long causal attention against eager torch, at both orders, and on a mesh by the collectives that it costs."""
+"""Long attention against eager torch, at both orders, and on a mesh by the collectives that it costs."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.ops.attention import SHORTEST
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
-OURS, LONG = torch.ops.torch_shard.causal_attention.default, SHORTEST + 44  # blocks of unequal length
+OURS, LONG = torch.ops.torch_shard.attention.default, SHORTEST + 44  # blocks of unequal length
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 CASES: dict[str, tuple[Shapes, dict[str, Any]]] = {
     "plain": (((2, 2, LONG, 4),) * 3, {}),
@@ -26,6 +26,12 @@ CASES: dict[str, tuple[Shapes, dict[str, Any]]] = {
     "grouped": (((1, 4, LONG, 4), (1, 2, LONG, 4), (1, 2, LONG, 4)), {"enable_gqa": True}),
     "more keys": (((1, 1, LONG, 4), (1, 1, LONG + 7, 4), (1, 1, LONG + 7, 4)), {}),
     "fewer keys": (((1, 1, LONG, 4), (1, 1, 150, 4), (1, 1, 150, 4)), {}),
+    "all": (((2, 2, LONG, 4),) * 3, {"is_causal": False}),
+    "all, more keys": (
+        ((1, 2, LONG, 4), (1, 1, LONG + 7, 4), (1, 1, LONG + 7, 4)),
+        {"is_causal": False, "enable_gqa": True},
+    ),
+    "all, fewer keys": (((1, 1, LONG, 4), (1, 1, 150, 4), (1, 1, 150, 4)), {"is_causal": False}),
 }
 
 
@@ -45,7 +51,7 @@ def test_value_and_gradients_equal_eager_torch(name: str) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        return F.scaled_dot_product_attention(q, k, v, **{"is_causal": True, **options})
 
     assert OURS in targets(attend, shapes)
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -90,8 +96,8 @@ def test_half_precision_sums_in_float32() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"is_causal": True, "dropout_p": 0.5}, {}, {"attn_mask": torch.ones(LONG, LONG).tril().bool()}],
-    ids=["dropout", "full", "mask"],
+    [{"is_causal": True, "dropout_p": 0.5}, {"attn_mask": torch.ones(LONG, LONG).tril().bool()}],
+    ids=["dropout", "mask"],
 )
 def test_other_attention_stays_as_it_is(options: dict[str, Any]) -> None:
     assert OURS not in targets(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), CASES["plain"][0])
@@ -106,7 +112,7 @@ def as_numbers(mask: torch.Tensor, lowest: float) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, lowest)
 
 
-# Made in the captured function, as models do; and whether it is the lower triangle.
+# Made in the captured function, as models do; and whether each query sees what lies around its place.
 MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "triangle": (lambda: torch.ones(LONG, LONG, dtype=torch.bool).tril(), True),
     "compared": (lambda: positions()[1] <= positions()[0], True),
@@ -116,7 +122,14 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
     "lowest": (lambda: as_numbers(positions()[1] <= positions()[0], torch.finfo(torch.float32).min), True),
     "low": (lambda: as_numbers(positions()[1] <= positions()[0], -1e4), False),
     "window": (lambda: (positions()[1] <= positions()[0]) & (positions()[1] > positions()[0] - 9), True),
-    "one more": (lambda: positions()[1] <= positions()[0] + 1, False),
+    "one more": (lambda: positions()[1] <= positions()[0] + 1, True),
+    "one in all": (lambda: positions()[1] <= positions()[0] + (positions()[0] == 7), False),
+    "both sides": (lambda: (positions()[1] - positions()[0]).abs() <= 60, True),
+    "all": (lambda: torch.ones(1, 1, LONG, LONG, dtype=torch.bool), True),
+    "all keys": (lambda: torch.ones(1, 1, 1, LONG, dtype=torch.bool), True),
+    "not itself": (lambda: positions()[1] != positions()[0], False),
+    "upper triangle": (lambda: positions()[1] >= positions()[0], True),
+    "some keys": (lambda: positions()[1] != 7, False),
     "another head": (
         lambda: (positions()[1] <= positions()[0]).repeat(2, 2, 1, 1).index_fill(1, torch.tensor(1), True),
         False,
@@ -126,16 +139,61 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_that_is_the_lower_triangle_is_causal_attention(name: str) -> None:
-    make, is_causal = MASKS[name]
+def test_a_mask_of_places_is_known(name: str) -> None:
+    make, is_ours = MASKS[name]
     torch.manual_seed(0)
     inputs = [torch.randn(2, 2, LONG, 4) for _ in range(3)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
 
-    assert (OURS in targets(attend, CASES["plain"][0])) == is_causal
+    assert (OURS in targets(attend, CASES["plain"][0])) == is_ours
     torch.testing.assert_close(ts.jax_jit(attend)(*inputs).cpu(), attend(*inputs), **CLOSE)
+
+
+def bands(attend: Any, length: int, rows: int = 2) -> list[Any]:
+    """The bands of the attention that is ours in a capture."""
+    specs = [Spec((rows, 2, length, 4), torch.float32)] * 3
+    graph = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph
+    return [node.args[5] for node in graph.nodes if node.target == OURS]
+
+
+BY_PLACES = [
+    "compared",
+    "for each row",
+    "window",
+    "one more",
+    "one in all",
+    "upper triangle",
+    "some keys",
+    "not itself",
+]
+
+
+@pytest.mark.parametrize("name", BY_PLACES)
+def test_comparisons_of_places_are_known_without_the_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, is_ours = MASKS[name]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
+
+    wanted = bands(attend, LONG)
+    monkeypatch.setattr("torch_shard._capture.constants._LARGEST", 8 * LONG)
+    assert bands(attend, LONG) == wanted
+    assert bool(wanted) == is_ours
+
+
+def test_a_mask_that_no_memory_would_hold_is_known() -> None:
+    """As Hugging Face has it: places, and numbers of documents that are constants."""
+    length = 1 << 17
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        places, documents = torch.arange(length), torch.zeros(64, length, dtype=torch.int64)
+        mask = (places[None, :] <= places[:, None]) & (documents[:, None, :, None] == documents[:, None, None, :])
+        near = mask & (places[None, :] > places[:, None] - 4096)
+        return sum(F.scaled_dot_product_attention(q, k, v, attn_mask=each) for each in (mask, near))
+
+    assert bands(attend, length, rows=64) == [[-1, 0], [4095, 0]]
 
 
 def triangle() -> torch.Tensor:
@@ -170,7 +228,27 @@ BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
         False,
     ),
     "one key for all": (lambda n: triangle() & (n[0] == n[1]).expand(2, 1, LONG, LONG), False),
-    "no triangle": (lambda n: (n != 0)[:, None, None, :].expand(2, 1, LONG, LONG), False),
+    "no triangle": (lambda n: (n != 0)[:, None, None, :].expand(2, 1, LONG, LONG), True),
+    "keys": (lambda n: (n != 0)[:, None, None, :], True),
+    "keys of one row": (lambda n: (n[:1] != 0)[:, None, None, :], True),
+    "no keys": (lambda n: (n > 4)[:, None, None, :], True),
+    "all, and padding": (lambda n: (positions()[0] >= 0)[None, None] & (n != 0)[:, None, None, :], True),
+    "both sides and padding": (
+        lambda n: ((positions()[1] - positions()[0]).abs() < 40) & (n != 0)[:, None, None, :],
+        True,
+    ),
+    "documents alone": (lambda n: n[:, None, :, None] == n[:, None, None, :], True),
+    "documents and padding alone": (
+        lambda n: (n[:, None, :, None] == n[:, None, None, :]) & (n != 0)[:, None, None, :],
+        True,
+    ),
+    "documents on both sides": (
+        lambda n: ((positions()[1] - positions()[0]).abs() < 40) & (n[:, None, :, None] == n[:, None, None, :]),
+        False,
+    ),
+    "no later documents": (lambda n: n[:, None, :, None] >= n[:, None, None, :], False),
+    "queries": (lambda n: (n != 0)[:, None, :, None].expand(2, 1, LONG, LONG), False),
+    "of heads": (lambda n: torch.stack([n != 0, n != 1], 1)[:, :, None, :], False),
 }
 
 
@@ -219,7 +297,7 @@ def test_repeated_heads_are_taken_once(dtype: torch.dtype) -> None:
     (found,) = (
         node
         for node in capture(lambda *x: (gradients(*x), None), specs, keep=keeps_whole).module.graph.nodes
-        if node.target is torch.ops.torch_shard.causal_attention_backward.default
+        if node.target is torch.ops.torch_shard.attention_backward.default
     )
     assert [tuple(x.meta["val"].shape) for x in found.args[1][:3]] == [tuple(x.shape) for x in inputs]
     close = CLOSE if dtype is torch.float32 else {"rtol": 2**-7, "atol": 0.05}  # rounded to 2**-8 in between
@@ -265,7 +343,7 @@ def test_layers_in_a_loop_know_the_mask_that_they_are_given(dtype: torch.dtype |
     step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=plan, compute_dtype=dtype)
     lowered = step.lower(step.structs, batch).as_text(debug_info=True)
     assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
-    assert "causal_attention" in lowered
+    assert "/attention/" in lowered
     assert "softmax" not in lowered
     if dtype is None:
         step.prove(step.init(), batch).raise_if_different()
@@ -285,10 +363,42 @@ def test_layers_that_make_their_mask_themselves_stay_a_loop() -> None:
     assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
 
 
+class Encoder(torch.nn.Module):
+    """Layers that see what is near and layers that see all but padding, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 16)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, is_word: torch.Tensor) -> torch.Tensor:
+        near = ((positions()[1] - positions()[0]).abs() <= 40).expand(len(x), 1, LONG, LONG)
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, near if number % 2 else is_word[:, None, None, :].expand(len(x), 1, LONG, LONG))
+        return x
+
+
+def test_layers_of_one_loop_may_have_different_masks() -> None:
+    torch.manual_seed(0)
+    step = ts.make_train_step(
+        Encoder(),
+        lambda model, batch: model(*batch).square().mean(),
+        optax.sgd(0.1),
+        mesh=make_mesh((2, 1)),
+        plan=ts.ShardingPlan({}, default=P()),
+        scan_layers=True,
+    )
+    batch = torch.randn(2, LONG, 16), torch.arange(LONG)[None, :] < torch.tensor([[LONG - 60], [0]])
+    step.prove(step.init(), batch).raise_if_different()
+    assert [loop.num_iterations for loop in step.programs[0].loops] == [2, 2]
+    assert "softmax" not in step.lower(step.structs, batch).as_text(debug_info=True)
+
+
 def test_heads_over_a_mesh_cost_no_more_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's split, heads over `model`: the forward pass sums once over `model`, the backward pass once."""
     compiled = attention_step()
-    assert "causal_attention" in compiled.as_text()
+    assert "/attention/" in compiled.as_text()
     ours = count_collectives(compiled)
     monkeypatch.setattr("torch_shard._lowering.ops.attention.SHORTEST", LONG + 1)
     assert ours == count_collectives(attention_step())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
+from torch import nn
 
 import torch_shard as ts
 from torch_shard._capture import Seen
@@ -25,16 +26,30 @@ def segments(kind: str) -> tuple[torch.Tensor, ...]:
     if kind == "padding":
         keys[0, 100:], keys[1, :20] = 0, 0
         return torch.ones_like(keys), keys
+    if kind == "nothing":
+        keys[0] = 0
+        return torch.ones_like(keys), keys
     keys[:, 70:] = 2
     return keys, keys
 
 
-@pytest.mark.parametrize(("window", "kind"), [(0, ""), (40, ""), (0, "padding"), (40, "padding"), (0, "documents")])
-def test_splash_equals_eager_torch(window: int, kind: str) -> None:
+BANDS = {"all": (None, None), "causal": (None, 0), "window": (39, 0), "both sides": (30, 20)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("causal", kind) for kind in ("", "padding", "documents")),
+        *(("all", kind) for kind in ("", "padding", "documents", "nothing")),
+        *((name, kind) for name in ("window", "both sides") for kind in ("", "padding")),
+    ],
+)
+def test_splash_equals_eager_torch(name: str, kind: str) -> None:
     torch.manual_seed(0)
+    band = BANDS[name]
     q, k, v = (torch.randn(2, heads, LENGTH, 128) for heads in (4, 2, 2))
     weights = torch.randn(2, 4, LENGTH, 128)
-    seen = Seen(window, segments(kind) if kind else ())
+    seen = Seen(*band, segments(kind) if kind else ())
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         q_leaf, k_leaf, v_leaf = leaves
@@ -46,7 +61,7 @@ def test_splash_equals_eager_torch(window: int, kind: str) -> None:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         given = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
         with jax.default_matmul_precision("highest"):
-            return splash(q, k, v, given, scale=0.1, window=window, interpret=True)
+            return splash(q, k, v, given, scale=0.1, band=band, interpret=True)
 
     out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in (q, k, v)))
     np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
@@ -68,30 +83,35 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, heads: int = 2) -> None:
+    def __init__(self, heads: int = 2, is_causal: bool = True) -> None:
         super().__init__()
+        self.is_causal = is_causal
         self.layers = torch.nn.ModuleList(Block(heads) for _ in range(2))
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(len(keys[0]), len(keys[0]), dtype=torch.bool).tril() & keys[:, None, None, :]
+        mask = keys[:, None, None, :]
+        if self.is_causal:
+            mask = torch.ones(len(keys[0]), len(keys[0]), dtype=torch.bool).tril() & mask
         for layer in self.layers:
             x = layer(x, mask)
         return x
 
 
-def compiled(heads: int, **options: Any) -> str:
-    with torch.device("meta"):
-        model = Model(heads)
+def lowered(model: nn.Module, length: int = 640, **options: Any) -> jax.stages.Lowered:
     step = ts.make_train_step(
-        model,
+        model.to("meta"),
         lambda model, batch: model(*batch).square().mean(),
         optax.sgd(0.1),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
         plan=ts.ShardingPlan({}, default=P()),
         **options,
     )
-    batch = torch.empty(4, 640, 512, device="meta"), torch.empty(4, 640, dtype=torch.bool, device="meta")
-    return step.lower(step.structs, batch).compile().as_text() or ""
+    batch = torch.empty(4, length, 512, device="meta"), torch.empty(4, length, dtype=torch.bool, device="meta")
+    return step.lower(step.structs, batch)
+
+
+def compiled(heads: int, **options: Any) -> str:
+    return lowered(Model(heads), **options).compile().as_text() or ""
 
 
 @pytest.mark.parametrize("heads", [2, 1])
@@ -104,5 +124,41 @@ def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
     assert ",640,640]" not in "".join(line for line in text.splitlines() if "f32[" in line)
 
 
+@pytest.mark.parametrize("length", [640, 577])
+def test_attention_to_all_keys_has_the_kernel(length: int) -> None:
+    text = lowered(Model(is_causal=False), length, compute_dtype=torch.bfloat16).as_text()
+    assert text.count("@tpu_custom_call") == 4  # forward, and once more with both of the backward pass; of both layers
+    assert not any(f"{length}x{length}x{dtype}" in text for dtype in ("f32", "bf16"))
+
+
 def test_float32_keeps_its_own_precision() -> None:
-    assert "splash" not in compiled(2)
+    assert "tpu_custom_call" not in lowered(Model()).as_text()
+
+
+@pytest.mark.slow
+def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1024,
+        vocab_size=256,
+        max_position_embeddings=32768,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    step = ts.make_train_step(
+        model,
+        lambda model, ids: model(input_ids=ids, use_cache=False).logits.float().square().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+        cast="parameters",
+    )
+    preview = step.preview(torch.empty(4, 32768, dtype=torch.int64, device="meta"))
+    assert preview.fits(4 * 2**30)
+    assert preview.compiled is not None
+    assert "32768,32768" not in (preview.compiled.as_text() or "")

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Attend, str]] = {
     "dropout": (lambda *qkv: causal(*qkv, dropout_p=0.1), "it drops weights (dropout_p=0.1), which needs all of them."),
     "bias": (biased, "its mask adds numbers to the scores (torch.float32; the biases of T5 and ALiBi)"),
     "trained": (trained, "its mask is trained"),
-    "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: the lower triangle or a window, "),
+    "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: key padding (B, 1, 1, S), a "),
     "broadcast": (
         lambda q, k, v: causal(q, k[:, :1], v[:, :1]),
         f"queries, keys and values are (4, 4, {LONG}, 3), (4, 1, {LONG}, 3) and (4, 1, {LONG}, 3), which do not fit",

@@ -1,4 +1,4 @@
-"""Masks of attention that say which keys a query sees by place: no later ones, perhaps of a window or a document."""
+"""Masks of attention that say which keys a query sees by place: all, no later ones, of a window, of a document."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.data_dependence import constant_value, traced
+from torch_shard._capture.intervals import Interval, interval_of
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES
 
@@ -18,64 +19,123 @@ _ROWS = 1024  # of it at a time
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Which keys a query sees: its own place and earlier ones.
+    """Which keys a query sees.
 
     Attributes:
-        window: So many of these; 0 for all.
-        segments: Empty, or the numbers of the queries, (B, T), and of the keys, (B, S): only a key with the number of
-            the query is seen.
+        before: So many before its own place; None for all.
+        after: So many after it; None for all.
+        segments: Empty, or the numbers of the queries, (B, T), and of the keys, (B, S), from -2: only a key with the
+            number of the query is seen.
     """
 
-    window: int = 0
+    before: int | None = None
+    after: int | None = None
     segments: tuple[torch.Tensor, ...] = ()
 
     def mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
         """The same as a mask, (T, S) or (B, 1, T, S)."""
-        seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
-        if self.window:
-            seen = seen.triu(1 - self.window)
+        seen = _band_mask(self, 0, (num_queries, num_keys))
         if not self.segments:
             return seen
         queries, keys = self.segments
         return seen & (queries[:, None, :, None] == keys[:, None, None, :])
 
 
-def seen_through(mask: torch.Tensor) -> Seen | None:
-    """What a mask of a capture lets through, of (..., T, S) broadcast over batch and heads; None if that is no `Seen`.
+def _band_mask(seen: Seen, start: int, shape: tuple[int, int]) -> torch.Tensor:
+    """The band of places as a mask, from this query on."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask = mask if seen.after is None else mask.tril(start + seen.after)
+    return mask if seen.before is None else mask.triu(start - seen.before)
 
-    It is one where T = S and the mask is a constant, or one (a triangle, a band) and what depends on the batch: which
+
+def seen_through(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
+    """What a mask of a capture lets through, broadcast over batch, heads, queries and keys; None if that is no `Seen`.
+
+    It is one where the mask is a constant band (all, a triangle, a window), or one and what depends on the batch: which
     keys are padding, and which places belong to one document.
+
+    Args:
+        mask: Of bool or to be added, (..., T, S).
+        size: Number of queries and of keys.
     """
-    if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.requires_grad or not 0 < mask.numel() <= _LARGEST:
+    if mask.ndim < 2 or mask.requires_grad or not mask.numel():
         return None
     if (value := constant_value(mask)) is not None:
-        window = _band(value)
-        return None if window is None else Seen(window)
-    return _by_segments(mask) if mask.dtype is torch.bool and mask.ndim == 4 and mask.shape[1] == 1 else None
+        return _band(value, size)
+    if mask.dtype is not torch.bool or mask.shape[-1] != size[1]:
+        return None
+    if mask.ndim == 4 and _is_one(mask, 1) and _is_one(mask, 2):
+        return Seen(segments=_padding(mask[:, 0, 0], size))
+    return _by_segments(mask, size) if mask.shape[-2:] == size else None
 
 
-def _by_segments(mask: torch.Tensor) -> Seen | None:
-    """What a mask of (B, 1, T, T) says that joins, by `&`, a constant one with others of the batch."""
+def _is_one(mask: torch.Tensor, dim: int) -> bool:
+    """Tell whether a mask is the same all along a dim, as it is one there or repeats it."""
+    return mask.shape[dim] == 1 or not mask.stride(dim)
+
+
+def _by_segments(mask: torch.Tensor, size: tuple[int, int]) -> Seen | None:
+    """What a mask of (B, 1, T, S) says that joins, by `&`, constant ones with others of the batch."""
     if (found := traced(mask)) is None:
         return None
     node, constant = found
     parts = _conjuncts(node)
-    values = [value for part in parts if (value := constant(part)) is not None]
-    others = [part for part in parts if constant(part) is None]
-    documents = [part for part in others if not _is_padding(part)]
-    if not values or not all(_is_same_document(part, constant) for part in documents):
-        return None
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        window = _band(functools.reduce(torch.logical_and, values))
-    if window is None or (window and documents):
+        intervals = {part: found for part in parts if (found := interval_of(part, constant, size)) is not None}
+        parts = [part for part in parts if part not in intervals]
+        values = [value for part in parts if (value := constant(part)) is not None]
+        others = [part for part in parts if constant(part) is None]
+        band = _joined(values, list(intervals.values()), size)
+    documents = [part for part in others if not _is_padding(part)]
+    if band is None or not all(_is_same_document(part, constant) for part in documents):
         return None
-    return Seen(window, _documents(mask) if documents else _padding(mask))
+    if not others:
+        return band
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        return None
+    if documents:
+        is_plain = band.before is None and band.after in (0, None) and size[0] == size[1]
+        return dataclasses.replace(band, segments=_documents(mask)) if is_plain else None
+    if band == Seen():
+        keys = mask[:, 0, 0]
+    elif size[0] != size[1]:
+        return None
+    else:
+        keys = mask[:, 0, -1] if band.before is None else mask.diagonal(dim1=-2, dim2=-1)[:, 0]
+    return dataclasses.replace(band, segments=_padding(keys, size))
 
 
-def _padding(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each place sees itself, unless it is padding."""
-    keys = mask.diagonal(dim1=-2, dim2=-1)[:, 0].to(torch.int32)
-    return torch.ones_like(keys), keys
+def _joined(values: list[torch.Tensor], intervals: list[Interval], size: tuple[int, int]) -> Seen | None:
+    """The band of what constant masks and intervals together let through, if it is one."""
+    everything = torch.ones(1, 1, dtype=torch.bool)
+    if not intervals:
+        return _band(functools.reduce(torch.logical_and, values, everything), size)
+    if values:
+        of_values = _band(functools.reduce(torch.logical_and, values, everything), size)
+        if of_values is None:
+            return None
+        intervals = [*intervals, _interval(of_values, size)]
+    first = functools.reduce(torch.maximum, [low for low, _ in intervals])
+    end = functools.reduce(torch.minimum, [high for _, high in intervals])
+    if first[0, 0] or (first >= end).any():
+        return None
+    before, after = size[0] - 1 - int(first[-1, -1]), int(end[0, 0]) - 1
+    band = Seen(before if before < size[0] - 1 else None, after if after < size[1] - 1 else None)
+    wanted = _interval(band, size)
+    return band if bool((first == wanted[0]).all() and (end == wanted[1]).all()) else None
+
+
+def _interval(band: Seen, size: tuple[int, int]) -> Interval:
+    """The keys of a band, of one row."""
+    places = torch.arange(size[0])[None]
+    first = 0 * places if band.before is None else (places - band.before).clamp(min=0)
+    end = torch.full_like(places, size[1]) if band.after is None else (places + band.after + 1).clamp(max=size[1])
+    return first, end
+
+
+def _padding(keys: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Keys that are no padding have the number of all queries."""
+    return keys.new_ones((len(keys), size[0]), dtype=torch.int32), keys.to(torch.int32)
 
 
 def _documents(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,23 +189,29 @@ def _labels(side: Node, constant: Callable[[Node], torch.Tensor | None]) -> tupl
     return source, [value.flatten() for value in values if value is not None]
 
 
-def _band(value: torch.Tensor) -> int | None:
-    """How many keys up to its own place each query sees, 0 for all of them; None if that is not what it sees."""
+def _band(value: torch.Tensor, size: tuple[int, int]) -> Seen | None:
+    """How many keys before its own place and after it each query sees; None if that is not what it sees."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         once = value[tuple(slice(0, 1) if not stride else slice(None) for stride in value.stride()[:-2])]
-        last = once.flatten(0, -2)[-1]
-        window = int((last if last.dtype is torch.bool else last == 0).sum())
-        if not _is_band(once, window):
+        if once.numel() > _LARGEST:
             return None
-        return 0 if window == value.shape[-1] else window
+        if once.numel() == 1 and once.dtype is torch.bool:
+            return Seen() if once else None
+        rows = once.expand(*once.shape[:-2], *size).flatten(0, -3) if once.ndim > 2 else once.expand(1, *size)
+        first, last = (row if row.dtype is torch.bool else row == 0 for row in (rows[0, 0], rows[-1, -1]))
+        if not first[0] or not last.any():
+            return None
+        after, before = int(first.sum()) - 1, size[0] - 1 - int(last.int().argmax())
+        band = Seen(before if before < size[0] - 1 else None, after if after < size[1] - 1 else None)
+        return band if _is_band(rows, band) else None
 
 
-def _is_band(value: torch.Tensor, window: int) -> bool:
-    """Tell whether each query sees its own place and the ones before it, this many together, and nothing else."""
-    for start in range(0, value.shape[-2], _ROWS):
-        rows = value[..., start : start + _ROWS, :]
-        wanted = torch.ones(rows.shape[-2:], dtype=torch.bool).tril(start).triu(start - window + 1)
-        if not all(_lets_just(each, wanted) for each in rows.reshape(-1, *rows.shape[-2:])):
+def _is_band(masks: torch.Tensor, band: Seen) -> bool:
+    """Tell whether each query sees the keys of this band, and nothing else."""
+    for start in range(0, masks.shape[-2], _ROWS):
+        rows = masks[:, start : start + _ROWS]
+        wanted = _band_mask(band, start, (rows.shape[1], rows.shape[2]))
+        if not all(_lets_just(each, wanted) for each in rows):
             return False
     return True
 

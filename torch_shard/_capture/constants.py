@@ -13,6 +13,8 @@ from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
 
+_LARGEST = 1 << 30  # bytes
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Asked:
@@ -89,7 +91,7 @@ class Constants:
                 self._keep(node, given, {node})
         elif node.target is aten.lift_fresh_copy.default and (literal := self._literal(args_of(node)[0])) is not None:
             self._values[node] = literal.clone()
-        elif node.op == "call_function" and not is_random(node) and not _is_opaque(node):
+        elif node.op == "call_function" and not is_random(node) and not _is_opaque(node) and not _is_large(node):
             if all(self._known(i) is not None for i in inputs):
                 args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
                 value = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -107,6 +109,12 @@ class Constants:
 def _is_opaque(node: Node) -> bool:
     """Tell whether only JAX can run it."""
     return getattr(node.target, "namespace", "") == "torch_shard"
+
+
+def _is_large(node: Node) -> bool:
+    """Tell whether a result takes more memory than its value is worth."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > _LARGEST
 
 
 def writes(node: Node) -> bool:

@@ -1,9 +1,11 @@
-"""Long causal attention as one operator: no weights are kept for the backward pass, none above the diagonal computed.
+"""Long attention as one operator: no weights are kept for the backward pass, and none computed outside of a band.
 
-That saves time. XLA's CPU backend (jaxlib 0.10.2) runs blocks side by side, so temporary memory grows: by a fifth over
-six layers of 1024 steps, by 40 % for a single layer of 512.
+That saves time where later keys are not seen. XLA's CPU backend (jaxlib 0.10.2) runs blocks side by side, so temporary
+memory grows: by a fifth over six layers of 1024 steps, by 40 % for a single layer of 512. Attention to all keys takes
+larger blocks, in about the time of PyTorch's own form.
 
-All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax.
+All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax: dropout, too, as
+its random numbers are drawn for all weights at once, and no public function of JAX draws those of a block alone.
 
 Shapes: B batch, N heads, T queries, S keys, D width of a head.
 """
@@ -28,9 +30,9 @@ WHY = "attention"
 """Under this name the notes of nodes say why attention keeps PyTorch's own form."""
 
 
-@torch.library.custom_op("torch_shard::causal_attention", mutates_args=())
+@torch.library.custom_op("torch_shard::attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[torch.Tensor], scale: float, window: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[torch.Tensor], scale: float, band: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -42,9 +44,9 @@ def _attention_shapes(
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("torch_shard::causal_attention_backward", mutates_args=())
+@torch.library.custom_op("torch_shard::attention_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, saved: list[torch.Tensor], segments: list[torch.Tensor], scale: float, window: int
+    grad: torch.Tensor, saved: list[torch.Tensor], segments: list[torch.Tensor], scale: float, band: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -63,8 +65,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
         segments = [numbers.expand(len(q), -1) for numbers in seen.segments]
-        out, log_total = torch.ops.torch_shard.causal_attention(q, k, v, segments, scale, seen.window)
-        ctx.window, ctx.scale = seen.window, scale
+        band = [-1 if size is None else size for size in (seen.before, seen.after)]
+        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band)
+        ctx.band, ctx.scale = band, scale
         ctx.save_for_backward(q, k, v, out, log_total, *segments)
         return out
 
@@ -74,12 +77,13 @@ class _Attention(torch.autograd.Function):
         segments = results[2:]
         if not torch.is_grad_enabled():
             saved = [q, k, v, *results[:2]]
-            found = torch.ops.torch_shard.causal_attention_backward(grad, saved, segments, ctx.scale, ctx.window)
+            found = torch.ops.torch_shard.attention_backward(grad, saved, segments, ctx.scale, ctx.band)
             return *found, None, None
         needed = ctx.needs_input_grad[:3]  # for a derivative of this derivative
         wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
         options = {"scale": ctx.scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        mask = Seen(ctx.window, tuple(segments)).mask(q.shape[2], k.shape[2])
+        before, after = limits(ctx.band)
+        mask = Seen(before, after, tuple(segments)).mask(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, **options)
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
         return *(next(found) if need else None for need in needed), None, None
@@ -100,7 +104,7 @@ def attention(
     q, k, v = map(_as_autocast_has_it, (query, key, value))
     with autocast_only():
         why = _refusal(q, k, v, dropout_p, grouped=enable_gqa)
-        seen = None if why else _seen(attn_mask, is_causal)
+        seen = None if why else _seen(attn_mask, is_causal, (q.shape[-2], k.shape[-2]))
         if seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             return _Attention.apply(q, k, v, seen, scale)  # pyright: ignore
@@ -110,16 +114,16 @@ def attention(
         )
 
 
-def _seen(mask: torch.Tensor | None, is_causal: bool) -> Seen | None:
+def _seen(mask: torch.Tensor | None, is_causal: bool, size: tuple[int, int]) -> Seen | None:
     if mask is None:
-        return Seen() if is_causal else None
-    return None if is_causal else seen_through(mask)
+        return Seen(after=0) if is_causal else Seen()
+    return None if is_causal else seen_through(mask, size)
 
 
 def _unknown(mask: torch.Tensor | None) -> str:
     """Say of which kind a mask is that is not known."""
     if mask is None:
-        return "it is not causal"
+        return ""
     if mask.requires_grad:
         return "its mask is trained (a bias of positions), and kernels give no gradient of it"
     if mask.is_floating_point():
@@ -128,8 +132,8 @@ def _unknown(mask: torch.Tensor | None) -> str:
             "take. One that only hides keys should be of bool, or a constant of 0 and -inf"
         )
     return (
-        f"its mask {tuple(mask.shape)} is of no known form: the lower triangle or a window, made of torch.arange or "
-        "tril, alone or joined by & with key padding (B, 1, 1, S) or documents (numbers of queries == those of keys)"
+        f"its mask {tuple(mask.shape)} is of no known form: key padding (B, 1, 1, S), a triangle or a window made of "
+        "torch.arange or tril, documents (numbers of queries == those of keys), or such joined by &"
     )
 
 
@@ -158,21 +162,26 @@ def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float
     return "" if is_plain([q, k, v]) else f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
 
 
-@lowers(torch.ops.torch_shard.causal_attention.default)
-def causal_attention(q, k, v, segments, scale, window):
+@lowers(torch.ops.torch_shard.attention.default)
+def lowered(q, k, v, segments, scale, band):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments = tuple(segments)
-    kernel = kernel_for(q, k, v, segments, scale=scale, window=window)
+    kernel = kernel_for(q, k, v, segments, scale=scale, band=limits(band))
     if kernel is None:
-        return in_blocks(q, k, v, segments, scale=scale, window=window)
+        return in_blocks(q, k, v, segments, scale=scale, band=limits(band))
     return kernel.forward(q, k, v, segments), jnp.zeros(q.shape[:-1], jnp.float32)
 
 
-@lowers(torch.ops.torch_shard.causal_attention_backward.default)
-def causal_attention_backward(grad, saved, segments, scale, window):
+@lowers(torch.ops.torch_shard.attention_backward.default)
+def lowered_backward(grad, saved, segments, scale, band):
     """A kernel runs forward once more: what it keeps for itself is no output of the first run."""
     (q, k, v), segments = saved[:3], tuple(segments)
-    kernel = kernel_for(q, k, v, segments, scale=scale, window=window)
+    kernel = kernel_for(q, k, v, segments, scale=scale, band=limits(band))
     if kernel is None:
-        return in_blocks_backward(grad, saved, segments, scale=scale, window=window)
+        return in_blocks_backward(grad, saved, segments, scale=scale, band=limits(band))
     return kernel.backward(grad, q, k, v, segments)
+
+
+def limits(band):
+    """How many keys before its place and after it a query sees, None for all; an operator has -1 for these."""
+    return tuple(None if size < 0 else size for size in band)

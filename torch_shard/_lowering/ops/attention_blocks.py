@@ -1,48 +1,59 @@
-"""Causal attention in blocks of queries, in plain JAX: the form for all devices, where no kernel is to be had.
+"""Attention in blocks of queries, in plain JAX: the form for all devices, where no kernel is to be had.
+
+A band is how many keys before its own place and after it a query sees; None for all.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-BLOCK, MOST_BLOCKS = 128, 16
+BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
+"""Fewest queries of a block where it leaves keys out, and where it sees all; and the largest number of blocks."""
 
 
-def _blocks(num_queries, num_keys, window):
+def _blocks(num_queries, num_keys, band):
     """Start and end of the queries of each block, and of the keys that they see."""
-    size = max(BLOCK, -(-num_queries // MOST_BLOCKS))
+    before, after = band
+    size = max(WIDE_BLOCK if band == (None, None) else BLOCK, -(-num_queries // MOST_BLOCKS))
     for start in range(0, num_queries, size):
         end = min(start + size, num_queries)
-        first = max(start - window + 1, 0) if window else 0
-        yield slice(start, end), slice(min(first, num_keys - 1), min(end, num_keys))
+        first = 0 if before is None else max(start - before, 0)
+        last = num_keys if after is None else min(end + after, num_keys)
+        yield slice(start, end), slice(min(first, num_keys - 1), last)
 
 
 def _by_key_head(x, num_heads):
     return x.reshape(len(x), num_heads, -1, *x.shape[2:])
 
 
-def _scores(q, k, segments, block, *, scale, window):
+def _scores(q, k, segments, block, *, scale, band):
     """Scores of a block in float32, -inf where a query does not see a key."""
     queries, keys = block
     scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=jnp.float32)
-    row = queries.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 3)
-    column = keys.start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 4)
-    seen = row >= column
-    if window:
-        seen &= row - column < window
-    if segments:
-        alike = segments[0][:, queries, None] == segments[1][:, None, keys]
-        seen &= alike[:, None, None]
-    return jnp.where(seen, scale * scores, -jnp.inf)
+    seen = _seen(scores.shape, segments, block, band=band)
+    return scale * scores if seen is None else jnp.where(seen, scale * scores, -jnp.inf)
 
 
-def in_blocks(q, k, v, segments, *, scale, window):
+def _seen(shape, segments, block, *, band):
+    """Which keys the queries of a block see, broadcast to scores of this shape; None for all."""
+    (queries, keys), (before, after) = block, band
+    row = queries.start + jax.lax.broadcasted_iota(jnp.int32, shape, 3)
+    column = keys.start + jax.lax.broadcasted_iota(jnp.int32, shape, 4)
+    parts = [] if after is None else [column - row <= after]
+    parts += [] if before is None else [row - column <= before]
+    parts += [(segments[0][:, queries, None] == segments[1][:, None, keys])[:, None, None]] if segments else []
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def in_blocks(q, k, v, segments, *, scale, band):
     """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros."""
     grouped = _by_key_head(q, k.shape[1])
     outs, totals = [], []
-    for queries, keys in _blocks(q.shape[2], k.shape[2], window):
-        scores = _scores(grouped, k, segments, (queries, keys), scale=scale, window=window)
+    for queries, keys in _blocks(q.shape[2], k.shape[2], band):
+        scores = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band)
         highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, -1, keepdims=True)
@@ -54,7 +65,7 @@ def in_blocks(q, k, v, segments, *, scale, window):
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def in_blocks_backward(grad, saved, segments, *, scale, window):
+def in_blocks_backward(grad, saved, segments, *, scale, band):
     """Gradients of q, k and v, of `saved = (q, k, v, out, log_total)`.
 
     Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`.
@@ -64,9 +75,9 @@ def in_blocks_backward(grad, saved, segments, *, scale, window):
     q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
     along = jnp.sum((grad * out).astype(jnp.float32), -1, keepdims=True)
     grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for queries, keys in _blocks(shape[2], k.shape[2], window):
+    for queries, keys in _blocks(shape[2], k.shape[2], band):
         rows = (..., queries, slice(None))
-        scores = _scores(q, k, segments, (queries, keys), scale=scale, window=window)
+        scores = _scores(q, k, segments, (queries, keys), scale=scale, band=band)
         weights = jnp.exp(scores - log_total[..., queries, None])
         grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=jnp.float32)
         grad_scores = (scale * weights * (grad_weights - along[rows])).astype(q.dtype)

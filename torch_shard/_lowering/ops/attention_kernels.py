@@ -1,7 +1,9 @@
-"""Causal attention by the kernels of JAX: splash attention on TPU, cuDNN's on GPU, each on its own rows and heads.
+"""Attention by the kernels of JAX: splash attention on TPU, cuDNN's on GPU, each on its own rows and heads.
 
 A kernel works on one device, so that rows and heads are split over the mesh by hand: rows as the batch is, heads over
 all other axes, if they divide. Kernels multiply in half precision, so that float32 stays with the blocks.
+
+A band is how many keys before its own place and after it a query sees; None for all.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 Sources: jax.experimental.pallas.ops.tpu.splash_attention, jax.nn.dot_product_attention.
@@ -18,19 +20,27 @@ from jax.sharding import PartitionSpec
 from torch_shard._common.axes import manual_axes
 from torch_shard._lowering.rows import current_rows
 
+_NOBODYS = -3  # no query has this number
+
 LANES, LARGEST = 128, 512
 """Splash attention takes blocks of a multiple of so many queries and keys, and of no more."""
 
 
-def splash(q, k, v, segments, *, scale, window, interpret=False):
+def splash(q, k, v, segments, *, scale, band, interpret=False):
     """Splash attention of `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    shape = q.shape[:-1]
-    q, k, v = (_padded(x, 2) for x in (q * scale, k, v))  # no query sees the later keys of the padding
+    shape, num_keys, sees_any = q.shape[:-1], k.shape[2], None
+    if segments:
+        sees_any = _sees_any(segments, band)
+    elif num_keys % LANES and (band[1] is None or shape[2] + band[1] > num_keys):  # else nobody sees what is padded
+        segments = tuple(jnp.ones((len(x), x.shape[2]), jnp.int32) for x in (q, k))
+    segments = tuple(_padded(x, 1, value) for x, value in zip(segments, (0, _NOBODYS), strict=False))
+    q, k, v = (_padded(x, 2) for x in (q * scale, k, v))
     size = (q.shape[2], k.shape[2])
-    seen = masks.LocalMask(size, (window - 1, 0), 0) if window else masks.CausalMask(size)
+    known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
+    seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
     of_queries, of_keys = (math.gcd(length, LARGEST) for length in size)
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * q.shape[1]),
@@ -47,66 +57,70 @@ def splash(q, k, v, segments, *, scale, window, interpret=False):
         interpret=interpret,
     )
     run: Callable[..., jax.Array] = jax.vmap(kernel)  # pyright: ignore[reportAssignmentType]
-    if not segments:
-        return run(q, k, v)[:, :, : shape[2]]
-    out = run(q, k, v, kernels.SegmentIds(*(_padded(x, 1) for x in segments)))[:, :, : shape[2]]
-    return jnp.where(_sees_any(segments, window)[:, None, :, None], out, 0)  # where the kernel takes some mean
+    out = run(q, k, v, kernels.SegmentIds(*segments)) if segments else run(q, k, v)
+    out = out[:, :, : shape[2]]
+    return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
 
 
-def _sees_any(segments, window):
+def _sees_any(segments, band):
     """Which queries see a key at all."""
     queries, keys = segments
-    later = jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
-    near = (later >= 0) & (later < window) if window else later >= 0
-    return jnp.any(near & (queries[:, :, None] == keys[:, None, :]), -1)
+    (before, after), later = band, jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    near = queries[:, :, None] == keys[:, None, :]
+    near = near if after is None else near & (later >= -after)
+    return jnp.any(near if before is None else near & (later <= before), -1)
 
 
-def _padded(x, dim):
-    return jnp.pad(x, [(0, -x.shape[dim] % LANES if at == dim else 0) for at in range(x.ndim)])
+def _padded(x, dim, value=0):
+    widths = [(0, -x.shape[dim] % LANES if at == dim else 0) for at in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
 
 
-def cudnn(q, k, v, segments, *, scale, window):
+def cudnn(q, k, v, segments, *, scale, band):
     """Attention by cuDNN, of the same arguments; without segments."""
     assert not segments
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    local = (window - 1, 0) if window else None
+    before, after = band
+    local = None if before is None else (before, 0)
     out = jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+        q, k, v, scale=scale, is_causal=after == 0, local_window_size=local, implementation="cudnn"
     )
     return jnp.swapaxes(out, 1, 2)
 
 
-def kernel_for(q, k, v, segments, *, scale, window):
+def kernel_for(q, k, v, segments, *, scale, band):
     """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
     rows = current_rows()
-    if (
-        rows is None
-        or manual_axes()
-        or rows.platform not in KERNELS
-        or why_no_kernel(rows.platform, (q, k, v), segments)
-    ):
+    if rows is None or manual_axes() or rows.platform not in KERNELS:
         return None
-    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, window=window))
+    if why_no_kernel(rows.platform, (q, k, v), segments, band):
+        return None
+    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band))
 
 
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}
 """By the platform of the devices."""
 
 
-def why_no_kernel(platform, qkv, segments):
+def why_no_kernel(platform, qkv, segments, band):
     """Say why the kernel of a platform does not take such arrays; empty if it does."""
     q, k, v = qkv
     takes = (jnp.bfloat16,) if platform == "tpu" else (jnp.bfloat16, jnp.float16)
     if q.dtype not in takes:
-        return f"it computes in {jnp.dtype(q.dtype)}, and the kernel multiplies in half precision. " + (
-            "Make the step with compute_dtype=torch.bfloat16"
+        return (
+            f"it computes in {jnp.dtype(q.dtype)}, and the kernel multiplies in half precision. Make the step with "
+            "compute_dtype=torch.bfloat16"
         )
-    if k.shape[2] < q.shape[2]:
-        return f"it has fewer keys ({k.shape[2]}) than queries ({q.shape[2]})"
-    if platform == "tpu":
-        return ""
+    if k.shape[2] < q.shape[2] and band != (None, None):
+        return f"it has fewer keys ({k.shape[2]}) than queries ({q.shape[2]}), and sees them by place"
+    return "" if platform == "tpu" else _why_not_cudnn(q, v, segments, band)
+
+
+def _why_not_cudnn(q, v, segments, band):
     if segments:
         return "cuDNN's takes no masks of what the batch says (padding, documents)"
+    if band[1] not in (0, None) or (band[1] is None and band[0] is not None):
+        return "cuDNN's takes a window of keys only where no later ones are seen"
     width = q.shape[-1]
     suits = width == v.shape[-1] and width % 8 == 0 and width <= 128
     return "" if suits else f"cuDNN's takes heads of a multiple of 8, up to 128, and not of {width} and {v.shape[-1]}"

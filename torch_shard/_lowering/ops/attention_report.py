@@ -5,12 +5,13 @@ import operator
 from collections.abc import Callable, Iterable
 
 import jax
+import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.fx import args_of, aten_name, operator_name, shape_of
+from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
-from torch_shard._lowering.ops.attention import SHORTEST, WHY
+from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
 from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel
 from torch_shard._lowering.rows import RowSplit
 
@@ -45,7 +46,7 @@ def _listed(where: collections.Counter[str]) -> str:
 
 def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
     """What to say of a node, if it is attention; else empty."""
-    if operator_name(node) == "causal_attention":
+    if node.target is torch.ops.torch_shard.attention.default:
         return _of_ours(node, rows)
     if aten_name(node) not in ("_softmax", "_safe_softmax") or len(shape := shape_of(node)) < 3:
         return ""
@@ -55,9 +56,9 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
 
 
 def _of_ours(node: Node, rows: RowSplit) -> str:
-    q, k, v, segments = args_of(node)[:4]
+    q, k, v, segments, _, band = args_of(node)
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
-    if why := why_no_kernel(rows.platform, structs, segments):
+    if why := why_no_kernel(rows.platform, structs, segments, limits(band)):
         return f"runs in blocks of queries, without a kernel: {why}."
     if whole := undivided(rows, shape_of(q)):
         return f"has its kernel, but does not divide over the mesh ({whole}): devices compute the same."

@@ -34,7 +34,7 @@ def first_of_each(x, times):
     return jnp.zeros((len(x), x.shape[1] * times, *x.shape[2:]), x.dtype).at[:, ::times].set(x)
 
 
-@rewrites(ours.causal_attention.default)
+@rewrites(ours.attention.default)
 def take_each_once(node: Node) -> Node | None:
     """Attention of the heads as they were before they were repeated."""
     q, k, v, *rest = args_of(node)
@@ -44,7 +44,7 @@ def take_each_once(node: Node) -> Node | None:
     return new_before(node, target_of(node), (q, *once, *rest), node.meta["val"])
 
 
-@rewrites(ours.causal_attention_backward.default)
+@rewrites(ours.attention_backward.default)
 def give_each_once(node: Node) -> None:
     """Its gradients: of the heads that were repeated, all of it to the first."""
     grad, (q, k, v, *results), *rest = args_of(node)
