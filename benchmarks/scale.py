@@ -14,7 +14,8 @@ from benchmarks.processes import Failed, isolated
 from benchmarks.rows import Row
 from benchmarks.tpu import host_memory
 from benchmarks.tpu_cases import (
-    SPLIT_OVER_TIME,
+    LLAMA_OVER_TIME,
+    MIXTRAL_OVER_TIME,
     TpuCase,
     fsdp_and_tensor_parallel,
     hf_llama,
@@ -29,7 +30,7 @@ PAGE = """
 ## Whole models on whole pods
 
 Models of the hub as they are, on the meta device, each matrix split over both axes of the mesh (FSDP and tensor
-parallel; Llama's residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of
+parallel; the residual stream over time), float32 parameters, AdamW. The ratio is the memory that a step needs of
 one device over what that has; what `remat` was, or what a budget of bytes chose; what it took to know on this machine,
 which has none of these devices.
 """
@@ -105,7 +106,7 @@ def case_of(name: str, quick: bool) -> TpuCase:
         next_token_loss,
         tokens(rows, length),
         fsdp_and_tensor_parallel,
-        activations=SPLIT_OVER_TIME if isinstance(sizes, Llama) else {},
+        activations=MIXTRAL_OVER_TIME if isinstance(sizes, Mixtral) else LLAMA_OVER_TIME,
     )
 
 

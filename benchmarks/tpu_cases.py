@@ -114,7 +114,7 @@ def fsdp_and_tensor_parallel(name: str, p: torch.Tensor) -> P:
 
 SPLIT, WHOLE, INNER = P("batch", "model", None), P("batch", None, None), P("batch", None, "model")
 
-SPLIT_OVER_TIME = {
+_ATTENTION = {
     "model.embed_tokens": SPLIT,
     "model.layers.*": SPLIT,
     "model.layers.*.*_layernorm": SPLIT,
@@ -124,16 +124,19 @@ SPLIT_OVER_TIME = {
     "model.layers.*.self_attn.v_proj": INNER,
     "model.layers.*.self_attn.o_proj:input": INNER,
     "model.layers.*.self_attn.o_proj": SPLIT,
+    "model.norm": SPLIT,
+    "lm_head:input": WHOLE,
+    "lm_head": INNER,
+}
+LLAMA_OVER_TIME = _ATTENTION | {
     "model.layers.*.mlp:x": WHOLE,
     "model.layers.*.mlp.gate_proj": INNER,
     "model.layers.*.mlp.up_proj": INNER,
     "model.layers.*.mlp.down_proj:input": INNER,
     "model.layers.*.mlp.down_proj": SPLIT,
-    "model.norm": SPLIT,
-    "lm_head:input": WHOLE,
-    "lm_head": INNER,
 }
-"""Of a Llama, as the rivals have it: the residual stream over time, what is within attention and MLP over `model`."""
+MIXTRAL_OVER_TIME = _ATTENTION | {"model.layers.*.mlp:hidden_states": WHOLE, "model.layers.*.mlp": SPLIT}
+"""As the rivals have it: the residual stream over time, what is within attention and MLP over `model`."""
 
 
 def replicated(name: str, p: torch.Tensor) -> P:
@@ -187,7 +190,7 @@ def llama(quick: bool, remat: str) -> TpuCase:
         fsdp_and_tensor_parallel,
         {name: by_hand(own) for name, own in rivals.items()},
         options={"remat": remat},
-        activations=SPLIT_OVER_TIME,
+        activations=LLAMA_OVER_TIME,
         targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
     )
 
@@ -284,6 +287,7 @@ def mixtral(quick: bool) -> TpuCase:
         fsdp_and_tensor_parallel,
         {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
+        activations=MIXTRAL_OVER_TIME,
         targets={"cycles": 1.15, "wire": 1.10},
     )
 
