@@ -26,6 +26,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     resample,
     segments,
     special,
+    tied_embedding,
 )
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,

@@ -151,8 +151,8 @@ def cross_entropy(logits, target, weight, reduction, ignore_index, rows, dtype):
     With `rows` logits have the classes last, and targets are for these rows of them, flat: others are ignored.
     """
     axis, target, dtype = *_rows(logits, target, ignore_index, rows), jax_dtype(dtype)
-    shifted, _, total = _softmax(logits, axis)
-    own = (_at_targets(shifted, target, axis) - jnp.log(total)).astype(dtype)
+    highest, total = _softmax(logits, axis)
+    own = (_at_targets(_shifted(logits, highest), target, axis) - jnp.log(total)).astype(dtype)
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=dtype)
     return _reduced(own, target, weights, reduction)
 
@@ -163,8 +163,10 @@ def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index
     axis, target = _rows(logits, target, ignore_index, rows)
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=total_weight.dtype)
     scale = _scale(grad, weights, reduction, total_weight, axis)
-    _, exps, total = _softmax(logits, axis)
-    return (exps * (scale / total) - jnp.where(_is_target(logits, target, axis), scale, 0)).astype(logits.dtype)
+    highest, total = _softmax(logits, axis)  # the same as in the forward pass, so computed once
+    # exponentials are not: XLA would keep them, in float32
+    probs = jnp.exp(_shifted(logits, jax.lax.optimization_barrier(highest))) / total
+    return (scale * (probs - _is_target(logits, target, axis))).astype(logits.dtype)
 
 
 def _rows(logits, target, ignore_index, rows):
@@ -175,12 +177,14 @@ def _rows(logits, target, ignore_index, rows):
     return logits.ndim - 1, jnp.pad(target.reshape(rows), missing, constant_values=ignore_index)
 
 
+def _shifted(logits, highest):
+    return logits.astype(highest.dtype) - highest
+
+
 def _softmax(logits, axis):
-    """Logits less the highest, their exponentials, and the sums of these: the same in both passes, so computed once."""
-    compute = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    shifted = compute - jnp.max(compute, axis, keepdims=True)
-    exps = jnp.exp(shifted)
-    return shifted, exps, jnp.sum(exps, axis, keepdims=True)
+    """The highest of logits, and the sum of the exponentials of their distances to it."""
+    highest = jnp.max(logits, axis, keepdims=True).astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return highest, jnp.sum(jnp.exp(_shifted(logits, highest)), axis, keepdims=True)
 
 
 def _scale(grad, weights, reduction, total_weight, axis):
