@@ -73,7 +73,9 @@ def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
         compute_dtype=torch.bfloat16,
         cast="parameters",
     )
-    received = sum(cost.received_bytes for cost in costs_of(step.preview(batch).compiled.as_text()))
+    compiled = step.preview(batch).compiled
+    assert compiled is not None
+    received = sum(cost.received_bytes for cost in costs_of(compiled.as_text() or ""))
     assert received < 1.1 * 2 * 3 / 4 * VOCABULARY * WIDTH * 2  # an all-reduce over four, in bfloat16
 
 

@@ -152,7 +152,7 @@ def cross_entropy(logits, target, weight, reduction, ignore_index, rows, dtype):
     """
     axis, target, dtype = *_rows(logits, target, ignore_index, rows), jax_dtype(dtype)
     highest, total = _softmax(logits, axis)
-    own = (_at_targets(_shifted(logits, highest), target, axis) - jnp.log(total)).astype(dtype)
+    own = (_shifted(_at_targets(logits, target, axis), highest) - jnp.log(total)).astype(dtype)
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=dtype)
     return _reduced(own, target, weights, reduction)
 
@@ -164,8 +164,7 @@ def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=total_weight.dtype)
     scale = _scale(grad, weights, reduction, total_weight, axis)
     highest, total = _softmax(logits, axis)  # the same as in the forward pass, so computed once
-    # exponentials are not: XLA would keep them, in float32
-    probs = jnp.exp(_shifted(logits, jax.lax.optimization_barrier(highest))) / total
+    probs = jnp.exp(_shifted(logits, highest) - jnp.log(total))  # of exponentials as there XLA would keep all, wide
     return (scale * (probs - _is_target(logits, target, axis))).astype(logits.dtype)
 
 
