@@ -43,6 +43,7 @@ class TpuCase:
         loss_fn: In torch.
         batch: On the meta device.
         specs: How parameters are split.
+        activations: How what modules take and return is.
         rivals: By hand in JAX, for a mesh, and where they start; the first is the one that targets are about.
         rival_batch: Where they take another one.
         optimizer: Of both sides.
@@ -61,6 +62,7 @@ class TpuCase:
     rival_batch: Any = None
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    activations: dict[str, P] = dataclasses.field(default_factory=dict[str, P])
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -71,7 +73,8 @@ class TpuCase:
     def step(self) -> ts.TrainStep:
         """Ours."""
         model = self.model()
-        plan = ts.ShardingPlan({name: self.specs(name, p) for name, p in model.named_parameters()}, default=P())
+        rules = {name: self.specs(name, p) for name, p in model.named_parameters()}
+        plan = ts.ShardingPlan(rules, default=P(), activations=self.activations)
         options = PRECISION | self.options
         return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
 
@@ -102,6 +105,30 @@ def fsdp_and_tensor_parallel(name: str, p: torch.Tensor) -> P:
     if p.ndim > 2:
         return P("model", "batch")
     return P("batch", "model") if name.split(".")[-2] in ("o_proj", "down_proj") else P("model", "batch")
+
+
+SPLIT, WHOLE, INNER = P("batch", "model", None), P("batch", None, None), P("batch", None, "model")
+
+SPLIT_OVER_TIME = {
+    "model.embed_tokens": SPLIT,
+    "model.layers.*": SPLIT,
+    "model.layers.*.*_layernorm": SPLIT,
+    "model.layers.*.self_attn:hidden_states": WHOLE,
+    "model.layers.*.self_attn.q_proj": INNER,
+    "model.layers.*.self_attn.k_proj": INNER,
+    "model.layers.*.self_attn.v_proj": INNER,
+    "model.layers.*.self_attn.o_proj:input": INNER,
+    "model.layers.*.self_attn.o_proj": SPLIT,
+    "model.layers.*.mlp:x": WHOLE,
+    "model.layers.*.mlp.gate_proj": INNER,
+    "model.layers.*.mlp.up_proj": INNER,
+    "model.layers.*.mlp.down_proj:input": INNER,
+    "model.layers.*.mlp.down_proj": SPLIT,
+    "model.norm": SPLIT,
+    "lm_head:input": WHOLE,
+    "lm_head": INNER,
+}
+"""Of a Llama, as the rivals have it: the residual stream over time, what is within attention and MLP over `model`."""
 
 
 def replicated(name: str, p: torch.Tensor) -> P:
@@ -155,6 +182,7 @@ def llama(quick: bool, remat: str) -> TpuCase:
         fsdp_and_tensor_parallel,
         {name: by_hand(own) for name, own in rivals.items()},
         options={"remat": remat},
+        activations=SPLIT_OVER_TIME,
         targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
     )
 

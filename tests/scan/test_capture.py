@@ -185,3 +185,15 @@ def test_an_evaluation_has_loops_too() -> None:
     metrics = evaluate(step.init(seed=0), batch)
     assert _loops(evaluate) == ((DEPTH, 1),)
     np.testing.assert_allclose(metrics["loss"], case.loss_fn(model, batch).item(), rtol=1e-6)
+
+
+def test_gradients_of_what_comes_after_the_layers_are_made_before_the_loop_back() -> None:
+    """Else XLA for TPUs makes that of an output layer at the very end, and keeps the logits for it until then."""
+    model = nn.Sequential(Stack(), nn.Linear(WIDTH, 40))
+    step = ts.make_train_step(
+        model, lambda model, x: model(x).logsumexp(-1).mean(), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=EVERYWHERE
+    )
+    lines = step.lower(step.structs, torch.empty(8, WIDTH)).as_text().splitlines()
+    (barrier,) = [at for at, line in enumerate(lines) if "optimization_barrier" in line and "40x" in line]
+    loops = [at for at, line in enumerate(lines) if "stablehlo.while" in line]
+    assert loops[0] < barrier < loops[1]

@@ -41,6 +41,7 @@ from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
+from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
 from torch_shard._capture.outline import outline
 from torch_shard._capture.precision import Cast, Precision
@@ -69,6 +70,7 @@ __all__ = [
     "ValueGuard",
     "active_regions",
     "add_modules",
+    "annotated",
     "as_captured",
     "autocast_only",
     "binding",

@@ -20,7 +20,9 @@ from torch_shard._lowering.ops import (
     keeps_whole,
     lowers,
     refuse_generator,
+    report_attention,
 )
+from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import ROWS, RowSplit, current_rows, rows_split
@@ -35,6 +37,7 @@ __all__ = [
     "RowSplit",
     "capture_settings",
     "compiler_options",
+    "constrained",
     "current_rows",
     "draws_random",
     "find_lowering",
@@ -49,6 +52,7 @@ __all__ = [
     "operation",
     "place_of",
     "refuse_generator",
+    "report_attention",
     "report_own",
     "rows_split",
     "sources_of",

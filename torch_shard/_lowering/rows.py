@@ -44,6 +44,11 @@ class RowSplit:
         """Number of parts."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
+    @property
+    def platform(self) -> str:
+        """Of the devices."""
+        return self.mesh.devices.flat[0].platform
+
     def sharding(self, dim: int, ndim: int) -> NamedSharding:
         """That of a value which has the rows along one of its dims: the compiler chooses for the others."""
         free = PartitionSpec.UNCONSTRAINED

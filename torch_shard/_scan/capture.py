@@ -86,9 +86,9 @@ class RolledLoss:
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
-    def graphs(self) -> list[GraphModule]:
-        """Graphs of the regions."""
-        return [call.region.graph.module for call in self.calls.values()]
+    def graphs(self) -> list[tuple[str, GraphModule]]:
+        """Path and graph of the layer of each call."""
+        return [(call.path, call.region.graph.module) for call in self.calls.values()]
 
     def with_remat(self, remat: str) -> "RolledLoss":
         """The same program with another choice."""

@@ -114,7 +114,8 @@ class _Run:
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
         self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
         each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
-        for value in (*itertools.chain(*map(_reads, items)), *(v for v in each if isinstance(v, Operand))):
+        self._outputs = [v for v in each if isinstance(v, Operand)]
+        for value in (*itertools.chain(*map(_reads, items)), *self._outputs):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
     def output(self, value: Output) -> Result:
@@ -176,6 +177,8 @@ class _Run:
             )
 
         first = [array_of(self.read(value)) for value, _, _ in loop.carries]
+        if loop.is_backward:
+            first = self._after_outputs(first)
         rows = [rows for _, rows in per_row]
         with jax.named_scope("backward") if loop.is_backward else contextlib.nullcontext():
             last, stacks = jax.lax.scan(body, first, (rows, places), length=count, reverse=backwards)
@@ -185,6 +188,18 @@ class _Run:
         for (_, number, path), value in zip(loop.carries, last, strict=True):
             if (number, path) not in results:
                 self._rows[loop.iterations[-1][number], path] = value
+
+    def _after_outputs(self, values: list[jax.Array]) -> list[jax.Array]:
+        """The same values, for which a program must wait until the outputs made so far are there.
+
+        Else XLA may make the gradient of the last layer's weight after the loop, and keep for it what that is made of,
+        such as logits.
+        """
+        sources = dict.fromkeys(v.source for v in self._outputs if isinstance(v.source, Instruction))
+        made = {source: self.done[source] for source in sources if isinstance(self.done.get(source), jax.Array)}
+        values, arrays = jax.lax.optimization_barrier((values, list(made.values())))
+        self.done |= dict(zip(made, arrays, strict=True))
+        return values
 
     def _results(self, loop: Loop) -> list[tuple[int, tuple[int, ...]]]:
         """`(number of the instruction, path)` of what is read outside, and is not only handed on."""

@@ -1,5 +1,6 @@
 """Entries by name: what a module holds, which mesh, which plan splits it how, which entries are stacked. Pure."""
 
+from torch_shard._sharding.activations import RETURN, Constraint
 from torch_shard._sharding.entries import (
     OF_EVERY_MODULE,
     Holdings,
@@ -33,7 +34,8 @@ from torch_shard._sharding.mesh import (
     make_mesh,
     refuse_compile_only,
 )
-from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan, make_matcher
+from torch_shard._sharding.patterns import make_matcher
+from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
@@ -48,6 +50,8 @@ from torch_shard._sharding.topology import memory_of
 
 __all__ = [
     "OF_EVERY_MODULE",
+    "RETURN",
+    "Constraint",
     "Holdings",
     "Layout",
     "LossFn",

@@ -23,8 +23,10 @@ from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
+from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
+from torch_shard._sharding.patterns import make_matcher
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,12 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
     Attributes:
         mesh: The mesh of every sharding.
         entries: Shape, dtype, rule and sharding by name.
+        activations: What it asks for of what modules take and return.
     """
 
     mesh: Mesh
     entries: Mapping[str, ResolvedEntry]
+    activations: tuple[Constraint, ...] = ()
 
     def __getitem__(self, name: str) -> NamedSharding:
         return self.entries[name].sharding
@@ -122,6 +126,9 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
             held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
             cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held)
             table.add_row(*(Text(str(cell)) for cell in cells))
+        for asked in self.activations:
+            cells = (asked.place, "-", "-", f'"{asked.rule}"', describe_spec(asked.spec), "-", "-")
+            table.add_row(*(Text(str(cell)) for cell in cells))
         return table
 
 
@@ -149,6 +156,10 @@ class ShardingPlan:
         rules: Specs by exact name, glob or compiled regex.
         default: Spec of the names that no rule matches. Without it such a name is an error:
             replication is never silent, it is asked for with `default=P()`.
+        activations: Specs of what modules take and return, which a step keeps so, and its gradient too; it never
+            changes a number. By name or glob of modules, `"model.layers.*"`: what it returns; `"lm_head:input"`: an
+            argument of its forward; `"encoder:return.last_hidden_state"`, `"block:states.0"`: a part of either, by
+            the names of attributes, keys or numbers. The others are the compiler's choice.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -165,13 +176,17 @@ class ShardingPlan:
 
     rules: Rules
     default: PartitionSpec | None = field(default=None, kw_only=True)
+    activations: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], kw_only=True)
 
     def __post_init__(self):
-        _check_mapping(self.rules)
+        _check_mapping("rules", self.rules)
+        _check_mapping("activations", self.activations)
         rules = dict(self._specs)
         object.__setattr__(self, "rules", MappingProxyType(rules))
+        object.__setattr__(self, "activations", MappingProxyType(dict(self.activations)))
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
+        faults += [find_type_fault(key, spec) for key, spec in self.activations.items()]
         if lines := [fault for fault in faults if fault]:
             raise TypeError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
         loose = [key for key in rules if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
@@ -184,15 +199,16 @@ class ShardingPlan:
         return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
 
     def __hash__(self):
-        return hash((frozenset(self.rules.items()), self.default))
+        return hash((frozenset(self.rules.items()), self.default, frozenset(self.activations.items())))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
-        return partial(ShardingPlan, default=self.default), (dict(self.rules),)
+        return partial(ShardingPlan, default=self.default, activations=dict(self.activations)), (dict(self.rules),)
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
-        return f"ShardingPlan({{{rules}}}{default})"
+        asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
+        return f"ShardingPlan({{{rules}}}{default}{f', activations={{{asked}}}' if asked else ''})"
 
     @public
     def resolve(self, source: torch.nn.Module | Mapping[str, PyTree], mesh: Mesh) -> ResolvedPlan:
@@ -232,11 +248,13 @@ class ShardingPlan:
             dtype = getattr(values[name], "dtype", None)
             first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec))
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
+        is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
+        constraints, wrong = resolve_activations(self.activations, source, mesh) if is_model else ([], [])
         unused = set(self.rules).difference(*hits.values())
-        if faults or unused:
+        if faults or unused or wrong:
             hints = _hint_at_names([key for key in self.rules if key in unused], list(values))
-            raise ValueError(_report(faults, hints, mesh))
-        return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}))
+            raise ValueError(_report(faults, hints, wrong, mesh=mesh))
+        return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}), tuple(constraints))
 
     def _choose(self, names: list[str], hits: dict[str, list[_Rule]]) -> tuple[str, _Key, PartitionSpec, str | None]:
         """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
@@ -260,9 +278,9 @@ class ShardingPlan:
         return name, key, self._specs[key], clash
 
 
-def _check_mapping(rules: object) -> None:
+def _check_mapping(what: str, rules: object) -> None:
     if not isinstance(rules, Mapping):
-        raise TypeError(f"ShardingPlan: rules must map names to specs, got {type(rules).__name__}.")
+        raise TypeError(f"ShardingPlan: {what} must map names to specs, got {type(rules).__name__}.")
 
 
 def _read(source: object) -> dict[str, PyTree]:
@@ -321,20 +339,6 @@ def _get_shape(value: PyTree) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", value))
 
 
-def make_matcher(key: str | re.Pattern[str]) -> Callable[[str], object]:
-    """Tell whether a name is what a rule says: an exact name, a glob or a regex."""
-    if isinstance(key, re.Pattern):
-        return key.fullmatch
-    if "*" not in key:
-        return key.__eq__
-    # Every segment takes its closing dot along, so that `**` may stand for no segment at all.
-    parts = (
-        r"(?:[^.]*\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\." for part in key.split(".")
-    )
-    whole = re.compile("".join(parts))
-    return lambda name: whole.fullmatch(name + ".")
-
-
 def _find_faults(name: str, key: _Key, spec: PartitionSpec, *, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
     shown = describe_spec(spec)
     faults: list[str] = []
@@ -355,14 +359,16 @@ def _quote(key: object) -> str:
     return "default" if key is None else f'"{key}"' if isinstance(key, str) else repr(key)
 
 
-def _report(faults: dict[str, list[str]], hints: list[str], mesh: Mesh) -> str:
+def _report(faults: dict[str, list[str]], hints: list[str], activations: list[str], *, mesh: Mesh) -> str:
     heads: list[str] = []
     if faults:
         heads.append(f"{_count(faults, 'parameter')} cannot be split as asked on mesh {describe_mesh(mesh)}")
     if hints:
         heads.append(f"{_count(hints, 'rule')} {'matches' if len(hints) == 1 else 'match'} nothing")
+    if activations:
+        heads.append(f"{_count(activations, 'rule')} of activations cannot be followed")
     lines = [f"{entry}: {fault}" for entry, found in faults.items() for fault in found]
-    return _list(" and ".join(heads), lines + hints)
+    return _list(" and ".join(heads), lines + hints + activations)
 
 
 def _list(header: str, lines: list[str]) -> str:

@@ -26,6 +26,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
+from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_result import as_metric, split_loss
 from torch_shard._train.metric_updates import for_objects
@@ -55,6 +56,7 @@ class JointLoss:
         precision: What it computes in.
         train: With gradients; otherwise in eval mode and without.
         buffer: The value of a buffer by name, where Python asks for it; that of the model's own without.
+        activations: How what modules take and return is split.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class JointLoss:
         precision: Precision,
         train: bool,
         buffer: Callable[[str], torch.Tensor] | None = None,
+        activations: Activations | None = None,
     ) -> None:
-        self._buffer = buffer
+        self._buffer, self._activations = buffer, activations
         self._model, self._loss_fn, self._signature = model, loss_fn, signature
         self._precision, self._train = precision, train
         self._held = holdings(model)
@@ -89,6 +92,8 @@ class JointLoss:
             specialise({name: (given[name], self._value(name)) for name in self._held.buffers if name in given})
             note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
+                if self._activations:  # within the layers, which see them
+                    stack.enter_context(self._activations.active())
                 if regions:
                     stack.enter_context(regions.active())
                 if not self._train:
@@ -153,6 +158,8 @@ class JointLoss:
             out = self._loss_fn(self._model, self._signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
+        if self._activations:
+            self._activations.check(all_met=self._train)
         loss, metrics = split_loss(out)
         leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
         return loss, list(map(as_metric, leaves)), tree, objects.calls

@@ -31,7 +31,15 @@ from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
-from torch_shard._lowering import Program, RowSplit, capture_settings, compiler_options, report_own, rows_split
+from torch_shard._lowering import (
+    Program,
+    RowSplit,
+    capture_settings,
+    compiler_options,
+    report_attention,
+    report_own,
+    rows_split,
+)
 from torch_shard._scan import (
     Bundle,
     GraphInput,
@@ -45,7 +53,8 @@ from torch_shard._scan import (
     names_of,
     report,
 )
-from torch_shard._sharding import LossFn, Stacks, holdings
+from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
+from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.last_used import LastUsed
@@ -73,9 +82,8 @@ class LossProgram:
         guard: ValueGuard,
     ) -> None:
         program, rolled, self.groups = captured
-        graphs = [program.graph.module, *(rolled.graphs if rolled else ())]
-        self.report = [*report(self.groups, rolled), *report_own(graphs)]
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
+        self.report = [*report(self.groups, rolled), *report_own(graph for _, graph in self._graphs)]
         self.random = program.random if rolled is None else rolled.random
         self.closure = program.graph.closure
         self.made_buffers = made_buffers(program.graph.changed)
@@ -85,6 +93,11 @@ class LossProgram:
         """Modules that ran without being part of the model (a teacher), with their training flags."""
         self._attributes, self._guard = PlainAttributes(model), guard
         self._rows: RowSplit | None = None
+
+    @property
+    def _graphs(self) -> list[tuple[str, torch.fx.GraphModule]]:
+        """Its graph, and those of the repeated layers as often as they run; each with the path of its module."""
+        return [("", self.program.graph.module), *(self.rolled.graphs if self.rolled else ())]
 
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
@@ -96,6 +109,7 @@ class LossProgram:
         """The same program, which keeps the rows of the batch split over these axes."""
         other = copy.copy(self)
         other._rows = rows
+        other.report = [*self.report, *report_attention(self._graphs, rows)]
         return other
 
     def unfit(self, buffer: Callable[[str], torch.Tensor], among: Collection[str]) -> str | None:
@@ -171,9 +185,7 @@ class LossProgram:
 
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
         """XLA options that the program needs to be right on these devices."""
-        regions = () if self.rolled is None else self.rolled.graphs
-        platforms = {device.platform for device in mesh.devices.flat}
-        return compiler_options([self.program.graph.module, *regions], platforms)
+        return compiler_options([graph for _, graph in self._graphs], {device.platform for device in mesh.devices.flat})
 
     def run(
         self,
@@ -250,6 +262,7 @@ def loss_program(
     train: bool,
     layers: LayerOptions,
     buffer: Callable[[str], torch.Tensor],
+    plan: ResolvedPlan,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -261,15 +274,20 @@ def loss_program(
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
         buffer: The value of a buffer by name, where Python asks for it.
+        plan: How what modules take and return is split.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
+    key = (*key, plan.activations, plan.mesh)
     programs = _CAPTURED.setdefault(model, LastUsed())
     program = programs.use(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
-        joint = JointLoss(model, loss_fn, signature, precision=precision, train=train, buffer=buffer)
+        activations = Activations(model, plan.activations, plan.mesh)
+        joint = JointLoss(
+            model, loss_fn, signature, precision=precision, train=train, buffer=buffer, activations=activations
+        )
         what = f"{caller()}: the loss"
         guard = ValueGuard(model, loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))

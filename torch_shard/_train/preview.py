@@ -13,6 +13,7 @@ import jax
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from torch_shard._common.types import PyTree
 from torch_shard._cost import COMPILER, KINDS, Cost, ModuleCost, ModulePaths, costs_of, saved_bytes
@@ -60,6 +61,7 @@ class Preview:
         replicated: Parameters that lie whole on each device, though the mesh could split them: name and bytes.
         compiled: JAX's own compiled program; None if it does not fit.
         refused: What the compiler said where it does not fit; else empty.
+        notes: What `step.report()` says of the program: which layers are loops, which attention has no kernel.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -82,6 +84,7 @@ class Preview:
     replicated: tuple[tuple[str, int], ...]
     compiled: jax.stages.Compiled | None
     refused: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -191,7 +194,7 @@ class Preview:
             parts += [self._collectives_table(), self._modules_table(), self._widest_table()]
         if self.replicated:
             parts.append(self._replicated_table())
-        return Group(*parts)
+        return Group(*parts, *(Text(note) for note in self.notes))
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=132, color_system=None, force_jupyter=False)
@@ -249,7 +252,13 @@ class Preview:
 
 
 def preview_of(
-    lowered: jax.stages.Lowered, state: Any, arrays: Iterable[PyTree], *, plan: ResolvedPlan, paths: Iterable[str]
+    lowered: jax.stages.Lowered,
+    state: Any,
+    arrays: Iterable[PyTree],
+    *,
+    plan: ResolvedPlan,
+    paths: Iterable[str],
+    notes: Iterable[str],
 ) -> Preview:
     """Compile a step and read what it takes.
 
@@ -259,6 +268,7 @@ def preview_of(
         arrays: Structs of the batch.
         plan: How the entries of the model are split.
         paths: Of its modules.
+        notes: What else there is to say.
     """
     parts = {
         "parameters": _bytes_of(state.params),
@@ -269,13 +279,13 @@ def preview_of(
     }
     device = plan.mesh.devices.flat[0]
     about = describe_mesh(plan.mesh) + f" of {getattr(device, 'device_kind', device.platform)}"
-    limit, whole = memory_of(device), tuple(_replicated(plan))
+    limit, whole, said = memory_of(device), tuple(_replicated(plan)), tuple(notes)
     compiled = compile_or_refuse(lowered)
     if isinstance(compiled, TooLarge):
         needed = compiled.num_bytes or sum(parts.values())
         left = max(needed - sum(parts.values()), 0)
         memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
-        return Preview(about, memory, limit, (), (), whole, None, compiled.message)
+        return Preview(about, memory, limit, (), (), whole, None, compiled.message, said)
     text, found = compiled.as_text() or "", cast(Any, compiled.memory_analysis())
     costs, modules = costs_of(text), ModulePaths(paths)
     saved = min(int(saved_bytes(text)), found.temp_size_in_bytes)
@@ -287,7 +297,7 @@ def preview_of(
         peak=aliased + found.temp_size_in_bytes,
     )
     widest = tuple(_widest(costs, modules))
-    return Preview(about, memory, limit, tuple(modules.by_module(costs)), widest, whole, compiled)
+    return Preview(about, memory, limit, tuple(modules.by_module(costs)), widest, whole, compiled, notes=said)
 
 
 def _bytes_of(tree: PyTree) -> int:

@@ -120,7 +120,7 @@ class StepProgram:
         without_grad: Trainable parameters that the loss does not reach.
         random: Whether it draws random numbers.
         calls: What metric objects are to be given after each run.
-        report: Lines that say which layers are loops, and of the others why not.
+        report: Lines that say which layers are loops, and of the others why not, and which attention has no kernel.
         fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
         num_draws: How many random operators it runs; None where PyTorch decomposes some.

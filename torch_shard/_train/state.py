@@ -226,6 +226,8 @@ class StateLayout:
         """
         if jax.tree.structure(state) == self._structure:
             return state
+        if isinstance(cast(object, state.step), jax.ShapeDtypeStruct):
+            return with_key(self.structs)  # shapes, from before a capture chose this layout: nothing to be moved
         changed: dict[str, Any] = {}
         for kind in KINDS:
             values = getattr(state, kind)

@@ -247,6 +247,7 @@ class Step:
             train=self.train,
             layers=self.layers,
             buffer=lambda name: self._buffer(state, name),
+            plan=self.plan,
         ).with_rows(self._row_split())
         if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
             raise NotImplementedError(
@@ -320,6 +321,8 @@ class Step:
 
     def report(self) -> str:
         """Say which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
+
+        On TPU and GPU, that is attention that has no kernel of the device too, with what it takes instead, and why.
 
         With a number of bytes as `remat`, also what that chose.
         """
@@ -446,4 +449,5 @@ class Step:
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
         with self._cache.active():
-            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths)
+            notes = self.programs[-1].report
+            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)

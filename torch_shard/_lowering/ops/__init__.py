@@ -7,6 +7,7 @@ covers is refused by name. An operator of our own is one file too: declaration, 
 
 from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     attention,
+    constraints,
     conv,
     ctc,
     embedding_bag,
@@ -28,6 +29,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     special,
     tied_embedding,
 )
+from torch_shard._lowering.ops.attention_report import report_attention
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
     RANDOM,
@@ -48,4 +50,5 @@ __all__ = [
     "keeps_whole",
     "lowers",
     "refuse_generator",
+    "report_attention",
 ]

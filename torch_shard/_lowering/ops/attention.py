@@ -14,15 +14,18 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from torch_shard._capture import Seen, autocast_only, seen_through
+from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
-from torch_shard._common.overrides import instead_of, is_plain
+from torch_shard._common.overrides import instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_kernels import kernel_for
 from torch_shard._lowering.ops.registry import lowers
 
 SHORTEST = 512
 """Queries from which on the time that it saves is worth the memory (benchmarks/ops.py)."""
+
+WHY = "attention"
+"""Under this name the notes of nodes say why attention keeps PyTorch's own form."""
 
 
 @torch.library.custom_op("torch_shard::causal_attention", mutates_args=())
@@ -96,12 +99,15 @@ def attention(
     """`scaled_dot_product_attention`, in our form where it pays; autocast runs it in the lower precision."""
     q, k, v = map(_as_autocast_has_it, (query, key, value))
     with autocast_only():
-        if not dropout_p and _fits(q, k, v, enable_gqa) and (seen := _seen(attn_mask, is_causal)) is not None:
+        why = _refusal(q, k, v, dropout_p, grouped=enable_gqa)
+        seen = None if why else _seen(attn_mask, is_causal)
+        if seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             return _Attention.apply(q, k, v, seen, scale)  # pyright: ignore
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    with annotated(**{WHY: why or _unknown(attn_mask)}):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def _seen(mask: torch.Tensor | None, is_causal: bool) -> Seen | None:
@@ -110,23 +116,46 @@ def _seen(mask: torch.Tensor | None, is_causal: bool) -> Seen | None:
     return None if is_causal else seen_through(mask)
 
 
+def _unknown(mask: torch.Tensor | None) -> str:
+    """Say of which kind a mask is that is not known."""
+    if mask is None:
+        return "it is not causal"
+    if mask.requires_grad:
+        return "its mask is trained (a bias of positions), and kernels give no gradient of it"
+    if mask.is_floating_point():
+        return (
+            f"its mask adds numbers to the scores ({mask.dtype}; the biases of T5 and ALiBi), which kernels do not "
+            "take. One that only hides keys should be of bool, or a constant of 0 and -inf"
+        )
+    return (
+        f"its mask {tuple(mask.shape)} is of no known form: the lower triangle or a window, made of torch.arange or "
+        "tril, alone or joined by & with key padding (B, 1, 1, S) or documents (numbers of queries == those of keys)"
+    )
+
+
 def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
     is_cast = torch.is_autocast_enabled("cpu") and tensor.dtype in (torch.float32, *LOWER)
     return tensor.to(torch.get_autocast_dtype("cpu")) if is_cast else tensor
 
 
-def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
-    """Tell whether our form means the same as PyTorch's."""
-    return (
-        q.ndim == k.ndim == v.ndim == 4
-        and q.shape[2] >= SHORTEST
-        and k.shape[2] > 0
-        and q.shape[0] == k.shape[0] == v.shape[0]
-        and k.shape[1:3] == v.shape[1:3]
-        and (q.shape[1] % k.shape[1] == 0 if grouped else q.shape[1] == k.shape[1])
-        and q.shape[3] == k.shape[3]
-        and is_plain([q, k, v])
-    )
+def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, *, grouped: bool) -> str:
+    """Say why our form would not mean the same as PyTorch's, or would not pay; empty if it does."""
+    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    if dropout_p:
+        return (
+            f"it drops weights (dropout_p={dropout_p:g}), which needs all of them. Set its dropout to 0 (Hugging Face: "
+            "attention_dropout, attention_probs_dropout_prob)"
+        )
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return f"queries, keys and values are {shapes}, and not (batch, heads, length, width) all three"
+    if q.shape[2] < SHORTEST or not k.shape[2]:
+        return f"it is shorter than {SHORTEST} queries"
+    is_alike = q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]
+    if not is_alike or (q.shape[1] % k.shape[1] if grouped else q.shape[1] != k.shape[1]):
+        return f"queries, keys and values are {shapes}, which do not fit without being broadcast: expand them"
+    if is_transformed([q, k, v]):
+        return "it is under a transform of torch.func"
+    return "" if is_plain([q, k, v]) else f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
 
 
 @lowers(torch.ops.torch_shard.causal_attention.default)

@@ -79,20 +79,52 @@ def cudnn(q, k, v, segments, *, scale, window):
 def kernel_for(q, k, v, segments, *, scale, window):
     """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
     rows = current_rows()
-    if rows is None or manual_axes() or k.shape[2] < q.shape[2]:
+    if (
+        rows is None
+        or manual_axes()
+        or rows.platform not in KERNELS
+        or why_no_kernel(rows.platform, (q, k, v), segments)
+    ):
         return None
-    platform = rows.mesh.devices.flat[0].platform
-    if platform == "tpu" and q.dtype == jnp.bfloat16:
-        return OnMesh(rows, functools.partial(splash, scale=scale, window=window))
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    if platform in ("cuda", "gpu") and is_half and not segments and _suits_cudnn(q, v):
-        return OnMesh(rows, functools.partial(cudnn, scale=scale, window=window))
-    return None
+    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, window=window))
 
 
-def _suits_cudnn(q, v):
+KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}
+"""By the platform of the devices."""
+
+
+def why_no_kernel(platform, qkv, segments):
+    """Say why the kernel of a platform does not take such arrays; empty if it does."""
+    q, k, v = qkv
+    takes = (jnp.bfloat16,) if platform == "tpu" else (jnp.bfloat16, jnp.float16)
+    if q.dtype not in takes:
+        return f"it computes in {jnp.dtype(q.dtype)}, and the kernel multiplies in half precision. " + (
+            "Make the step with compute_dtype=torch.bfloat16"
+        )
+    if k.shape[2] < q.shape[2]:
+        return f"it has fewer keys ({k.shape[2]}) than queries ({q.shape[2]})"
+    if platform == "tpu":
+        return ""
+    if segments:
+        return "cuDNN's takes no masks of what the batch says (padding, documents)"
     width = q.shape[-1]
-    return width == v.shape[-1] and width % 8 == 0 and width <= 128
+    suits = width == v.shape[-1] and width % 8 == 0 and width <= 128
+    return "" if suits else f"cuDNN's takes heads of a multiple of 8, up to 128, and not of {width} and {v.shape[-1]}"
+
+
+def _others(rows):
+    """The axes of a mesh over which heads are split."""
+    return tuple(axis for axis in rows.mesh.axis_names if axis not in rows.axes)
+
+
+def undivided(rows, shape):
+    """Say what of queries (B, N, T, D) does not divide over a mesh, so that devices compute the same; empty if all."""
+    parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", _others(rows)))
+    sizes = [(f"{size} {what}", {axis: rows.mesh.shape[axis] for axis in axes}) for size, what, axes in parts]
+    found = [
+        (what, over) for (size, *_), (what, over) in zip(parts, sizes, strict=True) if size % math.prod(over.values())
+    ]
+    return ", ".join(f"{what} over {', '.join(f'{a}={n}' for a, n in over.items())}" for what, over in found)
 
 
 class OnMesh:
@@ -130,9 +162,8 @@ class OnMesh:
 
     def _heads(self, q):
         """The axes of the mesh over which heads are split, and their number of devices."""
-        mesh = self._rows.mesh
-        others = tuple(axis for axis in mesh.axis_names if axis not in self._rows.axes)
-        size = math.prod(mesh.shape[axis] for axis in others)
+        others = _others(self._rows)
+        size = math.prod(self._rows.mesh.shape[axis] for axis in others)
         return ((), 1) if q.shape[1] % size else (others, size)
 
     def _split(self, q):

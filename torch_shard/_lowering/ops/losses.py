@@ -151,8 +151,8 @@ def cross_entropy(logits, target, weight, reduction, ignore_index, rows, dtype):
     With `rows` logits have the classes last, and targets are for these rows of them, flat: others are ignored.
     """
     axis, target, dtype = *_rows(logits, target, ignore_index, rows), jax_dtype(dtype)
-    highest, total = _softmax(logits, axis)
-    own = (_shifted(_at_targets(logits, target, axis), highest) - jnp.log(total)).astype(dtype)
+    highest, total = _normaliser(logits, axis)
+    own = (_at_targets(logits, target, axis) - highest - total).astype(dtype)
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=dtype)
     return _reduced(own, target, weights, reduction)
 
@@ -163,9 +163,11 @@ def cross_entropy_backward(grad, logits, target, weight, reduction, ignore_index
     axis, target = _rows(logits, target, ignore_index, rows)
     weights = _weights(logits, target, weight, ignore_index, axis=axis, dtype=total_weight.dtype)
     scale = _scale(grad, weights, reduction, total_weight, axis)
-    highest, total = _softmax(logits, axis)  # the same as in the forward pass, so computed once
-    probs = jnp.exp(_shifted(logits, highest) - jnp.log(total))  # of exponentials as there XLA would keep all, wide
-    return (scale * (probs - _is_target(logits, target, axis))).astype(logits.dtype)
+    highest, total = _normaliser(logits, axis)
+    logits = jax.lax.optimization_barrier(logits)  # else what the sum is of is kept, which is wide
+    return (jnp.exp(logits - highest - total) * scale - jnp.where(_is_target(logits, target, axis), scale, 0)).astype(
+        logits.dtype
+    )
 
 
 def _rows(logits, target, ignore_index, rows):
@@ -176,14 +178,11 @@ def _rows(logits, target, ignore_index, rows):
     return logits.ndim - 1, jnp.pad(target.reshape(rows), missing, constant_values=ignore_index)
 
 
-def _shifted(logits, highest):
-    return logits.astype(highest.dtype) - highest
-
-
-def _softmax(logits, axis):
-    """The highest of logits, and the sum of the exponentials of their distances to it."""
-    highest = jnp.max(logits, axis, keepdims=True).astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return highest, jnp.sum(jnp.exp(_shifted(logits, highest)), axis, keepdims=True)
+def _normaliser(logits, axis):
+    """The highest logit and the logarithm of the sum of exponentials less it: the same in both passes, so made once."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    highest = jnp.max(wide, axis, keepdims=True)
+    return highest, jnp.log(jnp.sum(jnp.exp(wide - highest), axis, keepdims=True))
 
 
 def _scale(grad, weights, reduction, total_weight, axis):

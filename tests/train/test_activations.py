@@ -1,0 +1,167 @@
+"""What modules take and return, split as a plan asks: forward and backward, in loops, and no number changes."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import make_mesh
+
+ROWS, LENGTH, WIDTH = 8, 6, 16
+SPEC = P("batch", "model", None)
+
+
+class Pair(NamedTuple):
+    stream: torch.Tensor
+    seen: dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Scales:
+    first: torch.Tensor
+    unused: None = None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, scales: Scales | None = None, **others: torch.Tensor) -> Pair:
+        inner = F.gelu(self.up(self.norm(x) + others["shift"]))
+        return Pair(x + self.down(inner) * (1 if scales is None else scales.first), {"inner": inner})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scales=Scales(x.sigmoid()), shift=x.mean(1, keepdim=True)).stream
+        return self.head(x)
+
+
+PLACES = {
+    "blocks.*:return.stream": SPEC,
+    "blocks.*:return.seen.inner": P("batch", None, "model"),
+    "blocks.*:scales.first": SPEC,
+    "blocks.*:shift": P("batch", None, P.UNCONSTRAINED),
+    "blocks.*.up:input": P("batch"),
+    "head:input": SPEC,
+}
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def make_step(activations: dict[str, P], **options: Any) -> ts.TrainStep:
+    torch.manual_seed(0)
+    rules = {"**.up.weight": P("model", "batch"), "**.down.weight": P("batch", "model")}
+    plan = ts.ShardingPlan(rules, default=P(), activations=activations)
+    return ts.make_train_step(Net(), mean_square, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
+
+
+def inputs(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"remat": "block"}, {"accumulate_steps": 2}, {"scan_layers": False}, {"split_activations": False}],
+    ids=str,
+)
+def test_no_number_changes(options: dict[str, Any]) -> None:
+    step = make_step(PLACES, **options)
+    step.prove(step.init(), inputs(16)).raise_if_different()  # against eager torch
+    assert bool(step.programs[0].loops) == options.get("scan_layers", True)
+
+
+def constraints(step: ts.TrainStep) -> list[str]:
+    text = step.lower(step.structs, inputs()).as_text()
+    return re.findall(r"sdy\.sharding_constraint .*?<@mesh\w*, (\[.*?\])>", text)
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_a_tensor_and_its_gradient_are_split(remat: Any) -> None:
+    """Once in the loop forward and, of the gradient, once backward, where `block` makes inputs of products again."""
+    before = constraints(make_step({}, remat=remat, split_activations=False))
+    places = PLACES.keys() - {"blocks.*:shift"}  # of which one dim is 1
+    of = {place: constraints(make_step({place: SPEC}, remat=remat, split_activations=False)) for place in places}
+    wanted = '[{"batch"}, {"model"}, {}]'
+    assert wanted not in before
+    again = {"blocks.*.up:input": 2 + (remat == "block"), "blocks.*:scales.first": 2 + (remat == "block")}
+    again["blocks.*:return.seen.inner"] = 0  # which nobody uses
+    counts = {place: found.count(wanted) for place, found in of.items()}
+    assert counts == {place: again.get(place, 2) for place in counts}
+
+
+def test_what_does_not_fit_is_one_error_before_anything_runs() -> None:
+    wrong = {
+        "blocks.0:return": SPEC,
+        "blocks.0:return.seen.outer": SPEC,
+        "blocks.0:shift": P("batch", "model"),
+        "blocks.1.up": P(None, "batch"),
+        "blocks.2.up": P(None, None, None, "model"),
+    }
+    step = make_step(wrong)
+    before = {name: value.clone() for name, value in step.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^make_train_step: activations cannot be split as asked") as caught:
+        step(step.init(), inputs())
+    text = str(caught.value)
+    for line in (
+        "blocks.0: found Pair, which is no tensor. Name one of its tensors by the way to it, "
+        'as in "blocks.0:return.0".',
+        "blocks.0:return.seen.outer: dict has no part 'outer'.",
+        "blocks.0:shift (8, 1, 16): dim 1 = 1 is not a multiple of model=2",
+        "blocks.1.up (8, 6, 24): dim 1 = 6 is not a multiple of batch=4",
+        "blocks.2.up (8, 6, 24): P(None, None, None, 'model') is longer than the rank, 4 > 3",
+    ):
+        assert f"  {line}" in text, text
+    assert all(torch.equal(before[name], value) for name, value in step.model.state_dict().items())
+    assert all("forward" not in vars(module) for module in step.model.modules())
+
+
+def test_a_rule_that_meets_nothing_is_an_error_in_training_alone() -> None:
+    class Spare(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(2, 2).requires_grad_(False)
+
+    plan = ts.ShardingPlan({}, default=P(), activations={"spare": P()})
+    options: dict[str, Any] = {"mesh": make_mesh((4, 2)), "plan": plan}
+    model = Spare()
+    step = ts.make_train_step(model, mean_square, optax.sgd(0.1), **options)
+    with pytest.raises(ValueError, match="rule 'spare': none of its modules ran, or none had a tensor there"):
+        step(step.init(), inputs())
+    evaluate = ts.make_eval_step(model, mean_square, **options)
+    found = evaluate(step.init(), inputs())["loss"]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(float(found)), mean_square(model, inputs()), rtol=1e-5, atol=0)
+
+
+def test_a_forward_that_calls_that_of_its_base_class_is_one_module() -> None:
+    class Base(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
+
+    class Own(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Own(WIDTH, WIDTH), Base(WIDTH, 4))
+    plan = ts.ShardingPlan({}, default=P(), activations={"0:x": SPEC, "0": SPEC, "1:input": SPEC})
+    step = ts.make_train_step(model, mean_square, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
+    step.prove(step.init(), inputs()).raise_if_different()

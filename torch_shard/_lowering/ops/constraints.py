@@ -1,0 +1,61 @@
+"""A tensor that is to lie on the devices in a given way, and its gradient likewise: as one operator, the identity."""
+
+import json
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import current_rows
+
+_FREE = True
+"""Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
+
+
+@torch.library.custom_op("torch_shard::constrained", mutates_args=())
+def _constrained(x: torch.Tensor, spec: str) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_constrained.register_fake
+def _alike(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Constrained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: str) -> torch.Tensor:
+        ctx.spec = spec
+        return torch.ops.torch_shard.constrained(x, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Constrained.apply(grads[0], ctx.spec), None
+
+
+def constrained(x: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
+    """A tensor of a capture, which a step splits like this over its mesh; its values stay what they are.
+
+    Args:
+        x: Any shape.
+        spec: At most one part for each dim, which it divides; `PartitionSpec.UNCONSTRAINED` leaves one to the compiler.
+    """
+    return _Constrained.apply(x, _write(spec))  # pyright: ignore
+
+
+def _write(spec: PartitionSpec) -> str:
+    return json.dumps([_FREE if part is PartitionSpec.UNCONSTRAINED else part for part in spec])
+
+
+def _read(text: str) -> PartitionSpec:
+    parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
+    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if part is _FREE else part for part in parts))
+
+
+@lowers(torch.ops.torch_shard.constrained.default)
+def constrained_array(x: jax.Array, spec: str) -> jax.Array:
+    """The same array, laid out on the mesh of the step; as it is where there is none."""
+    rows = current_rows()
+    return x if rows is None else jax.lax.with_sharding_constraint(x, NamedSharding(rows.mesh, _read(spec)))

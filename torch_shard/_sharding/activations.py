@@ -1,0 +1,145 @@
+"""Rules for what modules take and return: by the names of modules and arguments, checked before anything is traced."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._sharding.mesh import describe_spec, find_spec_faults
+from torch_shard._sharding.patterns import make_matcher
+
+RETURN = "return"
+"""In the place of an argument: what a module returns. No argument of Python can have this name."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor enters or leaves a module.
+
+    Attributes:
+        module: Its name, or a glob.
+        argument: Of `forward`, or `RETURN`.
+        parts: The way to the tensor within tuples (numbers), dicts (keys) and records (attributes).
+    """
+
+    module: str
+    argument: str = RETURN
+    parts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        within = ".".join((self.argument, *self.parts))
+        return self.module if within == RETURN else f"{self.module}:{within}"
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """How a plan splits the tensor at one place.
+
+    Attributes:
+        place: Of one module.
+        spec: As the rule has it.
+        rule: The pattern.
+    """
+
+    place: Place
+    spec: PartitionSpec
+    rule: str
+
+    def find_faults(self, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+        """Say what keeps a tensor of this shape from being split so, and what to do; empty if nothing does."""
+        found = find_spec_faults(without_free(self.spec), shape, mesh)
+        return [f"{self.place} {shape}: {fault} (rule {self.rule!r}). {remedy}" for fault, remedy in found]
+
+
+def without_free(spec: PartitionSpec) -> PartitionSpec:
+    """The same spec with None for each dim that is left to the compiler."""
+    return PartitionSpec(*(None if part is PartitionSpec.UNCONSTRAINED else part for part in spec))
+
+
+def read_place(key: str) -> Place:
+    """Read a rule such as `"model.layers.*"`, `"lm_head:input"` or `"encoder:return.last_hidden_state"`."""
+    module, _, rest = key.partition(":")
+    argument, *parts = (rest or RETURN).split(".")
+    return Place(module, argument, tuple(parts))
+
+
+def find_type_fault(key: object, spec: object) -> str | None:
+    """Say what is wrong with a rule by itself."""
+    if not isinstance(key, str):
+        return f"activations rule {key!r}: a rule is a name or a glob of modules, got {type(key).__name__}."
+    if not isinstance(spec, PartitionSpec):
+        return f'activations rule "{key}": expected a PartitionSpec, got {spec!r}. To replicate, say P().'
+    place = read_place(key)
+    if key.endswith(":") or not all((place.argument.isidentifier(), *place.parts)):
+        return (
+            f'activations rule "{key}": after the name of a module come a colon and the name of an argument of its '
+            'forward, or "return", as in "lm_head:input", "encoder:return.last_hidden_state".'
+        )
+    return None
+
+
+def resolve_activations(
+    rules: Mapping[str, PartitionSpec], model: torch.nn.Module, mesh: Mesh
+) -> tuple[list[Constraint], list[str]]:
+    """What rules ask for of each module of a model, and all that is wrong with them.
+
+    An exact name beats a glob; two globs that give one place different specs are a fault.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    first = {id(module): name for name, module in reversed(list(names.items()))}
+    faults: list[str] = []
+    found: dict[Place, list[Constraint]] = {}
+    for key, spec in rules.items():
+        place = read_place(key)
+        faults += [f'activations rule "{key}": {fault}. {remedy}' for fault, remedy in _axis_faults(spec, mesh)]
+        matches = make_matcher(place.module)
+        matched = [name for name in names if matches(name) and (name or not place.module)]  # a glob is of submodules
+        faults += [] if matched else [_unmatched(key, place.module, list(names))]
+        for name in matched:
+            own = Place(first[id(names[name])], place.argument, place.parts)
+            found.setdefault(own, []).append(Constraint(own, spec, key))
+    for place in found:
+        faults += _argument_faults(model, found[place][0])
+    chosen = [_choose(asked) for asked in found.values()]
+    return [c for c in chosen if isinstance(c, Constraint)], [*faults, *(c for c in chosen if isinstance(c, str))]
+
+
+def _axis_faults(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, str]]:
+    """Those that do not depend on a shape."""
+    return find_spec_faults(without_free(spec), (0,) * len(spec), mesh)
+
+
+def _unmatched(key: str, pattern: str, names: Sequence[str]) -> str:
+    closest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
+    return f'activations rule "{key}" matches no module.' + "".join(f' The closest name is "{c}".' for c in closest)
+
+
+def _argument_faults(model: torch.nn.Module, constraint: Constraint) -> list[str]:
+    place = constraint.place
+    module = model.get_submodule(place.module)
+    known = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    if place.argument == RETURN or place.argument in known or takes_any:
+        return []
+    takes = ", ".join(known) or "nothing"
+    what = f"{place.module} ({type(module).__name__})"
+    return [
+        f'activations rule "{constraint.rule}": forward of {what} has no argument {place.argument}; it takes {takes}.'
+    ]
+
+
+def _choose(asked: list[Constraint]) -> Constraint | str:
+    """The one that counts, or why none does."""
+    exact = [c for c in asked if "*" not in read_place(c.rule).module]
+    first, *others = exact or asked
+    clash = next((c for c in others if c.spec != first.spec), None)
+    if clash is None:
+        return first
+    shown = " and ".join(f'"{c.rule}": {describe_spec(c.spec)}' for c in (first, clash))
+    return f'activations rules {shown} give {first.place} different specs. Add a rule for "{first.place}" itself.'

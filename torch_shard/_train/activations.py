@@ -1,0 +1,148 @@
+"""What modules take and return, split as a plan asks, while the loss is captured: no module is changed."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from jax.sharding import Mesh
+from torch import nn
+
+from torch_shard._capture import in_transform
+from torch_shard._common.caller import caller
+from torch_shard._common.patching import patched
+from torch_shard._common.types import PyTree
+from torch_shard._lowering import constrained
+from torch_shard._sharding import RETURN, Constraint
+
+Forward = Callable[..., PyTree]
+
+
+class Activations:
+    """The constraints of a plan on what modules of a model take and return.
+
+    Args:
+        model: Of whose modules they speak.
+        constraints: At most one for each place.
+        mesh: Of the step.
+    """
+
+    def __init__(self, model: nn.Module, constraints: Sequence[Constraint], mesh: Mesh) -> None:
+        self._constraints, self._mesh = constraints, mesh
+        self._of: dict[int, list[Constraint]] = {}
+        for constraint in constraints:
+            self._of.setdefault(id(model.get_submodule(constraint.place.module)), []).append(constraint)
+        self._classes = {type(model.get_submodule(constraint.place.module)) for constraint in constraints}
+        self._running: set[int] = set()
+        self._faults: dict[str, None] = {}
+        self._met: set[str] = set()
+
+    @contextlib.contextmanager
+    def active(self) -> Generator[None, None, None]:
+        """Modules that run within take and return tensors that are split."""
+        with contextlib.ExitStack() as stack:
+            for cls in self._classes:
+                stack.enter_context(patched(cls, "forward", self._wrap))
+            yield
+
+    def check(self, *, all_met: bool) -> None:
+        """Refuse, all together, what does not fit the tensors that have come by.
+
+        Args:
+            all_met: Whether every rule must have met a tensor.
+
+        Raises:
+            ValueError: A spec does not fit, what is at a place is no tensor, or a rule has met none.
+        """
+        lines = list(self._faults)
+        unmet = dict.fromkeys(c.rule for c in self._constraints if c.rule not in self._met) if all_met else {}
+        if not lines:
+            lines = [f"rule {rule!r}: none of its modules ran, or none had a tensor there." for rule in unmet]
+        if lines:
+            shown = "\n".join(f"  {line}" for line in lines)
+            raise ValueError(f"{caller()}: activations cannot be split as asked by the plan.\n\n{shown}")
+
+    def _wrap(self, original: Forward) -> Forward:
+        def forward(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            mine = self._of.get(id(module))
+            if mine is None or id(module) in self._running:  # the forward of a base class, called by its own
+                return original(module, *args, **kwargs)
+            self._running.add(id(module))
+            try:
+                args, kwargs = self._given(original, module, args, kwargs)
+                return self._split(mine, RETURN, original(module, *args, **kwargs))
+            finally:
+                self._running.discard(id(module))
+
+        return forward
+
+    def _given(
+        self, original: Forward, module: nn.Module, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """The arguments of a call, split."""
+        mine = [c for c in self._of[id(module)] if c.place.argument != RETURN]
+        if not mine:
+            return args, kwargs
+        signature = inspect.signature(original)
+        bound = signature.bind(module, *args, **kwargs)
+        any_keyword = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+        for name in dict.fromkeys(c.place.argument for c in mine):
+            held = bound.arguments if name in bound.arguments else bound.arguments.get(any_keyword or "", {})
+            if name in held:
+                held[name] = self._split(mine, name, held[name])
+        return bound.args[1:], bound.kwargs
+
+    def _split(self, constraints: Sequence[Constraint], argument: str, value: PyTree) -> PyTree:
+        for constraint in constraints:
+            if constraint.place.argument == argument:
+                value = self._at(constraint, constraint.place.parts, value)
+        return value
+
+    def _at(self, constraint: Constraint, parts: tuple[str, ...], value: PyTree) -> PyTree:
+        """The value with the tensor at these parts of it split."""
+        if parts:
+            try:
+                return _replaced(value, parts[0], lambda part: self._at(constraint, parts[1:], part))
+            except (LookupError, AttributeError, ValueError):
+                return self._fault(f"{constraint.place}: {type(value).__name__} has no part {parts[0]!r}.", value)
+        if value is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            where = f"{constraint.place.argument}."
+            hint = f'Name one of its tensors by the way to it, as in "{constraint.place.module}:{where}0".'
+            return self._fault(f"{constraint.place}: found {type(value).__name__}, which is no tensor. {hint}", value)
+        self._met.add(constraint.rule)
+        if faults := constraint.find_faults(tuple(value.shape), self._mesh):
+            self._faults |= dict.fromkeys(faults)
+            return value
+        return value if in_transform() else constrained(value, constraint.spec)
+
+    def _fault(self, line: str, value: PyTree) -> PyTree:
+        self._faults[line] = None
+        return value
+
+
+def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
+    """A copy of a container with one part of it changed."""
+    if isinstance(value, tuple | list):
+        return _replaced_item(value, part, change)
+    if isinstance(value, Mapping):  # also a ModelOutput of transformers
+        found: Any = copy.copy(cast(Mapping[str, PyTree], value))
+        found[part] = change(found[part])
+        return found
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{part: change(getattr(value, part))})
+    raise LookupError(part)
+
+
+def _replaced_item(held: Any, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:
+    items, names = list(held), getattr(held, "_fields", ())
+    at = names.index(part) if part in names else int(part)
+    items[at] = change(items[at])
+    return held._make(items) if names else type(held)(items)
