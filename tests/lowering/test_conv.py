@@ -1,11 +1,15 @@
 """Convolutions within a step on every mesh; `test_ops.py` has their arguments."""
 
+import optax
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
+import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.tables.cases import BATCH, squared_error
+from torch_shard._cost import costs_of
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
@@ -16,3 +20,37 @@ def test_grouped_convolutions_have_torchs_gradient_on_every_mesh(sizes: tuple[in
     x = torch.randn(BATCH, 4, 9, 9)
     model(x)
     agrees_with_torch(model, squared_error, [(x, torch.randn(BATCH, 4))], sizes)
+
+
+def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statistics() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)), torch.empty(4096, 64, 32, 32)
+    step = ts.make_train_step(
+        model,
+        lambda model, x: (model(x) ** 3).float().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+        cast="parameters",
+    )
+    compiled = step.preview(x).compiled
+    assert compiled is not None
+    costs = costs_of(compiled.as_text() or "")
+    read = sum(cost.memory_bytes for cost in costs if "batch_norm_legit_functional" in cost.label)
+    assert read < x.numel() / 4 * 2  # bytes of bfloat16: the sums are made beside the convolution
+
+
+def test_a_batch_norm_of_bfloat16_has_the_variance_of_values_that_hardly_vary() -> None:
+    x = torch.full((8, 4, 16, 16), 300.0).bfloat16()
+    x[0, :, :2] = 302.0
+    mean, var = torch.full((4,), 299.0), torch.ones(4)
+
+    def normed(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        mean, var = mean.clone(), var.clone()
+        out = nn.functional.batch_norm(x, mean, var, training=True, momentum=1.0)
+        return torch.cat([out.float().flatten(), mean, var])
+
+    wanted, found = normed(x, mean, var), ts.jax_jit(normed)(x, mean, var)
+    # one rounding of the result to bfloat16
+    torch.testing.assert_close(found.cpu(), wanted, rtol=2**-8, atol=1e-3)

@@ -15,6 +15,7 @@ import torch_shard as ts
 from tests.oracles.collectives import collectives_of
 from tests.tables.cases import WHOLE, make_mesh
 from torch_shard._capture.trace import Spec, capture
+from torch_shard._cost import costs_of
 from torch_shard._lowering.ops import keeps_whole
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6
@@ -47,8 +48,9 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
     state = step.init()
     found = collectives_of(step.lower(state, batch).compile())
     assert {one.kind for one in found} == {"all-reduce"}
-    largest = max(size for one in found for size in one.sizes)
-    assert largest <= VOCABULARY * WIDTH // 2  # a shard's gradient, over `batch`
+    sizes = [size for one in found for size in one.sizes]
+    assert max(sizes) <= VOCABULARY * WIDTH // 2  # a shard's gradient, over `batch`
+    assert sizes.count(max(sizes)) == (1 if tied else 2)  # of a matrix that is tied, both parts at once
     state, metrics = step(state, batch)
     loss = loss_fn(model, batch)
     loss.backward()
@@ -57,6 +59,39 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
         wanted = (parameter - 0.5 * parameter.grad).detach().numpy()
         # float32 sums over a batch, in another order
         np.testing.assert_allclose(np.asarray(state.params[name]), wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
+    with torch.device("meta"):
+        model, batch = Model(tied=True), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    step = ts.make_train_step(
+        model,
+        loss_fn,
+        optax.sgd(0.5),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+        cast="parameters",
+    )
+    compiled = step.preview(batch).compiled
+    assert compiled is not None
+    received = sum(cost.received_bytes for cost in costs_of(compiled.as_text() or ""))
+    assert received < 1.1 * 2 * 3 / 4 * VOCABULARY * WIDTH * 2  # an all-reduce over four, in bfloat16
+
+
+def test_a_tied_gradient_in_bfloat16_is_torchs() -> None:
+    torch.manual_seed(0)
+    model, batch = Model(tied=True), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    step = ts.make_train_step(
+        model,
+        loss_fn,
+        optax.sgd(0.5),
+        mesh=make_mesh((8, 1)),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+        cast="parameters",
+    )
+    step.prove(step.init(), batch).raise_if_different()
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,10 @@ def _rewrite_view(node: Node) -> Node | None:
 
 
 def _swap_below_view(node: Node) -> Node | None:
-    """Swapping the last two dims of a merged batch: swap first, merge then."""
+    """Swapping the last two dims of a merged batch: swap first, merge then. Of a matrix that was swapped, nothing."""
     merged = args_of(node)[0]
+    if node.target is merged.target is aten.t.default:
+        return args_of(merged)[0]
     if not _swaps_last_two_of_three(node) or (source := _unmerged(merged)) is None:
         return None
     rank = len(shape_of(source))

@@ -27,6 +27,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     resample,
     segments,
     special,
+    tied_embedding,
 )
 from torch_shard._lowering.ops.attention_report import report_attention
 from torch_shard._lowering.ops.registry import (

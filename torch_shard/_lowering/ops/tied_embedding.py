@@ -1,0 +1,82 @@
+"""The gradient of a matrix that is embedding and head at once: summed on each device, and then once over the devices.
+
+XLA's partitioner sums each of its two parts over the devices as soon as it is made, and each is as large as the matrix.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.fx import Node
+
+from torch_shard._common.axes import manual_axes
+from torch_shard._common.fx import args_of, dtype_of, new_before, shape_of
+from torch_shard._common.overrides import rewrites
+from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import RowSplit, current_rows
+
+aten, ours = torch.ops.aten, torch.ops.torch_shard
+
+
+@torch.library.custom_op("torch_shard::tied_gradient", mutates_args=())
+def _tied_gradient(
+    grad_logits: torch.Tensor, hidden: torch.Tensor, grad_rows: torch.Tensor, ids: torch.Tensor, padding_idx: int
+) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_tied_gradient.register_fake
+def _shape_of_matrix(
+    grad_logits: torch.Tensor, hidden: torch.Tensor, grad_rows: torch.Tensor, ids: torch.Tensor, padding_idx: int
+) -> torch.Tensor:
+    return grad_rows.new_empty(grad_logits.shape[-1], hidden.shape[-1])
+
+
+@rewrites(aten.add.Tensor)
+def _sum_at_once(node: Node) -> Node | None:
+    """A product over all rows, and what an embedding adds up of rows."""
+    if node.kwargs or len(args_of(node)) != 2 or not all(isinstance(part, Node) for part in args_of(node)):
+        return None
+    product, rows = sorted(args_of(node), key=lambda part: part.target is aten.embedding_dense_backward.default)
+    if rows.target is not aten.embedding_dense_backward.default or args_of(rows)[4]:
+        return None
+    grad_rows, ids, _, padding_idx, _ = args_of(rows)
+    product = args_of(product)[0] if product.target is aten._to_copy.default else product
+    if product.target is not aten.tensordot.default or not dtype_of(node) is dtype_of(grad_rows) is torch.float32:
+        return None
+    grad_logits, hidden, *dims = args_of(product)
+    leading = list(range(len(shape_of(hidden)) - 1))
+    if dims != [leading, leading] or len({shape_of(x)[0] for x in (hidden, grad_rows, ids)}) != 1:
+        return None
+    return new_before(
+        node, ours.tied_gradient.default, (grad_logits, hidden, grad_rows, ids, padding_idx), node.meta["val"]
+    )
+
+
+@lowers(ours.tied_gradient.default)
+def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
+    """Sum of `grad_logits[i, v] * hidden[i, d]` over rows i, and of `grad_rows[i, d]` over those with `ids[i] == v`.
+
+    Over devices in the dtype of the product, as every gradient of a weight is; within one in float32.
+    """
+
+    def local(grad_logits, hidden, grad_rows, ids):
+        dims = tuple(range(hidden.ndim - 1))
+        product = jnp.tensordot(grad_logits, hidden, (dims, dims)).astype(grad_rows.dtype)
+        taken = jnp.where((ids == padding_idx)[..., None], 0, grad_rows)
+        return product.at[ids.reshape(-1)].add(taken.reshape(-1, taken.shape[-1]))
+
+    rows, given = current_rows(), (grad_logits, hidden, grad_rows, ids)
+    if rows is None or rows.num_shards == 1 or len(ids) % rows.num_shards or manual_axes():
+        return local(*given)
+    dtype = jnp.result_type(grad_logits, hidden)
+    parts = jax.vmap(lambda *own: local(*own).astype(dtype))(*(_by_shard(x, rows) for x in given))
+    return jnp.sum(_on_shards(parts, rows), 0, dtype=dtype).astype(grad_rows.dtype)
+
+
+def _by_shard(x: jax.Array, rows: RowSplit) -> jax.Array:
+    return _on_shards(x.reshape(rows.num_shards, -1, *x.shape[1:]), rows)
+
+
+def _on_shards(x: jax.Array, rows: RowSplit) -> jax.Array:
+    """Each on its own shard of the rows; the compiler chooses for the other dims."""
+    return jax.lax.with_sharding_constraint(x, rows.sharding(0, x.ndim))
