@@ -15,7 +15,7 @@ import jax
 
 from benchmarks.processes import Failed, isolated
 from benchmarks.rows import Row
-from benchmarks.tpu_cases import CASES, find
+from benchmarks.tpu_cases import CASES, UNCUT, WHOLE_COLLECTIVES, find
 from benchmarks.tpu_counts import Counts, counts_of
 
 PAGE = """# Under TPU's compiler
@@ -35,14 +35,10 @@ the batch.
 XLA cuts a product whose factor has to be gathered, or whose result is summed over devices, into pieces that travel
 while others are computed: more cycles, memory and bytes, which hide the time that they travel. The rivals' collectives
 are whole. So what is split by FSDP or tensor parallelism is compiled twice: as it is, and with whole collectives too
-(`xla_jf_spmd_threshold_for_windowed_einsum_mib`), which is what targets are about.
+(`xla_jf_spmd_threshold_for_windowed_einsum_mib`). What is data parallel alone is compiled twice too: as it is, with
+repeated layers in a loop, and layer by layer (`scan_layers=False`). Targets are about the second of these and the first
+rival, which are alike.
 """
-
-OURS: dict[str, dict[str, str]] = {
-    "ours": {},
-    "ours, collectives whole": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
-}
-"""Our sides, and the compiler's options of each."""
 
 QUANTITIES = {
     "cycles": (1e6, "Mcycles"),
@@ -62,11 +58,11 @@ def rows(quick: bool) -> Iterator[Row]:
 def case_rows(name: str, quick: bool) -> Iterator[Row]:
     """Ours over each rival's; what does not fit has no counts."""
     case = find(name, quick)
-    ours = {side: _side(side, name, quick) for side in list(OURS)[: 1 + case.is_split]}
+    ours = {side: _side(side, name, quick) for side in case.sides}
     for rival in case.rivals:
         theirs = _side(rival, name, quick)
         for side, counts in ours.items():
-            is_first = rival == next(iter(case.rivals)) and side == list(ours)[-1]
+            is_first = rival == next(iter(case.rivals)) and side == case.sides[-1]
             title = f"{case.name}: {side} ÷ {rival}"
             yield from _compared(title, counts, theirs, case.targets if is_first else {})
 
@@ -110,10 +106,10 @@ def _text(side: Counts, quantity: str) -> str:
 def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
     """The counts of ours or a rival, in this process; where it does not fit, what the compiler says."""
     case, start = find(name, quick), time.perf_counter()
-    step = case.step() if side in OURS else None
+    step = case.step(side) if side in case.sides else None
     lowered = case.rival_lowered(side) if step is None else step.lower(step.structs, case.batch)
     try:
-        compiled = lowered.compile(OURS.get(side))
+        compiled = lowered.compile(UNCUT if side == WHOLE_COLLECTIVES else None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

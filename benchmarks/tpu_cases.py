@@ -25,6 +25,11 @@ PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16, "cast": "parameter
 SCANNED, UNROLLED = "layers in a loop", "layers one by one"
 """How a rival runs them."""
 
+OURS, ONE_BY_ONE, WHOLE_COLLECTIVES = "ours", f"ours, {UNROLLED}", "ours, collectives whole"
+"""Our sides: as it is, with layers one by one (`scan_layers=False`), and compiled with collectives that are not cut."""
+
+UNCUT = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+
 ByHand = Callable[[Mesh], tuple[Rival, Values]]
 
 Specs = Callable[[str, torch.Tensor], P]
@@ -66,21 +71,21 @@ class TpuCase:
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
-    def is_split(self) -> bool:
-        """Whether more than the batch is."""
-        return len(self.axes) > 1
+    def sides(self) -> tuple[str, ...]:
+        """Of ours; the last is the one that targets are about."""
+        return (OURS, WHOLE_COLLECTIVES if len(self.axes) > 1 else ONE_BY_ONE)
 
     @property
     def mesh(self) -> Mesh:
         """Its devices only compile."""
         return ts.make_mesh(topology=self.topology, **self.axes)
 
-    def step(self) -> ts.TrainStep:
-        """Ours."""
+    def step(self, side: str = OURS) -> ts.TrainStep:
+        """One of ours."""
         model = self.model()
         rules = {name: self.specs(name, p) for name, p in model.named_parameters()}
         plan = ts.ShardingPlan(rules, default=P(), activations=self.activations)
-        options = PRECISION | self.options
+        options = PRECISION | self.options | ({"scan_layers": False} if side == ONE_BY_ONE else {})
         return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
 
     def rival_lowered(self, name: str) -> jax.stages.Lowered:
