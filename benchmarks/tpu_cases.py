@@ -292,7 +292,6 @@ def mixtral(quick: bool) -> TpuCase:
         fsdp_and_tensor_parallel,
         {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
-        activations=MIXTRAL_OVER_TIME,
         targets={"cycles": 1.15, "wire": 1.10},
     )
 
