@@ -1,7 +1,6 @@
 """Values that a captured callable asks of a tensor: known from the program alone, not needed, or refused."""
 
 import contextlib
-import dataclasses
 import operator
 import pathlib
 import sys
@@ -24,7 +23,7 @@ from torch_shard._capture.masks import SELECTIONS, Masks
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
-from torch_shard._common.overrides import instead_of, instead_of_attribute
+from torch_shard._common.overrides import instead_of
 from torch_shard._common.types import Operator, PyTree
 
 aten = torch.ops.aten
@@ -393,41 +392,6 @@ def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         values.axes = before
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomState:
-    """Result of `torch.get_rng_state` in a capture: a position in the stream of random numbers."""
-
-    position: int
-
-
-@instead_of_attribute(torch, "get_rng_state")
-def get_rng_state() -> RandomState:
-    """The position of the capture under way."""
-    return RandomState(_CURRENT.stack[-1].position)
-
-
-@instead_of_attribute(torch, "set_rng_state")
-def set_rng_state(state: object) -> None:
-    """Go back to a position, so that what is computed again draws the same numbers."""
-    if not isinstance(state, RandomState):
-        raise NotImplementedError(
-            f"{current_user_line()}\nHere torch.set_rng_state is given a state from outside of the captured function, "
-            "whose stream JAX cannot follow. Take it with torch.get_rng_state within the function."
-        )
-    _CURRENT.stack[-1].position = state.position
-
-
-@instead_of_attribute(torch, "manual_seed")
-@instead_of_attribute(torch, "seed")
-def refuse_seed(*args: object, **kwargs: object) -> object:
-    """`torch.manual_seed` and `torch.seed` in a capture."""
-    raise NotImplementedError(
-        f"{current_user_line()}\nHere torch is seeded within a captured function. The random numbers of a compiled "
-        "program come from its own key (step.init(seed=...), or torch.manual_seed before an adapter is called); to "
-        "draw the same numbers twice, use torch.get_rng_state and torch.set_rng_state within the function."
-    )
 
 
 def _asking_frame() -> FrameType | None:
