@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
+from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
@@ -16,6 +19,7 @@ from tests.tables.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.ops.attention import SHORTEST
+from torch_shard._lowering.ops.block_draws import kept_in, seed_of
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
 OURS, LONG = torch.ops.torch_shard.attention.default, SHORTEST + 44  # blocks of unequal length
@@ -96,7 +100,7 @@ def test_half_precision_sums_in_float32() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"is_causal": True, "dropout_p": 0.5}, {"attn_mask": torch.ones(LONG, LONG).tril().bool()}],
+    [{"is_causal": True, "dropout_p": 1.0}, {"attn_mask": torch.ones(LONG, LONG).tril().bool()}],
     ids=["dropout", "mask"],
 )
 def test_other_attention_stays_as_it_is(options: dict[str, Any]) -> None:
@@ -424,3 +428,56 @@ def attention_step() -> Any:
         Attention(), lambda model, x: model(x).square().mean(), optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan
     )
     return step.lower(step.init(), torch.randn(8, LONG, 16)).compile()
+
+
+class Dropping(nn.Module):
+    """Attention that drops weights, of two heads of queries for each of keys."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.is_causal = nn.Linear(8, 16), nn.Linear(8, 16), is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 8)).transpose(1, 2).chunk(2, -1)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=self.is_causal, enable_gqa=True)
+        return x + out[:, :2].transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize(("is_causal", "remat"), [(True, "none"), (False, "block")])
+def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, remat: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal) for _ in range(3)))
+    step = ts.make_train_step(
+        model,
+        lambda model, x: weighted(model(x)),
+        optax.sgd(0.1),
+        mesh=make_mesh((2, 2)),
+        plan=ts.ShardingPlan({}, default=P()),
+        remat=remat,
+    )
+    x = torch.randn(2, LONG, 8)
+    text = step.lower(step.structs, x).compile().as_text() or ""
+    assert (f"{LONG},{LONG}]" in text) != is_causal  # attention to all keys of this length is one block
+    step.prove(step.init(seed=3), x).raise_if_different()  # eager torch draws by the key of the step
+
+
+def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
+    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            leaf = x.requires_grad_()
+            return torch.autograd.grad(weighted(model(leaf).square()), leaf, create_graph=True)[0].square().sum()
+
+    torch.manual_seed(0)
+    plan = ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(Dropping(True), penalty, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=plan)
+    step.prove(step.init(), torch.randn(1, LONG, 8)).raise_if_different()
+
+
+def test_a_block_of_random_numbers_is_cut_from_those_of_all() -> None:
+    key, shape = jax.random.fold_in(jax.random.key(3), 7), (2, 6, 40, 50)
+    whole = jax.random.bernoulli(key, 0.7, shape)
+    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], 0.3)
+    assert factors is not None
+    block = np.asarray(factors(slice(8, 24), slice(5, 33))).reshape(2, 6, 16, 28)
+    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / 0.7), 0))

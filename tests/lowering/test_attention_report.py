@@ -69,7 +69,10 @@ def report(
 
 ALL = f"attention keeps all weights, (4, 4, {LONG}, {LONG}), and has no kernel: "
 CASES: dict[str, tuple[Attend, str]] = {
-    "dropout": (lambda *qkv: causal(*qkv, dropout_p=0.1), "it drops weights (dropout_p=0.1), which needs all of them."),
+    "dropout": (
+        lambda *qkv: causal(*qkv, dropout_p=1.0),
+        f"it drops of {16 * LONG * LONG} weights (dropout_p=1), blocks of fewer than",
+    ),
     "bias": (biased, "its mask adds numbers to the scores (torch.float32; the biases of T5 and ALiBi)"),
     "trained": (trained, "its mask is trained"),
     "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: key padding (B, 1, 1, S), a "),
@@ -93,6 +96,11 @@ def test_attention_that_keeps_all_weights_says_why() -> None:
 def test_what_has_its_kernel_and_what_is_short_says_nothing() -> None:
     assert report(Attention(causal)) == []
     assert report(Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)), Attention(written), length=64) == []
+
+
+def test_dropout_has_blocks_and_no_kernel() -> None:
+    (line,) = report(Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)))
+    assert line.startswith("0: attention runs in blocks of queries, without a kernel: it drops weights (dropout_p=0.1)")
 
 
 def test_layers_in_a_loop_are_named_together() -> None:

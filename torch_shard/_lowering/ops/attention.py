@@ -4,8 +4,8 @@ That saves time where later keys are not seen. XLA's CPU backend (jaxlib 0.10.2)
 memory grows: by a fifth over six layers of 1024 steps, by 40 % for a single layer of 512. Attention to all keys takes
 larger blocks, in about the time of PyTorch's own form.
 
-All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax: dropout, too, as
-its random numbers are drawn for all weights at once, and no public function of JAX draws those of a block alone.
+All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax. Dropout drops
+the weights that it would drop there: see `block_draws`.
 
 Shapes: B batch, N heads, T queries, S keys, D width of a head.
 """
@@ -21,6 +21,7 @@ from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_kernels import kernel_for
+from torch_shard._lowering.ops.block_draws import MOST_DRAWN, kept_in
 from torch_shard._lowering.ops.registry import lowers
 
 SHORTEST = 512
@@ -32,7 +33,14 @@ WHY = "attention"
 
 @torch.library.custom_op("torch_shard::attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: list[torch.Tensor], scale: float, band: list[int]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: list[torch.Tensor],
+    scale: float,
+    band: list[int],
+    seed: list[torch.Tensor],
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -46,7 +54,13 @@ def _attention_shapes(
 
 @torch.library.custom_op("torch_shard::attention_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, saved: list[torch.Tensor], segments: list[torch.Tensor], scale: float, band: list[int]
+    grad: torch.Tensor,
+    saved: list[torch.Tensor],
+    segments: list[torch.Tensor],
+    scale: float,
+    band: list[int],
+    seed: list[torch.Tensor],
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -60,33 +74,53 @@ def _backward_shapes(
 
 
 class _Attention(torch.autograd.Function):
-    """`(q_BNTD, k_BKSD, v_BKSD, Seen, scale) -> out_BNTD`; k and v may have fewer heads."""
+    """`(Seen, scale, dropout, q_BNTD, k_BKSD, v_BKSD, *seed) -> out_BNTD`; k and v may have fewer heads."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, seen: Seen, scale: float, dropout: float, *tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v, *seed = tensors
         segments = [numbers.expand(len(q), -1) for numbers in seen.segments]
         band = [-1 if size is None else size for size in (seen.before, seen.after)]
-        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band)
-        ctx.band, ctx.scale = band, scale
-        ctx.save_for_backward(q, k, v, out, log_total, *segments)
+        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band, seed, dropout)
+        ctx.band, ctx.scale, ctx.dropout = band, scale, dropout
+        ctx.save_for_backward(q, k, v, out, log_total, *seed, *segments)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,), (q, k, v, *results) = grads, ctx.saved_tensors
-        segments = results[2:]
+        at = 2 + bool(ctx.dropout)
+        seed, segments = results[2:at], results[at:]
+        none = (None,) * 3, (None,) * len(seed)
         if not torch.is_grad_enabled():
-            saved = [q, k, v, *results[:2]]
-            found = torch.ops.torch_shard.attention_backward(grad, saved, segments, ctx.scale, ctx.band)
-            return *found, None, None
-        needed = ctx.needs_input_grad[:3]  # for a derivative of this derivative
+            saved, about = [q, k, v, *results[:2]], (segments, ctx.scale, ctx.band, seed, ctx.dropout)
+            return *none[0], *torch.ops.torch_shard.attention_backward(grad, saved, *about), *none[1]
+        needed = ctx.needs_input_grad[3:6]  # for a derivative of this derivative
         wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
-        options = {"scale": ctx.scale, "enable_gqa": q.shape[1] != k.shape[1]}
         before, after = limits(ctx.band)
         mask = Seen(before, after, tuple(segments)).mask(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, mask, **options)
+        out = _written_out(q, k, v, mask, seed, scale=ctx.scale, dropout=ctx.dropout)
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return *(next(found) if need else None for need in needed), None, None
+        return *none[0], *(next(found) if need else None for need in needed), *none[1]
+
+
+def _written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    seed: list[torch.Tensor],
+    *,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """The same in operators that PyTorch has derivatives of."""
+    if not seed:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights = (q @ k.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+    weights = torch.where(mask.any(-1, keepdim=True), weights, 0)
+    return weights * torch.ops.torch_shard.kept(seed[0], weights.shape, dropout) / (1 - dropout) @ v
 
 
 @instead_of(F.scaled_dot_product_attention)
@@ -103,11 +137,12 @@ def attention(
     """`scaled_dot_product_attention`, in our form where it pays; autocast runs it in the lower precision."""
     q, k, v = map(_as_autocast_has_it, (query, key, value))
     with autocast_only():
-        why = _refusal(q, k, v, dropout_p, grouped=enable_gqa)
+        why = _undroppable(dropout_p, q.shape[:-1].numel() * k.shape[-2]) or _refusal(q, k, v, grouped=enable_gqa)
         seen = None if why else _seen(attn_mask, is_causal, (q.shape[-2], k.shape[-2]))
         if seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            return _Attention.apply(q, k, v, seen, scale)  # pyright: ignore
+            seed = (torch.ops.torch_shard.seed(),) if dropout_p else ()
+            return _Attention.apply(seen, scale, dropout_p, q, k, v, *seed)  # pyright: ignore
     with annotated(**{WHY: why or _unknown(attn_mask)}):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -142,14 +177,16 @@ def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype("cpu")) if is_cast else tensor
 
 
-def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, *, grouped: bool) -> str:
+def _undroppable(dropout_p: float, num_weights: int) -> str:
+    """Say why weights cannot be dropped in blocks; empty if they can."""
+    if dropout_p and (num_weights >= MOST_DRAWN or not 0 < dropout_p < 1):
+        return f"it drops of {num_weights} weights (dropout_p={dropout_p:g}), blocks of fewer than {MOST_DRAWN}"
+    return ""
+
+
+def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool) -> str:
     """Say why our form would not mean the same as PyTorch's, or would not pay; empty if it does."""
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if dropout_p:
-        return (
-            f"it drops weights (dropout_p={dropout_p:g}), which needs all of them. Set its dropout to 0 (Hugging Face: "
-            "attention_dropout, attention_probs_dropout_prob)"
-        )
     if not q.ndim == k.ndim == v.ndim == 4:
         return f"queries, keys and values are {shapes}, and not (batch, heads, length, width) all three"
     if q.shape[2] < SHORTEST or not k.shape[2]:
@@ -163,22 +200,24 @@ def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float
 
 
 @lowers(torch.ops.torch_shard.attention.default)
-def lowered(q, k, v, segments, scale, band):
+def lowered(q, k, v, segments, scale, band, seed, dropout):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments = tuple(segments)
-    kernel = kernel_for(q, k, v, segments, scale=scale, band=limits(band))
+    kernel = None if dropout else kernel_for(q, k, v, segments, scale=scale, band=limits(band))
     if kernel is None:
-        return in_blocks(q, k, v, segments, scale=scale, band=limits(band))
+        kept = kept_in(q, k, seed, dropout)
+        return in_blocks(q, k, v, segments, scale=scale, band=limits(band), kept=kept)
     return kernel.forward(q, k, v, segments), jnp.zeros(q.shape[:-1], jnp.float32)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default)
-def lowered_backward(grad, saved, segments, scale, band):
+def lowered_backward(grad, saved, segments, scale, band, seed, dropout):
     """A kernel runs forward once more: what it keeps for itself is no output of the first run."""
     (q, k, v), segments = saved[:3], tuple(segments)
-    kernel = kernel_for(q, k, v, segments, scale=scale, band=limits(band))
+    kernel = None if dropout else kernel_for(q, k, v, segments, scale=scale, band=limits(band))
     if kernel is None:
-        return in_blocks_backward(grad, saved, segments, scale=scale, band=limits(band))
+        kept = kept_in(q, k, seed, dropout)
+        return in_blocks_backward(grad, saved, segments, scale=scale, band=limits(band), kept=kept)
     return kernel.backward(grad, q, k, v, segments)
 
 

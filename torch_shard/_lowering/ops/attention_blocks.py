@@ -48,8 +48,11 @@ def _seen(shape, segments, block, *, band):
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def in_blocks(q, k, v, segments, *, scale, band):
-    """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros."""
+def in_blocks(q, k, v, segments, *, scale, band, kept=None):
+    """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros.
+
+    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them.
+    """
     grouped = _by_key_head(q, k.shape[1])
     outs, totals = [], []
     for queries, keys in _blocks(q.shape[2], k.shape[2], band):
@@ -58,6 +61,7 @@ def in_blocks(q, k, v, segments, *, scale, band):
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, -1, keepdims=True)
         total = jnp.where(total == 0, 1, total)
+        weights = weights if kept is None else weights * kept(queries, keys)
         out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys])
         outs.append(out / total.astype(v.dtype))
         totals.append((highest + jnp.log(total))[..., 0])
@@ -65,7 +69,7 @@ def in_blocks(q, k, v, segments, *, scale, band):
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def in_blocks_backward(grad, saved, segments, *, scale, band):
+def in_blocks_backward(grad, saved, segments, *, scale, band, kept=None):
     """Gradients of q, k and v, of `saved = (q, k, v, out, log_total)`.
 
     Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`.
@@ -80,8 +84,10 @@ def in_blocks_backward(grad, saved, segments, *, scale, band):
         scores = _scores(q, k, segments, (queries, keys), scale=scale, band=band)
         weights = jnp.exp(scores - log_total[..., queries, None])
         grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=jnp.float32)
-        grad_scores = (scale * weights * (grad_weights - along[rows])).astype(q.dtype)
+        factors = 1 if kept is None else kept(queries, keys)
+        grad_scores = (scale * weights * (factors * grad_weights - along[rows])).astype(q.dtype)
         grad_qs.append(jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys]))
         grad_k = grad_k.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", grad_scores, q[rows]))
-        grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", weights.astype(v.dtype), grad[rows]))
+        dropped = (weights * factors).astype(v.dtype)
+        grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", dropped, grad[rows]))
     return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v

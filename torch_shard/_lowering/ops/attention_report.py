@@ -56,7 +56,12 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
 
 
 def _of_ours(node: Node, rows: RowSplit) -> str:
-    q, k, v, segments, _, band = args_of(node)
+    q, k, v, segments, _, band, _, dropout = args_of(node)
+    if dropout:
+        return (
+            f"runs in blocks of queries, without a kernel: it drops weights (dropout_p={dropout:g}), which kernels do "
+            "not. Set its dropout to 0 (Hugging Face: attention_dropout, attention_probs_dropout_prob)."
+        )
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
     if why := why_no_kernel(rows.platform, structs, segments, limits(band)):
         return f"runs in blocks of queries, without a kernel: {why}."

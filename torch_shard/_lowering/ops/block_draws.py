@@ -1,0 +1,77 @@
+"""Dropout of attention's weights block by block: it drops what a draw for all weights at once would drop.
+
+Each random number is made of its own place among all of them (partitionable threefry, JAX's default since 0.5), so that
+those of a block can be drawn alone. Under another generator all are drawn, as booleans, and blocks are cut out.
+
+Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.random import threefry2x32_p
+
+from torch_shard._lowering.ops.registry import lowers
+
+MOST_DRAWN = 1 << 32
+"""Places that one word counts."""
+
+
+@torch.library.custom_op("torch_shard::seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _seed() -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_seed.register_fake
+def _two_words() -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int32)
+
+
+@torch.library.custom_op("torch_shard::kept", mutates_args=())
+def _kept(seed: torch.Tensor, shape: list[int], dropout: float) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_kept.register_fake
+def _booleans(seed: torch.Tensor, shape: list[int], dropout: float) -> torch.Tensor:
+    return seed.new_empty(shape, dtype=torch.bool)
+
+
+@lowers(torch.ops.torch_shard.seed.default, random=True)
+def seed_of(key):
+    """The two words of a key of threefry, as int32; of another key, two that are drawn by it."""
+    words = jax.random.key_data(key)
+    words = words if words.shape == (2,) else jax.random.bits(key, (2,), jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+@lowers(torch.ops.torch_shard.kept.default)
+def kept(seed, shape, dropout):
+    """What `native_dropout` would keep of a tensor of this shape."""
+    key = jax.random.wrap_key_data(jax.lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
+    return jax.random.bernoulli(key, 1 - dropout, tuple(shape))
+
+
+def kept_in(q, k, seed, dropout):
+    """`(queries, keys) -> factors_BKGTS` of weights (B, N, T, S), N = K * G; None without dropout."""
+    if not dropout:
+        return None
+    shape = (len(q), k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+    scale = np.float32(1 / (1 - dropout))
+    if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
+        whole = kept(seed[0], shape, dropout)
+        return lambda queries, keys: whole[..., queries, keys] * scale
+    words = jax.lax.bitcast_convert_type(seed[0], jnp.uint32)
+    return lambda queries, keys: (_uniform(words, shape, queries, keys) < np.float32(1 - dropout)) * scale
+
+
+def _uniform(words, shape, queries, keys):
+    """The numbers in [0, 1) of a block among those of `jax.random.uniform(key, shape)`."""
+    block = (*shape[:3], queries.stop - queries.start, keys.stop - keys.start)
+    places = jnp.zeros(block, jnp.uint32)
+    for dim, start in enumerate((0, 0, 0, queries.start, keys.start)):
+        size = np.uint32(int(np.prod(shape[dim + 1 :], dtype=np.int64)))
+        places += (jax.lax.broadcasted_iota(jnp.uint32, block, dim) + np.uint32(start)) * size
+    high, low = threefry2x32_p.bind(*(jnp.broadcast_to(w, block) for w in words), jnp.zeros_like(places), places)
+    return jax.lax.bitcast_convert_type(((high ^ low) >> 9) | np.uint32(0x3F800000), jnp.float32) - 1
