@@ -38,6 +38,9 @@ are whole. So what is split by FSDP or tensor parallelism is compiled twice: as 
 (`xla_jf_spmd_threshold_for_windowed_einsum_mib`). What is data parallel alone is compiled twice too: as it is, with
 repeated layers in a loop, and layer by layer (`scan_layers=False`). Targets are about the second of these and the first
 rival, which are alike.
+
+Mixtral's cycles depend on how many rows each side counts for its experts: ours are those of balanced routing, the
+rival's kernels are taken to work on all rows that a device may get.
 """
 
 QUANTITIES = {
@@ -92,7 +95,7 @@ def _pair(title: str, ours: Counts, rival: Counts, targets: dict[str, float]) ->
         mine, theirs = (getattr(side, quantity) for side in (ours, rival))
         texts, kernels = (_text(ours, quantity), _text(rival, quantity)), [s.kernel_cycles / 1e6 for s in (ours, rival)]
         note = f"estimated for kernels: {kernels[0]:.3g} and {kernels[1]:.3g}" if quantity == "cycles" else ""
-        ratio = mine / theirs if theirs else None
+        ratio = float(f"{mine / theirs:.3g}") if theirs else None  # a scalar's bytes are none
         yield Row(f"{title}: {TITLES.get(quantity, quantity)}", *texts, ratio, target=targets.get(quantity), note=note)
     took = [f"{side.compile_s:.0f} s, {side.host_memory / 2**30:.2g} GiB of host memory" for side in (ours, rival)]
     yield Row(f"{title}: compiled in", *took, ours.compile_s / rival.compile_s)
