@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -241,5 +242,12 @@ def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
     _, signature = flatten_batch(batch)
     loss_program(
-        model, loss_fn, signature, precision=Precision(), train=True, layers=LayerOptions(), buffer=model.get_buffer
+        model,
+        loss_fn,
+        signature,
+        precision=Precision(),
+        train=True,
+        layers=LayerOptions(),
+        buffer=model.get_buffer,
+        plan=ts.ShardingPlan({}, default=P()).resolve(model, make_mesh((1, 1))),
     )
