@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shard.exe")
 
 if TYPE_CHECKING or not _IS_COMMAND:
-    from torch_shard import collectives
+    from torch_shard import collectives, plans
     from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
     from torch_shard._inspect import (
@@ -101,6 +101,7 @@ __all__ = [
     "materialize",
     "override",
     "place",
+    "plans",
     "torch_view",
     "tpmap",
     "unshard",
@@ -117,7 +118,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("torch_shard._interop").register()
-    if name == "collectives":
-        return importlib.import_module("torch_shard.collectives")
+    if name in ("collectives", "plans"):
+        return importlib.import_module(f"torch_shard.{name}")
     faces = (importlib.import_module(f"torch_shard.{face}") for face in _FACES)
     return next(getattr(face, name) for face in faces if hasattr(face, name))

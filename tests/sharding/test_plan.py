@@ -370,3 +370,53 @@ def test_a_resolved_plan_is_a_mapping_that_cannot_change():
         resolved["a"] = None
     with pytest.raises(TypeError, match="does not support item assignment"):
         resolved.entries["a"] = None
+
+
+EDITED = {"layers.0.weight": (8, 8), "layers.1.weight": (8, 8), "head.weight": (8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "wanted"),
+    [
+        ({"head.weight": P()}, [P("model"), P("model"), P()]),
+        ({"layers.*.weight": P("batch")}, [P("batch"), P("batch"), P(None, "model")]),
+        ({"**": P()}, [P(), P(), P()]),
+        (ShardingPlan({"layers.0.weight": P()}, default=P("batch")), [P(), P("model"), P(None, "model")]),
+    ],
+)
+def test_an_edit_counts_before_what_it_edits(edit, wanted):
+    plan = ShardingPlan({"layers.*.weight": P("model"), "head.weight": P(None, "model")}) | edit
+    resolved = plan.resolve(EDITED, make_mesh(batch=4, model=2))
+    assert [resolved[name].spec for name in EDITED] == wanted
+
+
+def test_edits_of_edits_count_in_their_order_and_survive_a_pickle():
+    base = ShardingPlan({"**": P("model")}, reasons={"**": "first"})
+    whole = base | {"layers.**": P("batch")} | (ShardingPlan({"**": P()}) | {"layers.0.*": P("batch", "model")})
+    for plan in (whole, pickle.loads(pickle.dumps(whole))):
+        resolved = plan.resolve(EDITED, make_mesh(batch=4, model=2))
+        assert [resolved[name].spec for name in EDITED] == [P("batch", "model"), P(), P()]
+
+
+def test_edits_of_activations_count_before_what_they_edit():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    plan = ShardingPlan({}, default=P(), activations={"*": P("batch"), "1": P("batch", "model")})
+    edited = plan | ShardingPlan({}, activations={"**": P()})
+    found = edited.resolve(model, make_mesh(batch=4, model=2)).activations
+    assert {str(asked.place): asked.spec for asked in found} == {"0": P(), "1": P()}
+
+
+def test_an_edit_is_a_plan_or_rules():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        ShardingPlan({}) | "head"
+    with pytest.raises(TypeError, match="expected a PartitionSpec"):
+        ShardingPlan({}) | {"head.weight": "model"}
+
+
+def test_reasons_are_shown_where_a_plan_has_them():
+    plan = ShardingPlan({"layers.*.weight": P("model")}, default=P(), reasons={"layers.*.weight": "by hand"})
+    resolved = plan.resolve(EDITED, make_mesh(batch=4, model=2))
+    assert resolved.entries["layers.0.weight"].reason == "by hand"
+    assert "by hand" in str(resolved)
+    assert "by hand" in str(plan)
+    assert "by hand" not in str((plan | {"layers.*.weight": P()}).resolve(EDITED, make_mesh(batch=4, model=2)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torch_shard
-from torch_shard import collectives
+from torch_shard import collectives, plans
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -18,8 +18,12 @@ GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_
 BEFORE = "<!-- before -->"  # where a page shows the lines of before.py
 EIGHT_DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 
-NAMES = {f"torch_shard.{name}": getattr(torch_shard, name) for name in torch_shard.__all__ if name != "collectives"}
-NAMES |= {f"torch_shard.collectives.{name}": getattr(collectives, name) for name in collectives.__all__}
+NAMES = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (torch_shard, collectives, plans)
+    for name in module.__all__
+    if name not in ("collectives", "plans")
+}
 PUBLIC = pytest.mark.parametrize("name", NAMES)
 
 

@@ -35,7 +35,8 @@ from torch_shard._sharding.mesh import (
     refuse_compile_only,
 )
 from torch_shard._sharding.patterns import make_matcher
-from torch_shard._sharding.plan import ResolvedEntry, ResolvedPlan, ShardingPlan
+from torch_shard._sharding.plan import ShardingPlan
+from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,

@@ -85,11 +85,12 @@ def find_type_fault(key: object, spec: object) -> str | None:
 
 
 def resolve_activations(
-    rules: Mapping[str, PartitionSpec], model: torch.nn.Module, mesh: Mesh
+    rules: Mapping[str, PartitionSpec], model: torch.nn.Module, mesh: Mesh, ranks: Mapping[str, int]
 ) -> tuple[list[Constraint], list[str]]:
     """What rules ask for of each module of a model, and all that is wrong with them.
 
-    An exact name beats a glob; two globs that give one place different specs are a fault.
+    At each place those of the highest rank count. Of them an exact name beats a glob; two globs that give one place
+    different specs are a fault.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): name for name, module in reversed(list(names.items()))}
@@ -106,7 +107,8 @@ def resolve_activations(
             found.setdefault(own, []).append(Constraint(own, spec, key))
     for place in found:
         faults += _argument_faults(model, found[place][0])
-    chosen = [_choose(asked) for asked in found.values()]
+    highest = {place: max(ranks[c.rule] for c in asked) for place, asked in found.items()}
+    chosen = [_choose([c for c in asked if ranks[c.rule] == highest[place]]) for place, asked in found.items()]
     return [c for c in chosen if isinstance(c, Constraint)], [*faults, *(c for c in chosen if isinstance(c, str))]
 
 

@@ -4,19 +4,15 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias, cast
 
-import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 from torch.nn.parameter import is_lazy
@@ -27,114 +23,7 @@ from torch_shard._sharding.activations import Constraint, find_type_fault, resol
 from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
-
-
-@dataclass(frozen=True)
-class ResolvedEntry:
-    """A plan's decision for one name.
-
-    Attributes:
-        shape: Global shape.
-        dtype: As found, torch's or numpy's; None where only a shape was given.
-        rule: The rule that decided, quoted, or `default`.
-        sharding: The sharding.
-        tied_to: The first name of the same tensor, where this is another one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | np.dtype | None
-    rule: str
-    sharding: NamedSharding
-    tied_to: str | None = None
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's shard."""
-        return self.sharding.shard_shape(self.shape)
-
-    def count_bytes(self, shape: tuple[int, ...]) -> int | None:
-        """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""
-        return None if self.dtype is None else math.prod(shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ResolvedPlan(Mapping[str, NamedSharding]):
-    """Shardings by name, as `ShardingPlan.resolve` gives them; printed, a table with bytes per device.
-
-    JAX takes plain dicts for trees: give it `dict(resolved)`. Sums of bytes take a tie once, and are
-    None if a dtype is unknown.
-
-    Attributes:
-        mesh: The mesh of every sharding.
-        entries: Shape, dtype, rule and sharding by name.
-        activations: What it asks for of what modules take and return.
-    """
-
-    mesh: Mesh
-    entries: Mapping[str, ResolvedEntry]
-    activations: tuple[Constraint, ...] = ()
-
-    def __getitem__(self, name: str) -> NamedSharding:
-        return self.entries[name].sharding
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def num_bytes(self) -> int | None:
-        """Bytes of the whole."""
-        return self._sum(lambda entry: entry.shape)
-
-    @property
-    def num_bytes_per_device(self) -> int | None:
-        """Bytes that each device holds."""
-        return self._sum(lambda entry: entry.local_shape)
-
-    @property
-    def fraction_replicated(self) -> float | None:
-        """Share of the bytes that every device holds whole."""
-        whole = self._sum(lambda entry: entry.shape if entry.sharding.is_fully_replicated else (0,))
-        return None if whole is None else whole / max(self.num_bytes or 0, 1)
-
-    def _sum(self, get_shape: Callable[[ResolvedEntry], tuple[int, ...]]) -> int | None:
-        counts = [entry.count_bytes(get_shape(entry)) for entry in self.entries.values() if not entry.tied_to]
-        return None if None in counts else sum(filter(None, counts))
-
-    def __repr__(self):
-        return f"ResolvedPlan(num_names={len(self)}, mesh={describe_mesh(self.mesh)})"
-
-    def __str__(self):
-        # So wide that no name is folded.
-        console = Console(width=10_000, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip("\n")
-
-    def __rich__(self) -> Table:
-        share = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
-        total, held = _describe_bytes(self.num_bytes), _describe_bytes(self.num_bytes_per_device)
-        caption = f"total {total}, per device {held}, replicated {share}"
-        table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
-        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device"):
-            table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
-        for name, entry in self.entries.items():
-            dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
-            spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
-            held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
-            cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held)
-            table.add_row(*(Text(str(cell)) for cell in cells))
-        for asked in self.activations:
-            cells = (asked.place, "-", "-", f'"{asked.rule}"', describe_spec(asked.spec), "-", "-")
-            table.add_row(*(Text(str(cell)) for cell in cells))
-        return table
-
-
-def _describe_bytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else decimal(num_bytes)
-
+from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
 
@@ -156,6 +45,8 @@ class ShardingPlan:
         rules: Specs by exact name, glob or compiled regex.
         default: Spec of the names that no rule matches. Without it such a name is an error:
             replication is never silent, it is asked for with `default=P()`.
+        reasons: Why a rule is as it is, by rule; shown in tables.
+        ranks: Which rules count before others, by kind and rule, as `plan | other` makes them.
         activations: Specs of what modules take and return, which a step keeps so, and its gradient too; it never
             changes a number. By name or glob of modules, `"model.layers.*"`: what it returns; `"lm_head:input"`: an
             argument of its forward; `"encoder:return.last_hidden_state"`, `"block:states.0"`: a part of either, by
@@ -177,13 +68,14 @@ class ShardingPlan:
     rules: Rules
     default: PartitionSpec | None = field(default=None, kw_only=True)
     activations: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], kw_only=True)
+    reasons: Mapping[_Rule, str] = field(default_factory=dict[_Rule, str], kw_only=True)
+    ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
 
     def __post_init__(self):
-        _check_mapping("rules", self.rules)
-        _check_mapping("activations", self.activations)
-        rules = dict(self._specs)
-        object.__setattr__(self, "rules", MappingProxyType(rules))
-        object.__setattr__(self, "activations", MappingProxyType(dict(self.activations)))
+        for what in ("rules", "activations", "reasons", "ranks"):
+            _check_mapping(what, getattr(self, what))
+            object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
+        rules = self._specs
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
         faults += [find_type_fault(key, spec) for key, spec in self.activations.items()]
@@ -198,17 +90,57 @@ class ShardingPlan:
     def _specs(self) -> Mapping[_Rule, PartitionSpec]:
         return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
 
+    def __or__(self, other: "ShardingPlan | Rules") -> "ShardingPlan":
+        """This plan, edited: where a rule of `other` matches, those of this plan do not count.
+
+        Args:
+            other: A plan, or rules as `ShardingPlan` takes them. Its `default` counts if it has one.
+        """
+        if not isinstance(cast(object, other), ShardingPlan | Mapping):
+            return NotImplemented
+        edits = other if isinstance(other, ShardingPlan) else ShardingPlan(other)
+        above = 1 + max(self.ranks.values(), default=0)
+        ranks = {key: above + edits.ranks.get(key, 0) for key in edits._ranked()}
+        kept = {key: reason for key, reason in self.reasons.items() if key not in edits.rules}
+        return ShardingPlan(
+            {**self._specs, **edits._specs},
+            default=self.default if edits.default is None else edits.default,
+            activations={**self.activations, **edits.activations},
+            reasons=kept | dict(edits.reasons),
+            ranks=dict(self.ranks) | ranks,
+        )
+
+    def _ranked(self) -> Iterator[tuple[str, _Rule]]:
+        """Its rules, by kind."""
+        yield from (("rules", key) for key in self._specs)
+        yield from (("activations", key) for key in self.activations)
+
     def __hash__(self):
         return hash((frozenset(self.rules.items()), self.default, frozenset(self.activations.items())))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
-        return partial(ShardingPlan, default=self.default, activations=dict(self.activations)), (dict(self.rules),)
+        fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks")}
+        return partial(ShardingPlan, default=self.default, **fields), (dict(self.rules),)
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
         asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
         return f"ShardingPlan({{{rules}}}{default}{f', activations={{{asked}}}' if asked else ''})"
+
+    def __rich__(self) -> Table:
+        table = Table(title="ShardingPlan")
+        for heading in ("rule", "spec", "why"):
+            table.add_column(heading, overflow="fold")
+        for key, spec in (*self._specs.items(), *([] if self.default is None else [(None, self.default)])):
+            reason = "" if key is None else self.reasons.get(key, "")
+            table.add_row(*map(Text, (_quote(key), describe_spec(spec), reason)))
+        for key, spec in self.activations.items():
+            table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
+        return table
+
+    def __str__(self) -> str:
+        return print_wide(self) if self.reasons else repr(self)
 
     @public
     def resolve(self, source: torch.nn.Module | Mapping[str, PyTree], mesh: Mesh) -> ResolvedPlan:
@@ -246,21 +178,28 @@ class ShardingPlan:
                 faults[f"{name} {shape}"] = found
                 continue
             dtype = getattr(values[name], "dtype", None)
-            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec))
+            reason = "" if key is None else self.reasons.get(key, "")
+            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason)
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
-        constraints, wrong = resolve_activations(self.activations, source, mesh) if is_model else ([], [])
+        constraints, wrong = self._constraints(source, mesh) if is_model else ([], [])
         unused = set(self.rules).difference(*hits.values())
         if faults or unused or wrong:
             hints = _hint_at_names([key for key in self.rules if key in unused], list(values))
             raise ValueError(_report(faults, hints, wrong, mesh=mesh))
         return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}), tuple(constraints))
 
+    def _constraints(self, model: torch.nn.Module, mesh: Mesh) -> tuple[list[Constraint], list[str]]:
+        ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
+        return resolve_activations(self.activations, model, mesh, ranks)
+
     def _choose(self, names: list[str], hits: dict[str, list[_Rule]]) -> tuple[str, _Key, PartitionSpec, str | None]:
         """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
         owners: dict[PartitionSpec, tuple[str, _Rule]] = {}
+        ranks = {key: self.ranks.get(("rules", key), 0) for name in names for key in hits[name]}
         for name in names:
-            keys: list[_Rule] = [name] if name in hits[name] else hits[name]
+            counting = [key for key in hits[name] if ranks[key] == max(ranks.values())]
+            keys: list[_Rule] = [name] if name in counting else counting
             for key in keys:
                 owners.setdefault(_trim(self._specs[key]), (name, key))
         if not owners:

@@ -1,0 +1,5 @@
+"""Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
+
+from torch_shard._plans.simple import replicated
+
+__all__ = ["replicated"]

@@ -1,0 +1,133 @@
+"""What a plan decided: the sharding of each entry, with the rule, the reason and the bytes; printed, a table."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from torch_shard._sharding.activations import Constraint
+from torch_shard._sharding.mesh import describe_mesh, describe_spec
+
+
+@dataclass(frozen=True)
+class ResolvedEntry:
+    """A plan's decision for one name.
+
+    Attributes:
+        shape: Global shape.
+        dtype: As found, torch's or numpy's; None where only a shape was given.
+        rule: The rule that decided, quoted, or `default`.
+        sharding: The sharding.
+        tied_to: The first name of the same tensor, where this is another one.
+        reason: Why the rule is as it is, if the plan says it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | np.dtype | None
+    rule: str
+    sharding: NamedSharding
+    tied_to: str | None = None
+    reason: str = ""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of one device's shard."""
+        return self.sharding.shard_shape(self.shape)
+
+    def count_bytes(self, shape: tuple[int, ...]) -> int | None:
+        """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""
+        return None if self.dtype is None else math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ResolvedPlan(Mapping[str, NamedSharding]):
+    """Shardings by name, as `ShardingPlan.resolve` gives them; printed, a table with bytes per device.
+
+    JAX takes plain dicts for trees: give it `dict(resolved)`. Sums of bytes take a tie once, and are
+    None if a dtype is unknown.
+
+    Attributes:
+        mesh: The mesh of every sharding.
+        entries: Shape, dtype, rule and sharding by name.
+        activations: What it asks for of what modules take and return.
+    """
+
+    mesh: Mesh
+    entries: Mapping[str, ResolvedEntry]
+    activations: tuple[Constraint, ...] = ()
+
+    def __getitem__(self, name: str) -> NamedSharding:
+        return self.entries[name].sharding
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of the whole."""
+        return self._sum(lambda entry: entry.shape)
+
+    @property
+    def num_bytes_per_device(self) -> int | None:
+        """Bytes that each device holds."""
+        return self._sum(lambda entry: entry.local_shape)
+
+    @property
+    def fraction_replicated(self) -> float | None:
+        """Share of the bytes that every device holds whole."""
+        whole = self._sum(lambda entry: entry.shape if entry.sharding.is_fully_replicated else (0,))
+        return None if whole is None else whole / max(self.num_bytes or 0, 1)
+
+    def _sum(self, get_shape: Callable[[ResolvedEntry], tuple[int, ...]]) -> int | None:
+        counts = [entry.count_bytes(get_shape(entry)) for entry in self.entries.values() if not entry.tied_to]
+        return None if None in counts else sum(filter(None, counts))
+
+    def __repr__(self):
+        return f"ResolvedPlan(num_names={len(self)}, mesh={describe_mesh(self.mesh)})"
+
+    def __str__(self):
+        return print_wide(self)
+
+    def __rich__(self) -> Table:
+        share = "-" if self.fraction_replicated is None else f"{self.fraction_replicated:.1%}"
+        total, held = _describe_bytes(self.num_bytes), _describe_bytes(self.num_bytes_per_device)
+        caption = f"total {total}, per device {held}, replicated {share}"
+        table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
+        reasons = ["why"] if any(entry.reason for entry in self.entries.values()) else []
+        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device", *reasons):
+            table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
+        for name, entry in self.entries.items():
+            dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
+            spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
+            held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
+            cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held, *(entry.reason for _ in reasons))
+            table.add_row(*(Text(str(cell)) for cell in cells))
+        for asked in self.activations:
+            cells = (asked.place, "-", "-", f'"{asked.rule}"', describe_spec(asked.spec), "-", "-")
+            table.add_row(*(Text(str(cell)) for cell in cells))
+        return table
+
+
+def print_wide(table: object) -> str:
+    """Text of what rich can print, so wide that no name is folded."""
+    console = Console(width=10_000, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
+
+
+def _describe_bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else decimal(num_bytes)
