@@ -1,0 +1,151 @@
+"""What a recipe decides for each entry, and the plan that says it in few rules."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from rich.filesize import decimal
+
+from torch_shard._sharding import ShardingPlan, describe_mesh, describe_spec, make_matcher
+
+logger = logging.getLogger(__name__)
+
+Axes = str | tuple[str, ...]
+"""One axis of a mesh, or several that split as one."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one entry is split.
+
+    Attributes:
+        spec: Of the entry in torch's own shape.
+        reason: Why, in a few words.
+        fault: What kept it from being split, where it should have been.
+    """
+
+    spec: PartitionSpec
+    reason: str
+    fault: str = ""
+
+
+def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, by name; a tie under each of its names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+def names_of(axes: Axes) -> tuple[str, ...]:
+    """Axes one by one."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def size_of(axes: Axes, mesh: Mesh) -> int:
+    """Into how many shards they split."""
+    return math.prod(mesh.shape[axis] for axis in names_of(axes))
+
+
+def check_axes(where: str, mesh: Mesh, **given: Axes | None) -> None:
+    """Refuse axes that the mesh lacks, and one axis for two things.
+
+    Raises:
+        ValueError: Some are; the message names the argument.
+    """
+    asked = [(argument, axis) for argument, axes in given.items() if axes is not None for axis in names_of(axes)]
+    faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
+    axes = [axis for _, axis in asked]
+    faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
+    if faults:
+        raise ValueError(f"{where}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)}")
+
+
+def add_axis(spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh) -> PartitionSpec | None:
+    """The spec with one more split: of the first whole dim that divides, else of one that is split already.
+
+    Args:
+        spec: A spec without these axes.
+        shape: Global shape.
+        axes: Of the mesh.
+        mesh: Where it lies.
+
+    Returns:
+        None where no dim divides.
+    """
+    parts = [*spec, *(None for _ in range(len(shape) - len(spec)))]
+    for dim in sorted(range(len(shape)), key=lambda dim: parts[dim] is not None):
+        split = (*names_of(parts[dim] or ()), *names_of(axes))
+        if shape[dim] and shape[dim] % size_of(split, mesh) == 0:
+            parts[dim] = split[0] if len(split) == 1 else split
+            return PartitionSpec(*parts)
+    return None
+
+
+def plan_of(
+    model: torch.nn.Module,
+    decisions: Mapping[str, Decision],
+    *,
+    where: str,
+    strict: bool = False,
+    activations: Mapping[str, PartitionSpec] | None = None,
+) -> ShardingPlan:
+    """The plan of these decisions, with one rule for all layers of which the same holds.
+
+    Args:
+        model: Whose entries they are.
+        decisions: For each entry, by name.
+        where: The public function, for what it says.
+        strict: Whether an entry that could not be split is an error, and not a warning of the logger.
+        activations: As `ShardingPlan` takes them.
+
+    Raises:
+        ValueError: With `strict`, entries could not be split; all of them, with their bytes.
+    """
+    entries = entries_of(model)
+    if lines := _unsplit(entries, decisions):
+        whole = f"{where}: {len(lines)} {'entry stays' if len(lines) == 1 else 'entries stay'} whole on each device"
+        if strict:
+            remedy = "Change its sizes or the mesh, or take them whole: strict=False."
+            raise ValueError("\n".join([f"{whole}, with strict=True. {remedy}", "", *lines]))
+        logger.warning("\n".join([f"{whole}.", "", *lines]))
+    rules: dict[str | re.Pattern[str], PartitionSpec] = {}
+    reasons: dict[str | re.Pattern[str], str] = {}
+    for key, decision in _compressed(decisions):
+        rules[key], reasons[key] = decision.spec, decision.reason
+    return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}))
+
+
+def whole(entry: torch.Tensor, fault: str) -> Decision:
+    """An entry that should have been split, and could not be."""
+    held = decimal(entry.numel() * entry.element_size())
+    return Decision(PartitionSpec(), f"whole, {held} on each device: {fault}", fault)
+
+
+def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> list[str]:
+    """Entries that could not be split, each tensor once."""
+    lines: dict[int, str] = {}
+    for name, decision in decisions.items():
+        if decision.fault:
+            entry = entries[name]
+            held = decimal(entry.numel() * entry.element_size())
+            split = "" if not any(decision.spec) else f" (it is split {describe_spec(decision.spec)})"
+            lines.setdefault(id(entry), f"  {name} {tuple(entry.shape)}, {held}: {decision.fault}{split}")
+    return list(lines.values())
+
+
+def _compressed(decisions: Mapping[str, Decision]) -> Iterable[tuple[str, Decision]]:
+    """Rules and decisions: a glob for the numbers of layers where all that it matches is decided alike."""
+    keys = {name: re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in decisions}
+    alike: dict[str, bool] = {}
+    for key in dict.fromkeys(keys.values()):
+        matches = make_matcher(key)
+        matched = [decision for name, decision in decisions.items() if matches(name)]
+        alike[key] = len(matched) > 1 and all(decision == matched[0] for decision in matched)
+    rules = {key if alike[key] else name: decisions[name] for name, key in keys.items()}
+    return rules.items()
