@@ -1,5 +1,5 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
-from torch_shard._plans.simple import replicated
+from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 
-__all__ = ["replicated"]
+__all__ = ["expert", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]
