@@ -58,7 +58,7 @@ def test_storage_is_split_along_the_first_dim_that_divides():
     found = split(tiny("Llama"))
     assert found["model.layers.*.self_attn.q_proj.weight"] == P("model", "batch")
     assert found["model.layers.*.self_attn.o_proj.weight"] == P("batch", "model")
-    assert found["model.layers.*.input_layernorm.weight"] == P("batch")
+    assert "model.layers.*.input_layernorm.weight" not in found
     assert split(tiny("Llama"), tp=None)["lm_head.weight"] == P("batch", None)
     assert split(tiny("Llama"), tp=None, fsdp=("batch", "model"))["lm_head.weight"] == P(("batch", "model"), None)
 
@@ -213,17 +213,19 @@ def test_what_does_not_divide_is_listed_and_with_strict_refused(caplog: pytest.L
     assert "lm_head.weight" not in found
     heads = "1 heads are not a multiple of model=2"
     lines = [
-        "model.embed_tokens.weight (63, 32), 8.1 kB: dim 0 = 63 is not a multiple of model=2",
-        f"model.layers.0.self_attn.k_proj.weight (8, 32), 1.0 kB: {heads}",
-        f"model.layers.1.self_attn.v_proj.weight (8, 32), 1.0 kB: {heads}",
+        "model.embed_tokens.weight (63, 32), 8.1 kB, whole: embedding_rowwise: dim 0 = 63 is not a multiple of model=2",
+        f"model.layers.0.self_attn.k_proj.weight (8, 32), 1.0 kB, whole: colwise: {heads}",
+        f"model.layers.1.self_attn.v_proj.weight (8, 32), 1.0 kB, whole: colwise: {heads}",
     ]
-    assert caplog.messages[0].startswith("plans.from_hf: 6 entries stay whole on each device.")
+    assert caplog.messages[0].startswith("plans.from_hf: 6 entries do not divide over the mesh.")
     assert all(line in caplog.text for line in lines)
-    with pytest.raises(ValueError, match=r"plans.from_hf: 6 entries stay whole.* with strict=True") as error:
+    with pytest.raises(
+        ValueError, match=r"plans.from_hf: 6 entries do not divide over the mesh.* strict=False"
+    ) as error:
         split(model, fsdp=None, strict=True)
     assert all(line in str(error.value) for line in lines)
     plan = ts.plans.from_hf(model, make_mesh((4, 2)), fsdp=None)
-    assert plan.reasons["model.layers.*.self_attn.k_proj.weight"] == f"colwise, but whole over model: {heads}"
+    assert plan.reasons["model.layers.*.self_attn.k_proj.weight"] == f"colwise; {heads}; whole, 1.0 kB on each device"
 
 
 def test_all_that_cannot_be_read_is_said_together():

@@ -1,6 +1,6 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
 from torch_shard._plans.from_hf import from_hf
-from torch_shard._plans.simple import replicated
+from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 
-__all__ = ["from_hf", "replicated"]
+__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]

@@ -6,14 +6,17 @@
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
 from rich.filesize import decimal
 
 from torch_shard._sharding import ShardingPlan, describe_mesh, describe_spec, make_matcher
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,16 @@ class Decision:
     spec: PartitionSpec
     reason: str
     fault: str = ""
+
+    def say(self, entry: torch.Tensor) -> str:
+        """The reason, with the fault, and with the bytes of an entry that stays whole for it."""
+        held = "" if any(self.spec) or not self.fault else f"whole, {describe_bytes(entry)} on each device"
+        return "; ".join(filter(None, (self.reason, self.fault, held)))
+
+
+def describe_bytes(entry: torch.Tensor) -> str:
+    """The size of an entry."""
+    return decimal(entry.numel() * entry.element_size())
 
 
 def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -109,22 +122,18 @@ def plan_of(
     """
     entries = entries_of(model)
     if lines := _unsplit(entries, decisions):
-        whole = f"{where}: {len(lines)} {'entry stays' if len(lines) == 1 else 'entries stay'} whole on each device"
+        head = f"{where}: {len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh"
         if strict:
-            remedy = "Change its sizes or the mesh, or take them whole: strict=False."
-            raise ValueError("\n".join([f"{whole}, with strict=True. {remedy}", "", *lines]))
-        logger.warning("\n".join([f"{whole}.", "", *lines]))
+            remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
+            raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))
+        logger.warning("\n".join([f"{head}.", "", *lines]))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
-    for key, decision in _compressed(decisions):
-        rules[key], reasons[key] = decision.spec, decision.reason
+    for key, (spec, reason) in with_globs(
+        {n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries
+    ).items():
+        rules[key], reasons[key] = spec, reason
     return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}))
-
-
-def whole(entry: torch.Tensor, fault: str) -> Decision:
-    """An entry that should have been split, and could not be."""
-    held = decimal(entry.numel() * entry.element_size())
-    return Decision(PartitionSpec(), f"whole, {held} on each device: {fault}", fault)
 
 
 def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> list[str]:
@@ -133,19 +142,24 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
     for name, decision in decisions.items():
         if decision.fault:
             entry = entries[name]
-            held = decimal(entry.numel() * entry.element_size())
-            split = "" if not any(decision.spec) else f" (it is split {describe_spec(decision.spec)})"
-            lines.setdefault(id(entry), f"  {name} {tuple(entry.shape)}, {held}: {decision.fault}{split}")
+            split = "whole" if not any(decision.spec) else describe_spec(decision.spec)
+            held = f"  {name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
+            lines.setdefault(id(entry), f"{held}: {decision.reason}: {decision.fault}")
     return list(lines.values())
 
 
-def _compressed(decisions: Mapping[str, Decision]) -> Iterable[tuple[str, Decision]]:
-    """Rules and decisions: a glob for the numbers of layers where all that it matches is decided alike."""
-    keys = {name: re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in decisions}
+def with_globs(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    """The same values by fewer rules: a glob in place of the numbers of layers, where it says the same of all.
+
+    Args:
+        values: By name.
+        names: All names that a glob could match.
+    """
+    parts = {name: name.partition(":") for name in values}  # after the colon comes a place within a module
+    keys = {n: re.sub(r"(?<![^.])\d+(?![^.])", "*", path) + colon + rest for n, (path, colon, rest) in parts.items()}
     alike: dict[str, bool] = {}
-    for key in dict.fromkeys(keys.values()):
+    for key, value in {key: values[name] for name, key in keys.items()}.items():
         matches = make_matcher(key)
-        matched = [decision for name, decision in decisions.items() if matches(name)]
-        alike[key] = len(matched) > 1 and all(decision == matched[0] for decision in matched)
-    rules = {key if alike[key] else name: decisions[name] for name, key in keys.items()}
-    return rules.items()
+        matched = [name for name in names if matches(name)]
+        alike[key] = len(matched) > 1 and all(name in values and values[name] == value for name in matched)
+    return {key if alike[key] else name: values[name] for name, key in keys.items()}

@@ -16,7 +16,6 @@ from torch_shard._common.validate import check_kind
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
-    add_axis,
     check_axes,
     entries_of,
     names_of,
@@ -25,6 +24,8 @@ from torch_shard._plans.decisions import (
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
+from torch_shard._plans.layers import HEAD_WIDTHS
+from torch_shard._plans.recipes import by_shape, with_sizes
 from torch_shard._sharding import ShardingPlan, check_mesh
 
 
@@ -41,9 +42,9 @@ def from_hf(
     """Read the plan that a model of transformers has for itself: `model.tp_plan`, `model.ep_plan`, `model.fsdp_plan`.
 
     Names are looked up as transformers does it, so that a rule of its which matches nothing is no error. With `fsdp`
-    every parameter is split once more, along the first of its dims that divides. Heads of attention are never split
-    inside: where they do not divide, their projections stay whole over `tp`. LoRA adapters (peft) follow the layer
-    that they adapt.
+    parameters are split once more, along the first of their dims that divides, but for small vectors. Heads of
+    attention are never split inside: where they do not divide, their projections stay whole over `tp`. LoRA adapters
+    (peft) follow the layer that they adapt.
 
     Args:
         model: A `PreTrainedModel`, or a module that holds one; it may be on the meta device. It is not changed.
@@ -146,13 +147,12 @@ class _Reader:
                 continue
             style = STYLES[rule.style]
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
-            told = rule.style + (f" ({style.note})" if style.note else "")
-            if dim is not None and (fault := self._fault(name, entry, dim, axes, rule)):
-                told, faults = f"{rule.style}, but whole over {_spell(axes)}: {fault}", [*faults, fault]
-            elif dim is not None and (len(spec) <= dim or spec[dim] is None):
-                spec = _with(spec, dim, axes)
-                told += f"; {_PACKED}" if style.pieces > 1 else ""
-            reasons.append(told)
+            fault = "" if dim is None else self._fault(name, entry, dim, axes, rule)
+            faults += [fault] if fault else []
+            is_split = dim is not None and not fault and (len(spec) <= dim or spec[dim] is None)
+            spec = _with(spec, dim, axes) if dim is not None and is_split else spec
+            note = _PACKED if is_split and style.pieces > 1 else style.note
+            reasons.append(rule.style + (f" ({note})" if note else ""))
         return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults))
 
     def _tp_rule(self, name: str) -> Rule | None:
@@ -164,8 +164,7 @@ class _Reader:
     def _fault(self, name: str, entry: torch.Tensor, dim: int, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
         size, length = size_of(axes, self.mesh), entry.shape[dim]
-        shards = f"{_spell(axes)}={size}"
-        pieces = STYLES[rule.style].pieces
+        shards, pieces = with_sizes(axes, self.mesh), STYLES[rule.style].pieces
         if length % (size * pieces):
             packed = f" of {pieces} pieces" if pieces > 1 else ""
             return f"dim {dim} = {length}{packed} is not a multiple of {shards}"
@@ -181,17 +180,12 @@ class _Reader:
         """The decision with the split for storage."""
         taken = {axis for part in decision.spec for axis in names_of(part or ())}
         left = tuple(axis for axis in names_of(self.fsdp or ()) if axis not in taken)
-        if not left or not entry.ndim:
+        if not left:
             return decision
-        spec = add_axis(decision.spec, entry.shape, left, self.mesh)
-        if spec is None:
-            fault = f"no dim is a multiple of {_spell(left)}={size_of(left, self.mesh)}"
-            return replace(
-                decision, reason=f"{decision.reason}; {fault}", fault=f"{decision.fault}; {fault}".lstrip("; ")
-            )
         rule = self.fsdp_rules.above(name)
-        told = f" ({FSDP_STYLES[rule.style]})" if rule else ""
-        return replace(decision, spec=spec, reason=f"{decision.reason}; stored over {_spell(left)}{told}")
+        told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
+        stored = by_shape(decision, entry, left[0] if len(left) == 1 else left, self.mesh)
+        return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
 
 
 _PACKED = "gate and up are split as one, so that they move between devices in each use"
@@ -205,18 +199,15 @@ def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def _spell(axes: Axes) -> str:
-    return axes if isinstance(axes, str) else " and ".join(axes)
-
-
 def _num_heads(model: nn.Module, name: str, length: int) -> int | None:
     """How many heads of attention a projection has; None for others."""
     parts = name.split(".")
     at = next((at for at, part in enumerate(parts) if part in _HEADS), None)
     if at is None:
         return None
-    head_dim = getattr(model.get_submodule(".".join(parts[:at])), "head_dim", None)
-    width = head_dim * _HEADS[parts[at]] if isinstance(head_dim, int) else 0
+    attention = model.get_submodule(".".join(parts[:at]))
+    widths = (getattr(attention, name, None) for name in HEAD_WIDTHS)
+    width = next((width for width in widths if isinstance(width, int)), 0) * _HEADS[parts[at]]
     return length // width if width and length % width == 0 else None
 
 

@@ -66,6 +66,6 @@ STYLES = {
 
 FSDP_STYLES = {
     "free_full_weight": "free_full_weight",
-    "keep_full_weight": "keep_full_weight, which is stored alike: XLA decides for how long it is gathered",
+    "keep_full_weight": "keep_full_weight, stored alike: XLA decides for how long it is gathered",
 }
 """What is said of an entry that is split for storage alone."""

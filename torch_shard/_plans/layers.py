@@ -1,0 +1,93 @@
+"""What a layer is: a product, a table, experts in one tensor, a norm; and how many heads its features are."""
+
+# PyTorch annotates some of its functions in part; attributes of users' modules are anything.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+LORA = ".lora_"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A layer that multiplies by its weight.
+
+    Attributes:
+        out_dim: The dim of the weight that is summed over by nothing: that of the output.
+        in_dim: The dim of the weight that is summed over.
+        num_out: Features, or channels, of the output.
+        num_in: Of the input.
+        groups: Of a convolution; 1 else.
+    """
+
+    out_dim: int
+    in_dim: int
+    num_out: int
+    num_in: int
+    groups: int = 1
+
+
+def product_of(layer: nn.Module) -> Product | None:
+    """What a layer multiplies, if it is a product."""
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        return None
+    if isinstance(layer, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
+        out_dim = 1 if layer.transposed else 0
+        return Product(out_dim, 1 - out_dim, layer.out_channels, layer.in_channels, layer.groups)
+    if weight.ndim != 2 or is_table(layer):
+        return None
+    if type(layer).__name__ == "Conv1D":  # of transformers: a Linear with its weight the other way
+        return Product(1, 0, weight.shape[1], weight.shape[0])
+    if isinstance(layer, nn.Linear) or hasattr(layer, "out_features"):
+        return Product(0, 1, weight.shape[0], weight.shape[1])
+    return None
+
+
+def is_table(layer: nn.Module) -> bool:
+    """Whether it looks rows up by number."""
+    return isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+
+
+def is_norm(layer: nn.Module) -> bool:
+    """Whether it scales what it normalises."""
+    return "Norm" in type(layer).__name__
+
+
+def experts_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that hold all experts of a layer along their first dim, if it has any."""
+    held = dict(layer.named_parameters(recurse=False))
+    num = getattr(layer, "num_experts", None) or getattr(layer, "n_experts", None)
+    matrices = [p for p in held.values() if p.ndim == 3]
+    is_experts = bool(matrices) and ("expert" in type(layer).__name__.lower() or num == matrices[0].shape[0])
+    return {n: p for n, p in held.items() if p.shape[0] == matrices[0].shape[0]} if is_experts else {}
+
+
+def head_width(parent: nn.Module, product: Product) -> int | None:
+    """Features of one head, where the module that a layer stands in has heads."""
+    for name in HEAD_WIDTHS:
+        if isinstance(width := getattr(parent, name, None), int) and width > 0:
+            return width
+    for name in HEAD_COUNTS:
+        if isinstance(num := getattr(parent, name, None), int) and num > 0:
+            width = min(product.num_in, product.num_out)
+            return width // num if width % num == 0 else None
+    return None
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold parameters themselves, by name, in the order of their declaration."""
+    for path, layer in model.named_modules():
+        if next(layer.parameters(recurse=False), None) is not None:
+            yield path, layer
+
+
+def base_of(path: str) -> str:
+    """The name that a layer has without the wrappers of adapters around it (`q_proj.base_layer`, `q_proj.lora_A.x`)."""
+    return path.split(LORA)[0].removesuffix(".base_layer")

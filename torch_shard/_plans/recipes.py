@@ -1,0 +1,228 @@
+"""Recipes: plans by what the layers of a model are, and by shape where nothing else is known."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._common.caller import public
+from torch_shard._plans.decisions import Axes, Decision, add_axis, check_axes, entries_of, names_of, plan_of, size_of
+from torch_shard._plans.layers import experts_of, layers_of
+from torch_shard._plans.roles import Role, roles_of
+from torch_shard._plans.sequence import sequence_constraints
+from torch_shard._sharding import ShardingPlan, check_mesh
+
+SMALL = 2**16
+"""Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
+
+
+@public
+def replicated() -> ShardingPlan:
+    """A plan that keeps every entry whole on each device: data parallelism.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> ts.plans.replicated()
+        ShardingPlan({'**': P()})
+    """
+    return ShardingPlan({"**": PartitionSpec()}, reasons={"**": "data parallel: whole on each device"})
+
+
+@public
+def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bool = False) -> ShardingPlan:
+    """Split every matrix over the axis of the batch: ZeRO-3, fully sharded data parallelism.
+
+    Each is gathered where a layer needs it, and its gradient scattered (Rajbhandari et al., 2020). Buffers and small
+    vectors stay whole.
+
+    Args:
+        model: Any module, on the meta device too: names and shapes alone are read.
+        mesh: Where it will lie.
+        fsdp: The axis, or several that split as one.
+        strict: Whether an entry that no dim of which divides is an error. Else it stays whole, and is listed with its
+            bytes: in the plan, and as a warning of the logger.
+
+    Raises:
+        ValueError: The mesh lacks the axis; or, with `strict`, entries do not divide.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.plans.fsdp(torch.nn.Linear(4, 8), ts.make_mesh(batch=4))
+        ShardingPlan({'weight': P('batch', None), 'bias': P()})
+    """
+    return _plan("plans.fsdp", model, mesh, fsdp=fsdp, strict=strict)
+
+
+@public
+def hsdp(
+    model: torch.nn.Module, mesh: Mesh, *, replicate: Axes = "replica", fsdp: Axes = "batch", strict: bool = False
+) -> ShardingPlan:
+    """Split every matrix within groups of devices, each group holding a whole model: hybrid sharding.
+
+    Gathers stay within a group, whose devices are near; between groups only gradients are summed. Give the step
+    `batch_spec=P(("replica", "batch"))`, so that each device has its own rows.
+
+    Args:
+        model: As `fsdp` takes it.
+        mesh: Where it will lie.
+        replicate: The axis between the groups.
+        fsdp: The axis within one.
+        strict: As `fsdp` takes it.
+
+    Raises:
+        ValueError: The mesh lacks an axis; or, with `strict`, entries do not divide.
+    """
+    check_axes("plans.hsdp", check_mesh(mesh), replicate=replicate, fsdp=fsdp)
+    return _plan("plans.hsdp", model, mesh, fsdp=fsdp, strict=strict)
+
+
+@public
+def tp(model: torch.nn.Module, mesh: Mesh, *, tp: str = "model", strict: bool = False) -> ShardingPlan:
+    """Split layers by their features, in pairs: tensor parallelism as Megatron has it.
+
+    A layer that widens (q, k, v, gate, up) is split by its output, one that narrows (o, down) by its input, embeddings
+    by the vocabulary, convolutions by channels, LoRA's factors as their base layer. What a layer is, its class, its
+    name and its shape say. Another choice would give the same numbers with other traffic.
+
+    Args:
+        model: As `fsdp` takes it.
+        mesh: Where it will lie.
+        tp: The axis.
+        strict: As `fsdp` takes it; it is also a fault if heads would be cut, which keeps a layer whole.
+
+    Raises:
+        ValueError: The mesh lacks the axis; or, with `strict`, entries do not divide.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
+        ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
+    """
+    return _plan("plans.tp", model, mesh, tp=tp, strict=strict)
+
+
+@public
+def fsdp_tp(
+    model: torch.nn.Module,
+    mesh: Mesh,
+    *,
+    fsdp: Axes = "batch",
+    tp: str = "model",
+    sequence: bool = False,
+    strict: bool = False,
+) -> ShardingPlan:
+    """Split layers by their features over one axis, and what each device then has over that of the batch.
+
+    Args:
+        model: As `fsdp` takes it.
+        mesh: Where it will lie.
+        fsdp: The axis of the batch.
+        tp: The axis of features.
+        sequence: Whether the residual stream, (batch, sequence, features), is split along its sequence over `tp`
+            (Korthikanti et al., 2022): each device normalises its part, and the two all-reduces of a layer become
+            reduce-scatters and all-gathers.
+        strict: As `tp` takes it.
+
+    Raises:
+        ValueError: The mesh lacks an axis; `sequence`, and no layers of a transformer are found; or, with `strict`,
+            entries do not divide.
+    """
+    return _plan("plans.fsdp_tp", model, mesh, fsdp=fsdp, tp=tp, sequence=sequence, strict=strict)
+
+
+@public
+def expert(
+    model: torch.nn.Module,
+    mesh: Mesh,
+    *,
+    ep: Axes = "model",
+    fsdp: Axes | None = "batch",
+    tp: str | None = None,
+    strict: bool = False,
+) -> ShardingPlan:
+    """Give each device its own experts, and split all else as `fsdp`, `tp` or both do.
+
+    Args:
+        model: As `fsdp` takes it, with experts in one tensor, (experts, features, features), as transformers has them.
+        mesh: Where it will lie.
+        ep: The axis of experts.
+        fsdp: The axis of the batch; None leaves what it would split whole.
+        tp: The axis of features; None for none.
+        strict: As `tp` takes it.
+
+    Raises:
+        ValueError: The mesh lacks an axis; no entry holds several experts; or, with `strict`, entries do not divide.
+    """
+    if not any(experts_of(layer) for _, layer in layers_of(model)):
+        raise ValueError(
+            f"plans.expert: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
+            "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
+        )
+    return _plan("plans.expert", model, mesh, fsdp=fsdp, tp=tp, ep=ep, strict=strict)
+
+
+def _plan(
+    where: str,
+    model: torch.nn.Module,
+    mesh: Mesh,
+    *,
+    fsdp: Axes | None = None,
+    tp: str | None = None,
+    ep: Axes | None = None,
+    sequence: bool = False,
+    strict: bool,
+) -> ShardingPlan:
+    check_axes(where, check_mesh(mesh), fsdp=fsdp, tp=tp, ep=ep)
+    roles = roles_of(model)
+    experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
+    decisions: dict[str, Decision] = {}
+    for name, entry in entries_of(model).items():
+        if name not in roles:
+            decisions[name] = Decision(PartitionSpec(), "a buffer")
+            continue
+        made = Decision(PartitionSpec(), "")
+        if ep and id(entry) in experts:
+            made = _by_experts(entry, ep, mesh)
+        elif tp is not None:
+            made = _by_features(entry, roles[name], tp, mesh)
+        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh)
+    split = sequence and fsdp is not None and tp is not None
+    activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if split else {}
+    return plan_of(model, decisions, where=where, strict=strict, activations=activations)
+
+
+def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
+    why, num = "experts, each on one device", entry.shape[0]
+    if num % size_of(ep, mesh):
+        return Decision(PartitionSpec(), why, f"{num} are not a multiple of {with_sizes(ep, mesh)}")
+    return Decision(PartitionSpec(ep), why)
+
+
+def _by_features(entry: torch.Tensor, role: Role, tp: str, mesh: Mesh) -> Decision:
+    if role.dim is None:
+        return Decision(PartitionSpec(), role.reason)
+    size, shown = entry.shape[role.dim], with_sizes(tp, mesh)
+    fault = f"dim {role.dim} = {size} is not a multiple of {shown}" if size % mesh.shape[tp] else ""
+    if not fault and role.heads % mesh.shape[tp]:
+        fault = f"{role.heads} heads are not a multiple of {shown}, and would be cut"
+    if fault:
+        return Decision(PartitionSpec(), role.reason, fault)
+    return Decision(PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim))), role.reason)
+
+
+def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
+    """The decision with one more split, for storage: none of what is small."""
+    if entry.ndim < 2 and entry.numel() < SMALL:
+        return made if made.reason else Decision(made.spec, "a small vector")
+    spec = add_axis(made.spec, entry.shape, fsdp, mesh)
+    why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
+    fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
+    reason = "; ".join(filter(None, (made.reason, *why)))
+    return Decision(made.spec if spec is None else spec, reason, "; ".join(filter(None, (made.fault, fault))))
+
+
+def with_sizes(axes: Axes, mesh: Mesh) -> str:
+    """Axes and their sizes, for what is said."""
+    return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))

@@ -1,0 +1,249 @@
+"""Which dim of each entry tensor parallelism splits: by what its layer is, where it stands, and what it is called.
+
+Megatron's scheme (Shoeybi et al., 2019): of two products in a row the first is split by its output (a *column* layer),
+the second by its input (a *row* layer), so that nothing is sent between them; whole heads on one device; an embedding
+by its vocabulary. Whatever the choice, the numbers are the same.
+"""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torch_shard._plans.layers import (
+    LORA,
+    Product,
+    base_of,
+    experts_of,
+    head_width,
+    is_norm,
+    is_table,
+    layers_of,
+    product_of,
+)
+
+Side = Literal["column", "row", "whole"]
+
+COLUMNS = frozenset(
+    {
+        "q",
+        "k",
+        "v",
+        "query",
+        "key",
+        "value",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv",
+        "qkv_proj",
+        "query_key_value",
+        "in_proj",
+        "c_attn",
+        "Wqkv",
+        "wq",
+        "wk",
+        "wv",
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_kv",
+        "to_qkv",
+        "kv_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "fc1",
+        "fc_in",
+        "w1",
+        "w3",
+        "wi",
+        "wi_0",
+        "wi_1",
+        "lin1",
+        "linear1",
+        "dense_h_to_4h",
+        "c_fc",
+        "intermediate.dense",
+    }
+)
+ROWS = frozenset(
+    {
+        "o",
+        "o_proj",
+        "out_proj",
+        "wo",
+        "to_out",
+        "c_proj",
+        "down_proj",
+        "fc2",
+        "fc_out",
+        "w2",
+        "lin2",
+        "linear2",
+        "dense_4h_to_h",
+        "output.dense",
+        "attention.dense",
+        "self_attention.dense",
+        "attn.proj",
+        "out_lin",
+    }
+)
+LOW_RANK = frozenset(
+    {
+        "q_a_proj",
+        "kv_a_proj",
+        "kv_a_proj_with_mqa",
+    }
+)
+ROUTER = "a router, whose scores all devices need"
+ROUTERS = frozenset(
+    {
+        "gate",
+        "router",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Role:
+    """What tensor parallelism does with one entry.
+
+    Attributes:
+        dim: The dim that is split; None if it stays whole.
+        reason: Why.
+        side: Of a product: how it is split.
+        heads: The split dim holds so many heads, which are better not cut; 0 if it is not known to hold any.
+    """
+
+    dim: int | None
+    reason: str
+    side: Side = "whole"
+    heads: int = 0
+
+
+def roles_of(model: nn.Module) -> dict[str, Role]:
+    """The role of each parameter, by name; all names of a tie have one."""
+    most_rows = max((p.shape[0] for _, m in layers_of(model) if is_table(m) for p in m.parameters()), default=0)
+    sides = _Sides(model)
+    found: dict[str, Role] = {}
+    for path, layer in layers_of(model):
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: role for name, role in _roles(path, layer, sides, most_rows)}
+    by_tensor: dict[int, Role] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in found:
+            by_tensor.setdefault(id(p), found[name])
+    return {name: by_tensor[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _roles(path: str, layer: nn.Module, sides: "_Sides", most_rows: int) -> Iterator[tuple[str, Role]]:
+    held = dict(layer.named_parameters(recurse=False))
+    if LORA in path:
+        yield from _of_adapter(path, held, sides)
+    elif experts := experts_of(layer):
+        yield from _of_experts(layer, experts)
+        yield from ((name, Role(None, "one value for each expert")) for name in held if name not in experts)
+    elif (product := product_of(layer)) is not None:
+        yield from _of_product(path, product, held, sides)
+    elif isinstance(layer, nn.MultiheadAttention):
+        heads = {"in_proj_weight": 0, "in_proj_bias": 0}
+        for name in held:
+            reason = f"column: {layer.num_heads} heads" if name in heads else "small"
+            yield name, Role(heads.get(name), reason, "column", layer.num_heads)
+    elif is_table(layer):
+        for name, p in held.items():
+            is_large = 4 * p.shape[0] >= most_rows
+            why = "an embedding, by its vocabulary" if is_large else f"a table of {p.shape[0]} rows"
+            yield name, Role(0 if is_large else None, why)
+    elif is_norm(layer) or "Router" in type(layer).__name__:
+        yield from ((name, Role(None, "a norm" if is_norm(layer) else ROUTER)) for name in held)
+    else:
+        why = f"no rule of tensor parallelism for {type(layer).__name__}"
+        yield from ((name, Role(None, why)) for name in held)
+
+
+def _of_product(
+    path: str, product: Product, held: Mapping[str, torch.Tensor], sides: "_Sides"
+) -> Iterator[tuple[str, Role]]:
+    side, why = sides.of(path)
+    heads = sides.heads(path, product) if side != "whole" else 0
+    for name, p in held.items():
+        if name == "weight":
+            dim = {"column": product.out_dim, "row": product.in_dim, "whole": None}[side]
+            yield name, Role(dim, why, side, heads)
+        elif side == "column" and p.shape == (product.num_out,):
+            yield name, Role(0, f"bias of a {why}", side, heads)
+        else:
+            yield name, Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
+
+
+def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") -> Iterator[tuple[str, Role]]:
+    """LoRA (Hu et al., 2021): the factor beside the split dim of the base layer is split as that is."""
+    side, _ = sides.of(base_of(path))
+    is_first = f"{LORA}A." in f"{path}."
+    dim = 1 if (side, is_first) == ("row", True) else 0 if (side, is_first) == ("column", False) else None
+    for name, p in held.items():
+        split = dim if p.ndim == 2 else None
+        yield name, Role(split, f"LoRA of a {side} layer", "column" if dim == 0 else "row" if dim == 1 else "whole")
+
+
+def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
+    """The inner features of each expert: rows of what leads in, columns of what leads out."""
+    transposed = bool(getattr(layer, "is_transposed", False))
+    for name, p in experts.items():
+        leads_out = any(word in name for word in ("down", "w2", "out"))
+        if p.ndim == 3:
+            dim = 2 if leads_out != transposed else 1
+            yield name, Role(dim, "experts: " + ("a row" if leads_out else "a column") + " layer for each")
+        else:
+            yield name, Role(None if leads_out or p.ndim < 2 else 1, "experts: a bias for each")
+
+
+class _Sides:
+    """How each product of a model is split."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._products = {base_of(n): p for n, m in layers_of(model) if LORA not in n and (p := product_of(m))}
+        self._turn: dict[str, int] = {}
+        for _, group in itertools.groupby(self._products, lambda path: path.rpartition(".")[0]):
+            alike = [p for p in group if self._products[p].num_in == self._products[p].num_out]
+            self._turn |= {path: number for number, path in enumerate(alike)}
+
+    def of(self, path: str) -> tuple[Side, str]:
+        """The side, and why in the words of a noun phrase."""
+        path = base_of(path)
+        product = self._products.get(path)
+        if product is None:
+            return "whole", "layer that is no product"
+        words = [word for word in path.split(".") if not word.isdigit()]
+        name, pair = ".".join(words[-1:]), ".".join(words[-2:])
+        if name in LOW_RANK or name in ROUTERS:
+            return "whole", "projection to a low rank" if name in LOW_RANK else ROUTER
+        if name in COLUMNS or pair in COLUMNS or product.groups > 1:
+            return "column", "column layer"
+        if name in ROWS or pair in ROWS:
+            return "row", "row layer"
+        if product.num_out != product.num_in:
+            wider = product.num_out > product.num_in
+            return ("column", "column layer, as it widens") if wider else ("row", "row layer, as it narrows")
+        first = self._turn[path] % 2 == 0
+        return ("column", "column layer, first of a pair") if first else ("row", "row layer, second of a pair")
+
+    def heads(self, path: str, product: Product) -> int:
+        """So many heads are in the split dim; 0 if none are known."""
+        parent = self._model.get_submodule(base_of(path).rpartition(".")[0])
+        split = product.num_out if self.of(path)[0] == "column" else product.num_in
+        if product.groups > 1:
+            return product.groups
+        width = head_width(parent, product)
+        return split // width if width and split % width == 0 else 0
