@@ -13,16 +13,7 @@ from torch import nn
 from benchmarks.processes import Failed, isolated
 from benchmarks.rows import Row
 from benchmarks.tpu import host_memory
-from benchmarks.tpu_cases import (
-    LLAMA_OVER_TIME,
-    MIXTRAL_OVER_TIME,
-    TpuCase,
-    fsdp_and_tensor_parallel,
-    hf_llama,
-    hf_mixtral,
-    next_token_loss,
-    tokens,
-)
+from benchmarks.tpu_cases import TpuCase, hf_llama, hf_mixtral, next_token_loss, over_both, tokens
 from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 
@@ -105,8 +96,7 @@ def case_of(name: str, quick: bool) -> TpuCase:
         lambda: make(sizes),
         next_token_loss,
         tokens(rows, length),
-        fsdp_and_tensor_parallel,
-        activations=MIXTRAL_OVER_TIME if isinstance(sizes, Mixtral) else LLAMA_OVER_TIME,
+        over_both,
     )
 
 

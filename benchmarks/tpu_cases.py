@@ -8,7 +8,6 @@ import jax
 import optax
 import torch
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
@@ -32,8 +31,8 @@ UNCUT = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 ByHand = Callable[[Mesh], tuple[Rival, Values]]
 
-Specs = Callable[[str, torch.Tensor], P]
-"""Of a parameter, by its name."""
+Recipe = Callable[[nn.Module, Mesh], ts.ShardingPlan]
+"""How a model is split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +46,7 @@ class TpuCase:
         model: On the meta device.
         loss_fn: In torch.
         batch: On the meta device.
-        specs: How parameters are split.
-        activations: How what modules take and return is.
+        recipe: How it is split.
         rivals: By hand in JAX, for a mesh, and where they start; the first is the one that targets are about.
         rival_batch: Where they take another one.
         optimizer: Of both sides.
@@ -62,12 +60,11 @@ class TpuCase:
     model: Callable[[], nn.Module]
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     batch: Any
-    specs: Specs
+    recipe: Recipe
     rivals: dict[str, ByHand] = dataclasses.field(default_factory=dict[str, ByHand])
     rival_batch: Any = None
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    activations: dict[str, P] = dataclasses.field(default_factory=dict[str, P])
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -82,11 +79,10 @@ class TpuCase:
 
     def step(self, side: str = OURS) -> ts.TrainStep:
         """One of ours."""
-        model = self.model()
-        rules = {name: self.specs(name, p) for name, p in model.named_parameters()}
-        plan = ts.ShardingPlan(rules, default=P(), activations=self.activations)
+        model, mesh = self.model(), self.mesh
         options = PRECISION | self.options | ({"scan_layers": False} if side == ONE_BY_ONE else {})
-        return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=self.mesh, plan=plan, **options)
+        plan = self.recipe(model, mesh)
+        return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=mesh, plan=plan, **options)
 
     def rival_lowered(self, name: str) -> jax.stages.Lowered:
         """The step of one of the rivals."""
@@ -108,45 +104,16 @@ def next_token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def fsdp_and_tensor_parallel(name: str, p: torch.Tensor) -> P:
-    """Each matrix over both axes; experts over `model`, the router nowhere."""
-    if p.ndim < 2 or name.endswith("mlp.gate.weight"):
-        return P()
-    if p.ndim > 2:
-        return P("model", "batch")
-    return P("batch", "model") if name.split(".")[-2] in ("o_proj", "down_proj") else P("model", "batch")
+def over_both(model: nn.Module, mesh: Mesh) -> ts.ShardingPlan:
+    """FSDP and tensor parallel, experts over `model`; the residual stream over time where there are none."""
+    if hasattr(model.config, "num_local_experts"):
+        return ts.plans.expert(model, mesh, tp="model")
+    return ts.plans.fsdp_tp(model, mesh, sequence=True)
 
 
-SPLIT, WHOLE, INNER = P("batch", "model", None), P("batch", None, None), P("batch", None, "model")
-
-_ATTENTION = {
-    "model.embed_tokens": SPLIT,
-    "model.layers.*": SPLIT,
-    "model.layers.*.*_layernorm": SPLIT,
-    "model.layers.*.self_attn:hidden_states": WHOLE,
-    "model.layers.*.self_attn.q_proj": INNER,
-    "model.layers.*.self_attn.k_proj": INNER,
-    "model.layers.*.self_attn.v_proj": INNER,
-    "model.layers.*.self_attn.o_proj:input": INNER,
-    "model.layers.*.self_attn.o_proj": SPLIT,
-    "model.norm": SPLIT,
-    "lm_head:input": WHOLE,
-    "lm_head": INNER,
-}
-LLAMA_OVER_TIME = _ATTENTION | {
-    "model.layers.*.mlp:x": WHOLE,
-    "model.layers.*.mlp.gate_proj": INNER,
-    "model.layers.*.mlp.up_proj": INNER,
-    "model.layers.*.mlp.down_proj:input": INNER,
-    "model.layers.*.mlp.down_proj": SPLIT,
-}
-MIXTRAL_OVER_TIME = _ATTENTION | {"model.layers.*.mlp:hidden_states": WHOLE, "model.layers.*.mlp": SPLIT}
-"""As the rivals have it: the residual stream over time, what is within attention and MLP over `model`."""
-
-
-def replicated(name: str, p: torch.Tensor) -> P:
+def replicated(model: nn.Module, mesh: Mesh) -> ts.ShardingPlan:
     """Data parallel alone."""
-    return P()
+    return ts.plans.replicated()
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -192,10 +159,9 @@ def llama(quick: bool, remat: str) -> TpuCase:
         lambda: hf_llama(sizes),
         next_token_loss,
         tokens(16, 256 if quick else 2048),
-        fsdp_and_tensor_parallel,
+        over_both,
         {name: by_hand(own) for name, own in rivals.items()},
         options={"remat": remat},
-        activations=LLAMA_OVER_TIME,
         targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
     )
 
@@ -289,7 +255,7 @@ def mixtral(quick: bool) -> TpuCase:
         lambda: hf_mixtral(sizes),
         next_token_loss,
         tokens(16, 256 if quick else 2048),
-        fsdp_and_tensor_parallel,
+        over_both,
         {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
         targets={"cycles": 1.15, "wire": 1.10},

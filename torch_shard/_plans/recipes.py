@@ -51,7 +51,8 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
         >>> ts.plans.fsdp(torch.nn.Linear(4, 8), ts.make_mesh(batch=4))
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
-    return _plan("plans.fsdp", model, mesh, fsdp=fsdp, strict=strict)
+    check_axes("plans.fsdp", check_mesh(mesh), fsdp=fsdp)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where="plans.fsdp", strict=strict)
 
 
 @public
@@ -74,7 +75,7 @@ def hsdp(
         ValueError: The mesh lacks an axis; or, with `strict`, entries do not divide.
     """
     check_axes("plans.hsdp", check_mesh(mesh), replicate=replicate, fsdp=fsdp)
-    return _plan("plans.hsdp", model, mesh, fsdp=fsdp, strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where="plans.hsdp", strict=strict)
 
 
 @public
@@ -100,7 +101,8 @@ def tp(model: torch.nn.Module, mesh: Mesh, *, tp: str = "model", strict: bool = 
         >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
-    return _plan("plans.tp", model, mesh, tp=tp, strict=strict)
+    check_axes("plans.tp", check_mesh(mesh), tp=tp)
+    return plan_of(model, _decide(model, mesh, tp=tp), where="plans.tp", strict=strict)
 
 
 @public
@@ -129,7 +131,10 @@ def fsdp_tp(
         ValueError: The mesh lacks an axis; `sequence`, and no layers of a transformer are found; or, with `strict`,
             entries do not divide.
     """
-    return _plan("plans.fsdp_tp", model, mesh, fsdp=fsdp, tp=tp, sequence=sequence, strict=strict)
+    check_axes("plans.fsdp_tp", check_mesh(mesh), fsdp=fsdp, tp=tp)
+    decisions = _decide(model, mesh, fsdp=fsdp, tp=tp)
+    activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
+    return plan_of(model, decisions, where="plans.fsdp_tp", strict=strict, activations=activations)
 
 
 @public
@@ -149,7 +154,7 @@ def expert(
         mesh: Where it will lie.
         ep: The axis of experts.
         fsdp: The axis of the batch; None leaves what it would split whole.
-        tp: The axis of features; None for none.
+        tp: The axis of features of the other layers, which may be that of the experts; None for none.
         strict: As `tp` takes it.
 
     Raises:
@@ -160,21 +165,15 @@ def expert(
             f"plans.expert: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
         )
-    return _plan("plans.expert", model, mesh, fsdp=fsdp, tp=tp, ep=ep, strict=strict)
+    check_axes("plans.expert", check_mesh(mesh), fsdp=fsdp, tp=tp)
+    check_axes("plans.expert", mesh, fsdp=fsdp, ep=ep)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), where="plans.expert", strict=strict)
 
 
-def _plan(
-    where: str,
-    model: torch.nn.Module,
-    mesh: Mesh,
-    *,
-    fsdp: Axes | None = None,
-    tp: str | None = None,
-    ep: Axes | None = None,
-    sequence: bool = False,
-    strict: bool,
-) -> ShardingPlan:
-    check_axes(where, check_mesh(mesh), fsdp=fsdp, tp=tp, ep=ep)
+def _decide(
+    model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes | None = None, tp: str | None = None, ep: Axes | None = None
+) -> dict[str, Decision]:
+    """What these axes do with each entry."""
     roles = roles_of(model)
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
     decisions: dict[str, Decision] = {}
@@ -188,9 +187,7 @@ def _plan(
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
         decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh)
-    split = sequence and fsdp is not None and tp is not None
-    activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if split else {}
-    return plan_of(model, decisions, where=where, strict=strict, activations=activations)
+    return decisions
 
 
 def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
