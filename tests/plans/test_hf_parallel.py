@@ -43,6 +43,7 @@ MOST = [
     "Phi3",
     *(model.name for model in MORE),
 ]
+CHECKED = {"Llama", *MOST}
 EXPERTS = ["Mixtral-ep", "Qwen3Moe-ep", "GptOss-ep"]
 
 
