@@ -1,0 +1,193 @@
+"""Recipes against plans typed by hand, JAX's own shard shapes, and eager torch."""
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+import transformers
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.cases import CASE, Case, make_mesh
+from tests.tables.hf_models import HF_MODELS, HFModel
+
+
+def on_meta(case: HFModel) -> nn.Module:
+    with torch.device("meta"):
+        config = getattr(transformers, case.config)(**case.fields)
+        return getattr(transformers, case.model)._from_config(config)
+
+
+def trimmed(spec: P) -> tuple[object, ...]:
+    parts = tuple(spec)
+    while parts and parts[-1] is None:
+        parts = parts[:-1]
+    return parts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    logging.getLogger("torch_shard").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("torch_shard").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("case", HF_MODELS, ids=lambda case: case.name)
+def test_tensor_parallelism_is_what_is_typed_by_hand(case: HFModel) -> None:
+    """All that the table of models splits by hand: of biases and embeddings it keeps some whole."""
+    model, mesh = on_meta(case), make_mesh((4, 2))
+    has_experts = any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    plan = ts.plans.expert(model, mesh, fsdp=None, tp="model") if has_experts else ts.plans.tp(model, mesh)
+    found, wanted = plan.resolve(model, mesh), ts.ShardingPlan(case.rules, default=P()).resolve(model, mesh)
+    asked = [name for name, entry in wanted.entries.items() if entry.rule != "default" and not name.endswith("sinks")]
+    assert {n: trimmed(found[n].spec) for n in asked} == {n: trimmed(wanted[n].spec) for n in asked}
+    assert all(entry.reason for entry in found.entries.values())
+
+
+@pytest.mark.parametrize("case", HF_MODELS, ids=lambda case: case.name)
+def test_a_device_holds_its_share_of_every_matrix(case: HFModel) -> None:
+    """But for what a plan lists."""
+    model, mesh = on_meta(case), make_mesh((4, 2))
+    for plan, shares in (
+        (ts.plans.fsdp(model, mesh, fsdp=("batch", "model")), 8),
+        (ts.plans.hsdp(model, mesh, replicate="model"), 4),
+        (ts.plans.fsdp_tp(model, mesh), 4),
+    ):
+        entries = plan.resolve(model, mesh).entries
+        listed = {name for name, entry in entries.items() if "not a multiple of" in entry.reason}
+        held = {name: math.prod(entries[name].local_shape) for name, p in model.named_parameters() if p.ndim > 1}
+        assert [n for n in held if n not in listed and held[n] * shares > model.get_parameter(n).numel()] == []
+
+
+class Attention(nn.Module):
+    """Two key-value heads, four of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.o_proj = nn.Linear(16, 16)
+
+
+def test_heads_are_not_cut_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = make_mesh((2, 4))
+    with caplog.at_level(logging.WARNING, "torch_shard"):
+        plan = ts.plans.tp(Attention(), mesh)
+    assert plan.rules["q_proj.weight"] == P("model", None)
+    assert plan.rules["k_proj.weight"] == P()
+    assert plan.reasons["k_proj.weight"] == (
+        "column layer; 2 heads are not a multiple of model=4, and would be cut; whole, 512 bytes on each device"
+    )
+    assert "k_proj.weight (8, 16), 512 bytes, whole: column layer: 2 heads are not a multiple of model=4" in caplog.text
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 15), nn.Linear(15, 8))
+
+
+def test_what_does_not_divide_is_listed_with_its_bytes_and_strict_refuses_it(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = make_mesh((4, 2))
+    with caplog.at_level(logging.WARNING, "torch_shard"):
+        plan = ts.plans.fsdp_tp(odd(), mesh)
+    said = caplog.text
+    assert "0.weight (7, 8), 224 bytes, P(None, 'batch'): " in said
+    assert "dim 0 = 7 is not a multiple of model=2" in said
+    assert "1.weight (15, 8), 480 bytes, P(None, 'batch'): " in said
+    assert plan.resolve(odd(), mesh)["0.weight"].spec == P(None, "batch")
+    message = (
+        "plans.fsdp_tp: 4 entries do not divide over the mesh. Choose sizes or a mesh that divide, or strict=False"
+    )
+    with pytest.raises(ValueError, match=f"(?s)^{re.escape(message)}.*0.weight.*1.weight.*1.bias.*2.weight"):
+        ts.plans.fsdp_tp(odd(), mesh, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: ts.plans.tp(m, ts.make_mesh(batch=8)),
+            r'plans.tp: on the mesh \(batch=8\): tp="model" names no axis',
+        ),
+        (lambda m: ts.plans.fsdp(m, ts.make_mesh(data=8)), r'plans.fsdp: .*fsdp="batch" names no axis of it'),
+        (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), tp="batch"), r'axis "batch" is given twice'),
+        (lambda m: ts.plans.hsdp(m, make_mesh((4, 2)), replicate="batch"), r'axis "batch" is given twice'),
+        (
+            lambda m: ts.plans.expert(m, make_mesh((4, 2))),
+            r"no entry of Sequential holds several experts",
+        ),
+        (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), sequence=True), r"Sequential has no ModuleList of layers"),
+    ],
+)
+def test_what_a_recipe_cannot_do_is_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(nn.Sequential(nn.Linear(8, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_lora_is_split_as_its_base_layer() -> None:
+    peft = pytest.importorskip("peft")
+    llama = next(case for case in HF_MODELS if case.name == "Llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    model = peft.get_peft_model(on_meta(llama), config)
+    plan = ts.plans.tp(model, make_mesh((4, 2)))
+    layers = "base_model.model.model.layers.*.self_attn."
+    assert {key: plan.rules[layers + key] for key in ("q_proj.base_layer.weight", "o_proj.base_layer.weight")} == {
+        "q_proj.base_layer.weight": P("model", None),
+        "o_proj.base_layer.weight": P(None, "model"),
+    }
+    assert plan.rules[f"{layers}q_proj.lora_B.default.weight"] == P("model", None)
+    assert plan.rules[f"{layers}o_proj.lora_A.default.weight"] == P(None, "model")
+    assert plan.rules[f"{layers}q_proj.lora_A.default.weight"] == P()
+    assert plan.rules[f"{layers}o_proj.lora_B.default.weight"] == P()
+
+
+def test_convolutions_and_attention_of_torch() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.MultiheadAttention(8, 2))
+    plan = ts.plans.tp(model, make_mesh((4, 2)))
+    assert plan.rules["0.weight"] == P("model", None, None, None)
+    assert plan.rules["1.weight"] == P()
+    assert plan.rules["3.in_proj_weight"] == P("model", None)
+    assert plan.rules["3.out_proj.weight"] == P(None, "model")
+
+
+RECIPES = {
+    "fsdp": lambda model, mesh: ts.plans.fsdp(model, mesh),
+    "fsdp_tp": lambda model, mesh: ts.plans.fsdp_tp(model, mesh),
+    "sequence": lambda model, mesh: ts.plans.fsdp_tp(model, mesh, sequence=True),
+}
+
+
+class Planned(Case):
+    """A case whose plan is a recipe's."""
+
+    recipe = "fsdp"
+
+    @property
+    def plan(self) -> ts.ShardingPlan:
+        return RECIPES[self.recipe](self.model(), make_mesh((4, 2)))
+
+
+@pytest.mark.parametrize("name", [*RECIPES])
+def test_no_number_changes(name: str) -> None:
+    case = CASE["gpt"]
+    planned = Planned(case.name, case.build, case.batch, {}, loss_fn=case.loss_fn, rtol=case.rtol)
+    object.__setattr__(planned, "recipe", name)
+    assert_follows(planned, planned.model(), eager_trajectory(planned, 2), (4, 2))
+
+
+def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
+    model = on_meta(next(case for case in HF_MODELS if case.name == "Llama"))
+    mesh = make_mesh((4, 2))
+    asked = ts.plans.fsdp_tp(model, mesh, sequence=True).activations
+    stream, whole, inner = P("batch", "model", None), P("batch", None, None), P("batch", None, "model")
+    assert asked["model.embed_tokens"] == stream
+    assert {asked[f"model.layers.*.{name}"] for name in ("input_layernorm", "self_attn.o_proj", "mlp.down_proj")} == {
+        stream
+    }
+    assert {asked[f"model.layers.*.{name}"] for name in ("self_attn:hidden_states", "mlp:x")} == {whole}
+    assert {asked[f"model.layers.*.{name}"] for name in ("self_attn.q_proj", "mlp.down_proj:input")} == {inner}
+    assert asked["lm_head:input"] == whole
