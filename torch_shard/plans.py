@@ -6,4 +6,4 @@ your own.
 
 from torch_shard._plans import expert, from_hf, fsdp, fsdp_tp, hsdp, replicated, tp
 
-__all__ = ["expert", "fsdp", "fsdp_tp", "from_hf", "hsdp", "replicated", "tp"]
+__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]

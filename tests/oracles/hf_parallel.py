@@ -42,6 +42,7 @@ def _work(folder: pathlib.Path, num: int) -> None:
         model = cls.from_pretrained(path, distributed_config=DistributedConfig(tp_size=num, **experts))
         shards = {name: _local(p) for name, p in model.named_parameters(remove_duplicate=False)}
         np.savez(path.with_suffix(f".{rank}.npz"), **shards)
+    torch.distributed.barrier()  # the first process keeps what the others ask when they form groups
     torch.distributed.destroy_process_group()
 
 

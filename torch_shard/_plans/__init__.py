@@ -3,4 +3,4 @@
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 
-__all__ = ["expert", "fsdp", "fsdp_tp", "from_hf", "hsdp", "replicated", "tp"]
+__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]
