@@ -287,6 +287,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "make(plan={})": "TypeError: make_train_step: plan must be a ShardingPlan, got dict.",
         "make(plan=P())": "TypeError: make_train_step: plan must be a ShardingPlan, got P.",
         "make(plan=mesh, mesh=plan)": "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got ShardingPlan. Build one with",
+        "make(optimizer_plan={})": "TypeError: make_train_step: optimizer_plan must be a ShardingPlan or None, got dict.",
         'make(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or None, got str.",
         'make(batch_spec=("batch",))': "TypeError: make_train_step: batch_spec must be a P or None, got tuple.",
         'make(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",

@@ -3,9 +3,10 @@
 import optax
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import CASE, chosen, make_step
+from tests.tables.cases import CASE, GPT, chosen, make_mesh, make_step
 
 
 def decays(params: dict) -> dict:
@@ -38,3 +39,37 @@ def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
         assert step.num_compiles == 1
     for parameter, value in found[0].items():
         torch.testing.assert_close(found[1][parameter], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("mlp", marks=pytest.mark.slow)])
+def test_the_state_of_an_optimiser_is_split_further_than_parameters(name: str) -> None:
+    """ZeRO-1: each device updates its share, and the parameters are whole again."""
+    case, mesh = CASE[name], make_mesh((4, 2))
+    model = case.model()
+    moments = ts.plans.fsdp(model, mesh, fsdp=("batch", "model"))
+    step = ts.make_train_step(
+        model, case.loss_fn, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.replicated(), optimizer_plan=moments
+    )
+    state = step.init()
+    step.prove(state, case.batches(1)[0]).raise_if_different()
+    state, _ = step(state, case.batches(1)[0])
+    first = state.opt_state[0].mu
+    resolved = moments.resolve(model, mesh)
+    for entry, array in state.params.items():
+        assert array.sharding.is_fully_replicated, entry
+        assert first[entry].sharding.shard_shape(array.shape) == resolved.entries[entry].local_shape, entry
+
+
+def test_layers_whose_moments_are_split_differently_are_not_stored_together() -> None:
+    case, mesh, model = CASE["gpt"], make_mesh((4, 2)), GPT(num_layers=4)
+    apart = next(name for name, p in model.named_parameters() if ".3." in name and p.ndim == 2)
+    moments = ts.plans.fsdp(model, mesh) | {apart: P()}
+    step = ts.make_train_step(
+        model, case.loss_fn, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.replicated(), optimizer_plan=moments
+    )
+    state, _ = step(step.init(), case.batches(1)[0])
+    first = state.opt_state[0].mu
+    assert first[apart].sharding.is_fully_replicated
+    assert not first[apart.replace(".3.", ".0.")].sharding.is_fully_replicated
+    sizes = sorted(len(group) for group in state.params.layout.groups if apart.replace(".3.", ".0.") in group)
+    assert sizes == [3]

@@ -73,6 +73,11 @@ def hsdp(
 
     Raises:
         ValueError: The mesh lacks an axis; or, with `strict`, entries do not divide.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> ts.plans.hsdp(torch.nn.Linear(4, 8), ts.make_mesh(replica=2, batch=4))
+        ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
     check_axes("plans.hsdp", check_mesh(mesh), replicate=replicate, fsdp=fsdp)
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), where="plans.hsdp", strict=strict)
@@ -130,6 +135,13 @@ def fsdp_tp(
     Raises:
         ValueError: The mesh lacks an axis; `sequence`, and no layers of a transformer are found; or, with `strict`,
             entries do not divide.
+
+    Example:
+        >>> import jax, torch, torch_shard as ts
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=False))
+        >>> plan = ts.plans.fsdp_tp(mlp, ts.make_mesh(batch=4, model=2))
+        >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
+        ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
     check_axes("plans.fsdp_tp", check_mesh(mesh), fsdp=fsdp, tp=tp)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp)
@@ -159,6 +171,15 @@ def expert(
 
     Raises:
         ValueError: The mesh lacks an axis; no entry holds several experts; or, with `strict`, entries do not divide.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> class Experts(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = torch.nn.Parameter(torch.zeros(4, 8, 2))
+        >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
+        ShardingPlan({'up': P('model', 'batch', None)})
     """
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(

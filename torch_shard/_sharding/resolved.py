@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -43,6 +43,12 @@ class ResolvedEntry:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's shard."""
         return self.sharding.shard_shape(self.shape)
+
+    @property
+    def padded_spec(self) -> PartitionSpec:
+        """The spec with a part for each dim."""
+        spec = self.sharding.spec
+        return PartitionSpec(*spec, *(None for _ in range(len(self.shape) - len(spec))))
 
     def count_bytes(self, shape: tuple[int, ...]) -> int | None:
         """Count the bytes of `shape` in this entry's dtype; None if that is unknown."""

@@ -25,6 +25,7 @@ def make_train_step(
     *,
     mesh: Mesh,
     plan: ShardingPlan,
+    optimizer_plan: ShardingPlan | None = None,
     batch_spec: PartitionSpec | None = None,
     compute_dtype: torch.dtype | None = None,
     cast: Cast = "products",
@@ -44,6 +45,9 @@ def make_train_step(
         optimizer: An optax gradient transformation.
         mesh: Devices with Auto axes, from `make_mesh`.
         plan: Which parameter and buffer is split how, by name.
+        optimizer_plan: The same for what the optimiser keeps of each parameter, its moments, where that is split
+            further: with `plan=ts.plans.replicated()` and `optimizer_plan=ts.plans.fsdp(model, mesh)` each device
+            updates its share of the parameters, which are then gathered (ZeRO-1). By default as `plan` has it.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
         compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
@@ -115,6 +119,7 @@ def make_train_step(
     options = StepOptions(
         mesh=mesh,
         plan=plan,
+        optimizer_plan=optimizer_plan,
         batch_spec=batch_spec,
         compute_dtype=compute_dtype,
         cast=cast,

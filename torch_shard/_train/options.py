@@ -26,6 +26,7 @@ class StepOptions:
 
     mesh: Mesh
     plan: ShardingPlan
+    optimizer_plan: ShardingPlan | None = None
     batch_spec: PartitionSpec | None = None
     compute_dtype: torch.dtype | None = None
     cast: Cast = "products"
@@ -38,6 +39,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
         check_kind("plan", self.plan, ShardingPlan)
+        check_kind("optimizer_plan", self.optimizer_plan, ShardingPlan | None)
         check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
         self._check_compute_dtype()
         self._check_layers()
@@ -69,15 +71,18 @@ class StepOptions:
         """Give the placement of the leaves of a batch."""
         return BatchLayout(self.mesh, self.batch_spec)
 
-    def layers(self, plan: ResolvedPlan, names: list[str]) -> LayerOptions:
+    def layers(self, plan: ResolvedPlan, moments: ResolvedPlan, names: list[str]) -> LayerOptions:
         """Give what concerns repeated layers, for a model with entries of these names.
 
         Args:
             plan: The plan, resolved for the model.
+            moments: That of the optimiser's state, which may be the same.
             names: Of its parameters and buffers.
         """
-        return LayerOptions(self.scan_layers, self.remat, tuple((name, plan[name].spec) for name in names))
+        both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
+        specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
+        return LayerOptions(self.scan_layers, self.remat, tuple(specs))  # layers differ where any of the two does
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        return dataclasses.replace(self, remat="none", accumulate_steps=1)
+        return dataclasses.replace(self, optimizer_plan=None, remat="none", accumulate_steps=1)

@@ -102,6 +102,7 @@ class StateLayout:
     Attributes:
         params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
         shardings: A `TrainState` with the sharding of each stored array.
+        updated: Where the optimiser has trainable parameters and their gradients: as its own state lies.
         structs: A `TrainState` with shape, dtype and sharding of each, the key as its words.
     """
 
@@ -113,8 +114,9 @@ class StateLayout:
         optimizer: optax.GradientTransformation,
         *,
         groups: list[Siblings],
+        moments: ResolvedPlan | None = None,
     ) -> None:
-        self._plan, self._optimizer = plan, optimizer
+        self._plan, self._optimizer, self._moments = plan, optimizer, moments or plan
         layout = stack_layout(model, held.all, groups)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
@@ -124,13 +126,14 @@ class StateLayout:
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
             step=replicated,
-            **{kind: self._tensor_shardings(getattr(self, kind)) for kind in KINDS},
+            **{kind: self._tensor_shardings(getattr(self, kind), plan) for kind in KINDS},
             opt_state=jax.tree.map(lambda struct: struct.sharding, self._opt_state),
             key=replicated,
             num_batches=replicated,
             unsaved=unsaved_buffers(model),
             wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
+        self.updated = self._tensor_shardings(self.params, self._moments)
         self._structure: object = jax.tree.structure(self.shardings)
         self.structs = self._structs()
 
@@ -151,8 +154,8 @@ class StateLayout:
             num_batches=scalar(jax.ShapeDtypeStruct((), jnp.int32)),
         )
 
-    def _tensor_shardings(self, layout: Layout) -> Stacks:
-        firsts = ((self._plan[group[0]], len(group)) for group in layout.groups)
+    def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
+        firsts = ((plan[group[0]], len(group)) for group in layout.groups)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
@@ -164,7 +167,7 @@ class StateLayout:
                 str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params
             ]
             fits = names and params[names[-1]].shape == leaf.shape
-            sharding = self._plan[names[-1]] if fits else replicated
+            sharding = self._moments[names[-1]] if fits else replicated
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         with in_optimizer("init"):

@@ -64,8 +64,10 @@ class Step:
         check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
+        asked = options.optimizer_plan
+        self.optimizer_plan = self.plan if asked is None else asked.resolve(model, options.mesh)
         self._held = holdings(model)
-        self.layers = options.layers(self.plan, list(self._held.all))
+        self.layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
         self.layout = options.batch_layout()
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache)

@@ -68,7 +68,9 @@ class TrainStep(Step):
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
-        self._layout = StateLayout(self.model, self._held, self.plan, self.optimizer, groups=groups)
+        self._layout = StateLayout(
+            self.model, self._held, self.plan, self.optimizer, groups=groups, moments=self.optimizer_plan
+        )
         self.shardings = self._layout.shardings
 
     @property
@@ -202,7 +204,7 @@ class TrainStep(Step):
             out = run(key, state.tensors, batch, closure)
             held = Stacks.from_dict(state.params, layout.params).updated(out.written)
             grads = Stacks.from_dict(out.grads, layout.params)
-            grads = jax.lax.with_sharding_constraint(grads, self.shardings.params)
+            grads, held = (jax.lax.with_sharding_constraint(part, layout.updated) for part in (grads, held))
             given = grads, state.opt_state, held, out.loss
             with jax.named_scope("optimizer"):
                 params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
