@@ -1,19 +1,24 @@
 """What tensor parallelism of transformers itself gives each process: `python -m tests.oracles.hf_parallel FOLDER NUM`.
 
 FOLDER holds models as `save_pretrained` writes them; next to each comes `<model>.<rank>.npz` with the local shards.
-Those whose name ends in "-ep" distribute their experts too.
+Those whose name ends in "-ep" distribute their experts too; `<model>.json` has rules to put in the place of its own.
 """
 
+import json
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import traceback
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+
+LOGITS = "(logits)"
+"""Their name beside those of parameters."""
 
 
 def local_shards(folder: pathlib.Path, num: int, *, timeout_s: float = 300) -> None:
@@ -39,11 +44,20 @@ def _work(folder: pathlib.Path, num: int) -> None:
         config = transformers.AutoConfig.from_pretrained(path)
         cls = getattr(transformers, config.architectures[0])
         experts = {"ep_size": num, "ep_implementation": "all_reduce"} if path.name.endswith("-ep") else {}
-        model = cls.from_pretrained(path, distributed_config=DistributedConfig(tp_size=num, **experts))
+        rules = path.with_suffix(".json")
+        tp_plan = json.loads(rules.read_text()) if rules.exists() else None
+        asked = DistributedConfig(tp_size=num, tp_plan=tp_plan, **experts)
+        model = cls.from_pretrained(path, distributed_config=asked)
         shards = {name: _local(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        np.savez(path.with_suffix(f".{rank}.npz"), **shards)
+        np.savez(path.with_suffix(f".{rank}.npz"), **shards | {LOGITS: logits_of(model)})
     torch.distributed.barrier()  # the first process keeps what the others ask when they form groups
     torch.distributed.destroy_process_group()
+
+
+def logits_of(model: Any) -> np.ndarray:
+    """Of some tokens, (2, 8, vocabulary)."""
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 19).reshape(2, 8)).logits.numpy()
 
 
 def _local(parameter: torch.Tensor) -> np.ndarray:

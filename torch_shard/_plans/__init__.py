@@ -2,5 +2,6 @@
 
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
+from torch_shard._plans.to_hf import to_hf
 
-__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]
+__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_hf", "tp"]

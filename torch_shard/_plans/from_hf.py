@@ -5,6 +5,7 @@
 
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from torch_shard._plans.decisions import (
     names_of,
     plan_of,
     size_of,
+    with_globs,
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
@@ -81,7 +83,21 @@ def from_hf(
     reader = _Reader(model, mesh, tp, fsdp, ep)
     if faults := reader.find_faults():
         raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
-    return plan_of(model, reader.decide(), where=caller(), strict=strict, activations=reader.activations())
+    activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
+    return plan_of(model, reader.decide(), where=caller(), strict=strict, activations=activations)
+
+
+def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
+    """What modules of the style `sequence_parallel` take and return, by place."""
+    found: dict[str, PartitionSpec] = {}
+    for name, module in model.named_modules():
+        rule = rules.of_module(name)
+        if rule and rule.style == "sequence_parallel":
+            for place in (name, f"{name}:{next(iter(inspect.signature(module.forward).parameters))}"):
+                found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
+    names = [name for name, _ in model.named_modules()]
+    suffixes = {place.partition(":")[2] for place in found}
+    return with_globs(found, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])
 
 
 class _Reader:
@@ -90,8 +106,8 @@ class _Reader:
     def __init__(self, model: nn.Module, mesh: Mesh, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
         self.model, self.mesh = model, mesh
         self.tp, self.fsdp, self.ep = tp, fsdp, ep
-        self.tp_rules, self.ep_rules = Rules(model, "tp_plan"), Rules(model, "ep_plan")
-        self.fsdp_rules = Rules(model, "fsdp_plan")
+        self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
+        self.fsdp_rules = Rules.of(model, "fsdp_plan")
 
     def find_faults(self) -> list[str]:
         """What cannot be read, of what is asked for."""
@@ -121,23 +137,10 @@ class _Reader:
         entries = entries_of(self.model)
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
-        split |= {name: _adapter(name, entries, split) for name in split if ".lora_" in name}
+        split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
         split = {name: self._like_ties(name, entries, split) for name in split}
         decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
         return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
-
-    def activations(self) -> dict[str, PartitionSpec]:
-        """What modules of the style `sequence_parallel` take and return."""
-        found: dict[str, PartitionSpec] = {}
-        if self.tp is None:
-            return found
-        for name, module in self.model.named_modules():
-            rule = self.tp_rules.of_module(name)
-            if rule and rule.style == "sequence_parallel":
-                key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-                for place in (key, f"{key}:{next(iter(inspect.signature(module.forward).parameters))}"):
-                    found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, self.tp)
-        return found
 
     def _split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
@@ -215,7 +218,7 @@ _HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3}
 """Projections whose output is heads, and of how many vectors each is."""
 
 
-def _adapter(name: str, entries: dict[str, torch.Tensor], split: dict[str, Decision]) -> Decision:
+def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, Decision]) -> Decision:
     """How a matrix of a LoRA adapter is split: as the dim of its base layer that it shares."""
     found = re.fullmatch(r"(.*)\.lora_(embedding_)?([AB])\.[^.]+(?:\.(?:weight|bias))?", name)
     base = f"{found[1]}.base_layer.weight" if found else ""

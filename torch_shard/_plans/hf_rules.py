@@ -30,54 +30,64 @@ class Rule:
 
 
 class Rules:
-    """One plan of a model, or of the models in a wrapper: the outermost modules that have one.
+    """One plan of a model, or of the models in a wrapper.
 
     Args:
-        model: A `PreTrainedModel`, or a module that holds some.
-        kind: `"tp_plan"`, `"ep_plan"` or `"fsdp_plan"`.
+        plans: By the names of the modules whose plans they are, which name what is within those.
     """
 
-    def __init__(self, model: nn.Module, kind: str) -> None:
-        self._plans: dict[str, Mapping[str, str]] = {}
+    def __init__(self, plans: Mapping[str, Mapping[str, str]]) -> None:
+        self.plans = plans
+
+    @classmethod
+    def of(cls, model: nn.Module, kind: str) -> "Rules":
+        """Those of the outermost modules that have some.
+
+        Args:
+            model: A `PreTrainedModel`, or a module that holds some.
+            kind: `"tp_plan"`, `"ep_plan"` or `"fsdp_plan"`.
+        """
+        plans: dict[str, Mapping[str, str]] = {}
         for name, module in model.named_modules():
-            if not any(_is_within(name, owner) for owner in self._plans) and (plan := _plan_of(module, kind)):
-                self._plans[name] = plan
+            if not any(is_within(name, owner) for owner in plans) and (plan := _plan_of(module, kind)):
+                plans[name] = plan
+        return cls(plans)
 
     def __bool__(self) -> bool:
-        return bool(self._plans)
+        return bool(self.plans)
 
     @property
     def all(self) -> list[Rule]:
         """The rules, whatever they match."""
-        return [Rule(style, key) for plan in self._plans.values() for key, style in plan.items()]
+        return [Rule(style, key) for plan in self.plans.values() for key, style in plan.items()]
 
     def of_module(self, name: str) -> Rule | None:
         """The rule of a module."""
-        plan, own = self._plan_for(name)
+        plan, own = self.called(name)
         key = generic(own)
         return Rule(plan[key], key) if key in plan else None
 
     def of_parameter(self, name: str) -> Rule | None:
         """The rule of a parameter or else of its module, as transformers looks it up."""
-        plan, own = self._plan_for(name)
+        plan, own = self.called(name)
         keys = (key := generic(own), key.rpartition(".")[0])
         return next((Rule(plan[key], key) for key in keys if key in plan), None)
 
     def above(self, name: str) -> Rule | None:
         """The rule of the closest module that holds a parameter."""
-        plan, own = self._plan_for(name)
+        plan, own = self.called(name)
         parts = own.split(".")
         names = (generic(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
         return next((Rule(plan[key], key) for key in names if key in plan), None)
 
     def holds(self, key: str) -> bool:
         """Tell whether a key of another plan is one of this plan's, or below one."""
-        return any(_is_within(key, owner) for plan in self._plans.values() for owner in plan)
+        return any(is_within(key, owner) for plan in self.plans.values() for owner in plan)
 
-    def _plan_for(self, name: str) -> tuple[Mapping[str, str], str]:
+    def called(self, name: str) -> tuple[Mapping[str, str], str]:
         """The plan that speaks of a name, and what it calls it."""
-        for owner, plan in self._plans.items():
-            if _is_within(name, owner):
+        for owner, plan in self.plans.items():
+            if is_within(name, owner):
                 return plan, unwrapped(name[len(owner) + 1 :] if owner else name)
         return {}, name
 
@@ -95,7 +105,8 @@ def unwrapped(name: str) -> str:
     return _WRAPPERS.sub("", name + ".").removesuffix(".")
 
 
-def _is_within(name: str, module: str) -> bool:
+def is_within(name: str, module: str) -> bool:
+    """Tell whether a name is that of a module, or of something in it; the model itself has none."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
