@@ -1,5 +1,7 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
+from torch_shard._plans.to_dtensor import to_dtensor
 
-__all__ = ["expert", "fsdp", "fsdp_tp", "hsdp", "replicated", "tp"]
+__all__ = ["expert", "from_dtensor", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_dtensor", "tp"]

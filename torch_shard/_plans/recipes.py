@@ -207,7 +207,7 @@ def _decide(
             made = _by_experts(entry, ep, mesh)
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
-        decisions[name] = made if fsdp is None else _by_shape(made, entry, fsdp, mesh)
+        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh)
     return decisions
 
 
@@ -230,7 +230,8 @@ def _by_features(entry: torch.Tensor, role: Role, tp: str, mesh: Mesh) -> Decisi
     return Decision(PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim))), role.reason)
 
 
-def _by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
+def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
+    """What is decided for an entry, with one more split where it is stored."""
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
     spec = add_axis(made.spec, entry.shape, fsdp, mesh)
