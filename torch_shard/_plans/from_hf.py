@@ -77,6 +77,7 @@ def from_hf(
         P('model', 'batch')
     """
     check_kind("model", model, nn.Module)
+    check_kind("strict", strict, bool)
     check_mesh(mesh)
     check_axes(caller(), mesh, tp=tp, fsdp=fsdp)
     check_axes(caller(), mesh, ep=ep)  # it may be another's
