@@ -203,6 +203,19 @@ def call(text: str) -> object:
 
 
 REFUSED: dict[str, dict[str, str]] = {
+    "plans.from_dtensor": {
+        "ts.plans.from_dtensor(5, mesh, {})": "TypeError: plans.from_dtensor: model must be a Module, got int.",
+        "ts.plans.from_dtensor(model, 5, {})": "TypeError: plans.from_dtensor: mesh must be a jax.sharding.Mesh, got int.",
+        'ts.plans.from_dtensor(model, mesh, 5, tp="batch")': "TypeError: plans.from_dtensor: parallelize_plan must be a Mapping, got int. Give what",
+        'ts.plans.from_dtensor(model, mesh, {"layer": 5}, tp="batch")': "TypeError: plans.from_dtensor: parallelize_plan maps names of modules to styles, got 'layer': int.",
+        'ts.plans.from_dtensor(model, mesh, {}, tp="x")': 'ValueError: plans.from_dtensor: on the mesh (batch=2): tp="x" names no axis of it.',
+        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", batch_spec="batch")': "TypeError: plans.from_dtensor: batch_spec must be a P or None, got str.",
+        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim="3")': "ValueError: plans.from_dtensor: 1 thing cannot be read. ndim='3' must be a positive integer.",
+    },
+    "plans.to_dtensor": {
+        "ts.plans.to_dtensor({}, model, mesh)": "TypeError: plans.to_dtensor: plan must be a ShardingPlan, got dict.",
+        'ts.plans.to_dtensor(plan, model, mesh, tp="batch", batch_spec=P("batch"))': "ValueError: plans.to_dtensor: cannot be written. batch_spec=P('batch') names \"batch\", which is tp",
+    },
     "make_mesh": {
         "ts.make_mesh()": "ValueError: make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).",
         "ts.make_mesh(4)": "ValueError: make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2).",

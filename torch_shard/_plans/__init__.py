@@ -1,7 +1,9 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
+from torch_shard._plans.to_dtensor import to_dtensor
 from torch_shard._plans.to_hf import to_hf
 
-__all__ = ["expert", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_hf", "tp"]
+__all__ = ["expert", "from_dtensor", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_dtensor", "to_hf", "tp"]

@@ -1,7 +1,7 @@
 """What a recipe decides for each entry, and the plan that says it in few rules."""
 
 # PyTorch annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import logging
 import math
@@ -168,3 +168,10 @@ def with_globs(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
         matched = [name for name in names if matches(name)]
         alike[key] = len(matched) > 1 and all(name in values and values[name] == value for name in matched)
     return {key if alike[key] else name: values[name] for name, key in keys.items()}
+
+
+def places_with_globs(values: Mapping[str, T], model: torch.nn.Module) -> dict[str, T]:
+    """The same values of places in modules (`"name"`, `"name:argument"`) by fewer rules."""
+    names = {path for path, _ in model.named_modules()}
+    suffixes = {key.partition(":")[2] for key in values}
+    return with_globs(values, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])

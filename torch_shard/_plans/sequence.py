@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from jax.sharding import PartitionSpec
 from torch import nn
 
-from torch_shard._plans.decisions import Axes, Decision, with_globs
+from torch_shard._plans.decisions import Axes, Decision, places_with_globs
 from torch_shard._plans.layers import LORA, experts_of, is_norm, is_table, layers_of, product_of
 from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import axes_of
@@ -44,9 +44,7 @@ def sequence_constraints(
     stream = _Stream(model, blocks, sharded)
     found = dict.fromkeys(stream.split(), split) | dict.fromkeys(stream.whole(), whole)
     found |= dict.fromkeys(stream.inner(), inner)
-    names = {path for path, _ in model.named_modules()}
-    suffixes = {key.partition(":")[2] for key in found}
-    return with_globs(found, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])
+    return places_with_globs(found, model)
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
