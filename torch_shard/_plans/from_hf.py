@@ -20,9 +20,9 @@ from torch_shard._plans.decisions import (
     check_axes,
     entries_of,
     names_of,
+    places_with_globs,
     plan_of,
     size_of,
-    with_globs,
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
@@ -96,9 +96,7 @@ def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSp
         if rule and rule.style == "sequence_parallel":
             for place in (name, f"{name}:{next(iter(inspect.signature(module.forward).parameters))}"):
                 found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
-    names = [name for name, _ in model.named_modules()]
-    suffixes = {place.partition(":")[2] for place in found}
-    return with_globs(found, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])
+    return places_with_globs(found, model)
 
 
 class _Reader:
