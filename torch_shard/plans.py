@@ -4,6 +4,28 @@ A plan prints as a table of rules, specs and reasons. `plan | {"lm_head.weight":
 your own.
 """
 
-from torch_shard._plans import expert, from_dtensor, fsdp, fsdp_tp, hsdp, replicated, to_dtensor, tp
+from torch_shard._plans import (
+    expert,
+    from_dtensor,
+    from_logical,
+    fsdp,
+    fsdp_tp,
+    hsdp,
+    replicated,
+    to_dtensor,
+    to_logical,
+    tp,
+)
 
-__all__ = ["expert", "from_dtensor", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_dtensor", "tp"]
+__all__ = [
+    "expert",
+    "from_dtensor",
+    "from_logical",
+    "fsdp",
+    "fsdp_tp",
+    "hsdp",
+    "replicated",
+    "to_dtensor",
+    "to_logical",
+    "tp",
+]
