@@ -7,12 +7,14 @@ your own.
 from torch_shard._plans import (
     expert,
     from_dtensor,
+    from_hf,
     from_logical,
     fsdp,
     fsdp_tp,
     hsdp,
     replicated,
     to_dtensor,
+    to_hf,
     to_logical,
     tp,
 )
@@ -20,12 +22,14 @@ from torch_shard._plans import (
 __all__ = [
     "expert",
     "from_dtensor",
+    "from_hf",
     "from_logical",
     "fsdp",
     "fsdp_tp",
     "hsdp",
     "replicated",
     "to_dtensor",
+    "to_hf",
     "to_logical",
     "tp",
 ]

@@ -29,6 +29,9 @@ _LAST = {
 }
 """Of projections by name: their features, and what they sum over."""
 
+_HEADS = ("lm_head", "embed_out", "output_projection")
+"""Of layers that give a score to each token; others are known by having as many features as there are tokens."""
+
 
 def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
     """The names of the dims of each parameter whose layer is known, by name.
@@ -38,7 +41,8 @@ def logical_names(model: nn.Module, known: Collection[str]) -> dict[str, Dims]:
         known: The names that rules have.
     """
     roles = roles_of(model)
-    rows = {m.num_embeddings for _, m in layers_of(model) if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    tables = [(path, m) for path, m in layers_of(model) if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    rows = {m.num_embeddings for path, m in tables if roles[f"{path}.weight" if path else "weight"].dim == 0}
     found: dict[str, Dims] = {}
     for path, layer in layers_of(model):
         if LORA not in path:
@@ -70,10 +74,11 @@ def _of_layer(path: str, layer: nn.Module, roles: dict[str, Role], rows: set[int
         yield "weight", (out, summed) if product.out_dim == 0 else (summed, out)
         yield from ((name, (out,)) for name, p in _held(layer).items() if p.shape == (product.num_out,))
     elif path.rpartition(".")[2] in ROUTERS or "Router" in type(layer).__name__:
-        yield from ((name, (None, "embed_moe")[-p.ndim :] if p.ndim == 2 else (None,)) for name, p in _held(layer).items())
+        for name, p in _held(layer).items():
+            yield name, (None, "embed_moe") if p.ndim == 2 else (None,) * p.ndim
 
 
-def _of_product(path: str, role: Role, is_head: bool) -> tuple[Dim, Dim]:
+def _of_product(path: str, role: Role, fits_vocabulary: bool) -> tuple[Dim, Dim]:
     """The features of a product, and what it sums over."""
     path = base_of(path)
     parent, _, last = path.rpartition(".")
@@ -82,7 +87,7 @@ def _of_product(path: str, role: Role, is_head: bool) -> tuple[Dim, Dim]:
         return out, summed
     if last in ROUTERS:
         return None, "embed_moe"
-    if is_head:
+    if last in _HEADS or (fits_vocabulary and role.side == "column"):
         return "vocab", "embed_vocab"
     is_attention = role.heads > 0 or "att" in parent.rpartition(".")[2].lower()
     inner: Dim = ("heads", "kv") if is_attention else "mlp"

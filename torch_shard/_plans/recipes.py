@@ -214,14 +214,14 @@ def _decide(
 def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
     why, num = "experts, each on one device", entry.shape[0]
     if num % size_of(ep, mesh):
-        return Decision(PartitionSpec(), why, f"{num} are not a multiple of {_shown(ep, mesh)}")
+        return Decision(PartitionSpec(), why, f"{num} are not a multiple of {with_sizes(ep, mesh)}")
     return Decision(PartitionSpec(ep), why)
 
 
 def _by_features(entry: torch.Tensor, role: Role, tp: str, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
-    size, shown = entry.shape[role.dim], _shown(tp, mesh)
+    size, shown = entry.shape[role.dim], with_sizes(tp, mesh)
     fault = f"dim {role.dim} = {size} is not a multiple of {shown}" if size % mesh.shape[tp] else ""
     if not fault and role.heads % mesh.shape[tp]:
         fault = f"{role.heads} heads are not a multiple of {shown}, and would be cut"
@@ -231,15 +231,16 @@ def _by_features(entry: torch.Tensor, role: Role, tp: str, mesh: Mesh) -> Decisi
 
 
 def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
-    """What is decided for an entry, with one more split where it is stored."""
+    """The decision with one more split, for storage: none of what is small."""
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
     spec = add_axis(made.spec, entry.shape, fsdp, mesh)
     why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
-    fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {_shown(fsdp, mesh)}"
+    fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))
     return Decision(made.spec if spec is None else spec, reason, "; ".join(filter(None, (made.fault, fault))))
 
 
-def _shown(axes: Axes, mesh: Mesh) -> str:
+def with_sizes(axes: Axes, mesh: Mesh) -> str:
+    """Axes and their sizes, for what is said."""
     return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))

@@ -1,0 +1,232 @@
+"""The plan that a transformers model has for itself: its `tp_plan`, `ep_plan` and `fsdp_plan`."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch import nn
+
+from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.validate import check_kind
+from torch_shard._plans.decisions import (
+    Axes,
+    Decision,
+    check_axes,
+    entries_of,
+    names_of,
+    plan_of,
+    size_of,
+    with_globs,
+)
+from torch_shard._plans.hf_rules import Rule, Rules
+from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
+from torch_shard._plans.layers import HEAD_WIDTHS
+from torch_shard._plans.recipes import by_shape, with_sizes
+from torch_shard._sharding import ShardingPlan, check_mesh
+
+
+@speaks_as("plans.from_hf")
+def from_hf(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    tp: Axes | None = "model",
+    fsdp: Axes | None = "batch",
+    ep: Axes | None = None,
+    strict: bool = False,
+) -> ShardingPlan:
+    """Read the plan that a model of transformers has for itself: `model.tp_plan`, `model.ep_plan`, `model.fsdp_plan`.
+
+    Names are looked up as transformers does it, so that a rule of its which matches nothing is no error. With `fsdp`
+    parameters are split once more, along the first of their dims that divides, but for small vectors. Heads of
+    attention are never split inside: where they do not divide, their projections stay whole over `tp`. LoRA adapters
+    (peft) follow the layer that they adapt.
+
+    Args:
+        model: A `PreTrainedModel`, or a module that holds one; it may be on the meta device. It is not changed.
+        mesh: A mesh of Auto axes.
+        tp: Axis of the rules of `tp_plan`; None leaves them out.
+        fsdp: Axis along which parameters are stored in pieces and gathered for use; None leaves them whole there.
+        ep: Axis over which experts are distributed, by the rules of `ep_plan`; it may be that of `tp` or `fsdp`. None
+            leaves these rules out.
+        strict: True makes it an error that a parameter could not be split as its rule asks; False logs a warning
+            which lists them.
+
+    Returns:
+        A plan with the reason of each rule. Its `activations` speak of `sequence_parallel` modules alone: what others
+        take and return is split as their parameters are, by XLA.
+
+    Raises:
+        TypeError: `model` is not a module or `mesh` not a Mesh.
+        ValueError: The model has no such plan, or a style in it is unknown; the mesh lacks an axis; or, with `strict`,
+            parameters cannot be split.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> with torch.device("meta"):
+        ...     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
+        >>> plan = ts.plans.from_hf(model, ts.make_mesh(batch=4, model=2))
+        >>> plan.rules["model.layers.*.self_attn.q_proj.weight"]
+        P('model', 'batch')
+    """
+    check_kind("model", model, nn.Module)
+    check_mesh(mesh)
+    check_axes(caller(), mesh, tp=tp, fsdp=fsdp)
+    check_axes(caller(), mesh, ep=ep)  # it may be another's
+    reader = _Reader(model, mesh, tp, fsdp, ep)
+    if faults := reader.find_faults():
+        raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
+    activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
+    return plan_of(model, reader.decide(), where=caller(), strict=strict, activations=activations)
+
+
+def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
+    """What modules of the style `sequence_parallel` take and return, by place."""
+    found: dict[str, PartitionSpec] = {}
+    for name, module in model.named_modules():
+        rule = rules.of_module(name)
+        if rule and rule.style == "sequence_parallel":
+            for place in (name, f"{name}:{next(iter(inspect.signature(module.forward).parameters))}"):
+                found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
+    names = [name for name, _ in model.named_modules()]
+    suffixes = {place.partition(":")[2] for place in found}
+    return with_globs(found, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])
+
+
+class _Reader:
+    """The rules of a model, and what they come to on a mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
+        self.model, self.mesh = model, mesh
+        self.tp, self.fsdp, self.ep = tp, fsdp, ep
+        self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
+        self.fsdp_rules = Rules.of(model, "fsdp_plan")
+
+    def find_faults(self) -> list[str]:
+        """What cannot be read, of what is asked for."""
+        asked = {
+            "tp": (self.tp, self.tp_rules, STYLES),
+            "ep": (self.ep, self.ep_rules, STYLES),
+            "fsdp": (self.fsdp, self.fsdp_rules, FSDP_STYLES),
+        }
+        faults: list[str] = []
+        for argument, (axes, rules, styles) in asked.items():
+            unknown = [rule for rule in rules.all if axes is not None and rule.style not in styles]
+            faults += [
+                f'  {argument}_plan["{rule.key}"] is "{rule.style}", which is none of its styles: {", ".join(styles)}. '
+                f"Change it in model.{argument}_plan, or pass {argument}=None."
+                for rule in unknown
+            ]
+            if axes is not None and not rules and (argument != "fsdp" or not self.tp_rules):
+                recipe = {"tp": "tp", "ep": "expert", "fsdp": "fsdp"}[argument]
+                faults.append(
+                    f"  it has no {argument}_plan. Use ts.plans.{recipe}(model, mesh), which goes by what layers are, "
+                    f"or pass {argument}=None."
+                )
+        return faults
+
+    def decide(self) -> dict[str, Decision]:
+        """For each entry how it is split, and why."""
+        entries = entries_of(self.model)
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
+        split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
+        split = {name: self._like_ties(name, entries, split) for name in split}
+        decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
+        return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
+
+    def _split(self, name: str, entry: torch.Tensor) -> Decision:
+        """How the rules of `ep_plan` and `tp_plan` split a parameter."""
+        spec, reasons, faults = PartitionSpec(), list[str](), list[str]()
+        for axes, rule in ((self.ep, self.ep_rules.of_parameter(name)), (self.tp, self._tp_rule(name))):
+            if axes is None or rule is None:
+                continue
+            style = STYLES[rule.style]
+            dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
+            fault = "" if dim is None else self._fault(name, entry, dim, axes, rule)
+            faults += [fault] if fault else []
+            is_split = dim is not None and not fault and (len(spec) <= dim or spec[dim] is None)
+            spec = _with(spec, dim, axes) if dim is not None and is_split else spec
+            note = _PACKED if is_split and style.pieces > 1 else style.note
+            reasons.append(rule.style + (f" ({note})" if note else ""))
+        return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults))
+
+    def _tp_rule(self, name: str) -> Rule | None:
+        """The rule of `tp_plan`, which does not count for experts that are distributed over the same axes."""
+        rule = self.tp_rules.of_parameter(name)
+        shared = set(names_of(self.tp or ())) & set(names_of(self.ep or ()))
+        return None if rule and shared and self.ep_rules.holds(rule.key) else rule
+
+    def _fault(self, name: str, entry: torch.Tensor, dim: int, axes: Axes, rule: Rule) -> str:
+        """What keeps a dim from being split."""
+        size, length = size_of(axes, self.mesh), entry.shape[dim]
+        shards, pieces = with_sizes(axes, self.mesh), STYLES[rule.style].pieces
+        if length % (size * pieces):
+            packed = f" of {pieces} pieces" if pieces > 1 else ""
+            return f"dim {dim} = {length}{packed} is not a multiple of {shards}"
+        heads = _num_heads(self.model, name, length) if rule.style == "colwise" else None
+        return f"{heads} heads are not a multiple of {shards}" if heads and heads % size else ""
+
+    def _like_ties(self, name: str, entries: dict[str, torch.Tensor], split: dict[str, Decision]) -> Decision:
+        """The decision of a tie: where only one of its names is split, that one's."""
+        ties = [other for other in split if entries[other] is entries[name] and any(split[other].spec)]
+        return split[name] if name in ties or not ties else split[ties[0]]
+
+    def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
+        """The decision with the split for storage."""
+        taken = {axis for part in decision.spec for axis in names_of(part or ())}
+        left = tuple(axis for axis in names_of(self.fsdp or ()) if axis not in taken)
+        if not left:
+            return decision
+        rule = self.fsdp_rules.above(name)
+        told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
+        stored = by_shape(decision, entry, left[0] if len(left) == 1 else left, self.mesh)
+        return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
+
+
+_PACKED = "gate and up are split as one, so that they move between devices in each use"
+"""Of packed parameters, each of whose pieces HF splits by itself."""
+
+
+def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
+    """A spec with a split of one more dim."""
+    parts = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
+    parts[dim] = axes
+    return PartitionSpec(*parts)
+
+
+def _num_heads(model: nn.Module, name: str, length: int) -> int | None:
+    """How many heads of attention a projection has; None for others."""
+    parts = name.split(".")
+    at = next((at for at, part in enumerate(parts) if part in _HEADS), None)
+    if at is None:
+        return None
+    attention = model.get_submodule(".".join(parts[:at]))
+    widths = (getattr(attention, name, None) for name in HEAD_WIDTHS)
+    width = next((width for width in widths if isinstance(width, int)), 0) * _HEADS[parts[at]]
+    return length // width if width and length % width == 0 else None
+
+
+_HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3}
+"""Projections whose output is heads, and of how many vectors each is."""
+
+
+def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, Decision]) -> Decision:
+    """How a matrix of a LoRA adapter is split: as the dim of its base layer that it shares."""
+    found = re.fullmatch(r"(.*)\.lora_(embedding_)?([AB])\.[^.]+(?:\.(?:weight|bias))?", name)
+    base = f"{found[1]}.base_layer.weight" if found else ""
+    if not found or base not in split or entries[base].ndim != 2:
+        return Decision(PartitionSpec(), "of an adapter: whole")
+    parts = [*split[base].spec, None, None][:2]
+    outer, inner = reversed(parts) if found[2] else parts  # the weight of an embedding is (vocabulary, width)
+    told = f"of an adapter: as its base layer, {split[base].reason}"
+    if found[3] == "A":
+        return Decision(PartitionSpec(None, inner) if inner and entries[name].ndim == 2 else PartitionSpec(), told)
+    return Decision(PartitionSpec(outer) if outer else PartitionSpec(), told)

@@ -1,0 +1,118 @@
+"""The rules that a transformers model has for its own parameters and modules, and which of them counts for a name."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+
+_WRAPPERS = re.compile(
+    r"(?<![^.])(?:base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module)\."
+)
+"""What peft, torch.compile and checkpointing put between a module's name and its parameters'."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a plan of transformers says of a name.
+
+    Attributes:
+        style: By name.
+        key: The plan's.
+    """
+
+    style: str
+    key: str
+
+
+class Rules:
+    """One plan of a model, or of the models in a wrapper.
+
+    Args:
+        plans: By the names of the modules whose plans they are, which name what is within those.
+    """
+
+    def __init__(self, plans: Mapping[str, Mapping[str, str]]) -> None:
+        self.plans = plans
+
+    @classmethod
+    def of(cls, model: nn.Module, kind: str) -> "Rules":
+        """Those of the outermost modules that have some.
+
+        Args:
+            model: A `PreTrainedModel`, or a module that holds some.
+            kind: `"tp_plan"`, `"ep_plan"` or `"fsdp_plan"`.
+        """
+        plans: dict[str, Mapping[str, str]] = {}
+        for name, module in model.named_modules():
+            if not any(is_within(name, owner) for owner in plans) and (plan := _plan_of(module, kind)):
+                plans[name] = plan
+        return cls(plans)
+
+    def __bool__(self) -> bool:
+        return bool(self.plans)
+
+    @property
+    def all(self) -> list[Rule]:
+        """The rules, whatever they match."""
+        return [Rule(style, key) for plan in self.plans.values() for key, style in plan.items()]
+
+    def of_module(self, name: str) -> Rule | None:
+        """The rule of a module."""
+        plan, own = self.called(name)
+        key = generic(own)
+        return Rule(plan[key], key) if key in plan else None
+
+    def of_parameter(self, name: str) -> Rule | None:
+        """The rule of a parameter or else of its module, as transformers looks it up."""
+        plan, own = self.called(name)
+        keys = (key := generic(own), key.rpartition(".")[0])
+        return next((Rule(plan[key], key) for key in keys if key in plan), None)
+
+    def above(self, name: str) -> Rule | None:
+        """The rule of the closest module that holds a parameter."""
+        plan, own = self.called(name)
+        parts = own.split(".")
+        names = (generic(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
+        return next((Rule(plan[key], key) for key in names if key in plan), None)
+
+    def holds(self, key: str) -> bool:
+        """Tell whether a key of another plan is one of this plan's, or below one."""
+        return any(is_within(key, owner) for plan in self.plans.values() for owner in plan)
+
+    def called(self, name: str) -> tuple[Mapping[str, str], str]:
+        """The plan that speaks of a name, and what it calls it."""
+        for owner, plan in self.plans.items():
+            if is_within(name, owner):
+                return plan, unwrapped(name[len(owner) + 1 :] if owner else name)
+        return {}, name
+
+
+def generic(name: str) -> str:
+    """A name as transformers looks for it: `*` for the numbers of layers (`replace_layer_number_by_wildcard`).
+
+    Of two numbers next to each other, its expression replaces the first alone.
+    """
+    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
+
+
+def unwrapped(name: str) -> str:
+    """A name without what wrappers of a module add to it."""
+    return _WRAPPERS.sub("", name + ".").removesuffix(".")
+
+
+def is_within(name: str, module: str) -> bool:
+    """Tell whether a name is that of a module, or of something in it; the model itself has none."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _plan_of(module: nn.Module, kind: str) -> Mapping[str, str]:
+    """Its own: a wrapper that passes attributes on to what it holds has none."""
+    if not (hasattr(type(module), kind) or kind in vars(module)):
+        return {}
+    plan = cast(object, getattr(module, kind))
+    return cast(Mapping[str, str], plan) if isinstance(plan, Mapping) else {}
