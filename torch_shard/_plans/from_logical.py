@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import cast
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -17,8 +17,6 @@ from torch_shard._plans.logical_names import logical_names
 from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import ShardingPlan, check_mesh, make_matcher
-
-T = TypeVar("T")
 
 
 @speaks_as("plans.from_logical")
@@ -67,8 +65,8 @@ def from_logical(
     check_kind("model", model, nn.Module)
     check_mesh(mesh)
     read = read_rules(rules, mesh.shape)
-    check_kind("names", names, Mapping | None)
-    check_kind("activations", activations, Mapping | None)
+    _check_names("names", names)
+    _check_names("activations", activations)
     entries = entries_of(model)
     dims, faults = _names(model, names or {}, read)
     specs = {name: _spec(f'"{name}"', dims[name], read, faults) for name in dims}
@@ -82,6 +80,25 @@ def from_logical(
         decisions[name] = _decide(dims[name], spec, entries[name], mesh, roles.get(name))
     decisions |= {name: _unnamed(entry) for name, entry in entries.items() if name not in decisions}
     return plan_of(model, _with_ties(entries, decisions), where=caller(), strict=strict, activations=asked)
+
+
+def _check_names(argument: str, given: object) -> None:
+    """Refuse what is no mapping to names of dims."""
+    check_kind(argument, given, Mapping | None)
+    odd = {key: dims for key, dims in cast(Mapping[object, object], given or {}).items() if not _are_names(dims)}
+    if odd:
+        shown = "\n".join(f"  {key!r}: {dims!r}" for key, dims in odd.items())
+        raise TypeError(
+            f"{caller()}: names of dims are names, tuples of them or None, one for each dim. These are not:\n\n{shown}"
+        )
+
+
+def _are_names(dims: object) -> bool:
+    if not isinstance(dims, list | tuple):
+        return False
+    several = [part for dim in dims if isinstance(dim, list | tuple) for part in dim]
+    plain = [dim for dim in dims if not isinstance(dim, list | tuple) and dim is not PartitionSpec.UNCONSTRAINED]
+    return all(isinstance(part, str) for part in several) and all(isinstance(dim, str | None) for dim in plain)
 
 
 def _names(

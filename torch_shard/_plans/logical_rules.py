@@ -76,7 +76,7 @@ def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
     if odd := [rule for rule in given if not _is_rule(rule)]:
         shown = "\n".join(f"  {rule!r}" for rule in odd)
         raise TypeError(
-            f"{caller()}: a rule is a logical name and an axis, several, or None. These are not:\n\n{shown}"
+            f"{caller()}: a rule is a logical name with an axis, several or None. These are not:\n\n{shown}"
         )
     pairs = cast(Iterable[tuple[str, Axes | None]], given)
     return LogicalRules(tuple((name, names_of(axes or ())) for name, axes in pairs), sizes)
