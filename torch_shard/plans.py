@@ -6,6 +6,7 @@ your own.
 
 from torch_shard._plans import (
     expert,
+    from_accelerate,
     from_dtensor,
     from_hf,
     from_logical,
@@ -21,6 +22,7 @@ from torch_shard._plans import (
 
 __all__ = [
     "expert",
+    "from_accelerate",
     "from_dtensor",
     "from_hf",
     "from_logical",

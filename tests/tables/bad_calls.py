@@ -212,6 +212,11 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.plans.from_dtensor(model, mesh, {}, tp="batch", batch_spec="batch")': "TypeError: plans.from_dtensor: batch_spec must be a P or None, got str.",
         'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim="3")': "ValueError: plans.from_dtensor: 1 thing cannot be read. ndim='3' must be a positive integer.",
     },
+    "plans.from_accelerate": {
+        "ts.plans.from_accelerate(5)": "TypeError: plans.from_accelerate: model must be a Module, got int.",
+        "ts.plans.from_accelerate(model, 5)": "TypeError: plans.from_accelerate: parallelism_config must be a ParallelismConfig of accelerate, or have some of its attributes",
+        'ts.plans.from_accelerate(model, devices="cpu")': "ValueError: make_mesh: devices must be a sequence of different JAX devices",
+    },
     "plans.from_logical": {
         "ts.plans.from_logical(5, mesh, [])": "TypeError: plans.from_logical: model must be a Module, got int.",
         "ts.plans.from_logical(model, 5, [])": "TypeError: plans.from_logical: mesh must be a jax.sharding.Mesh, got int.",

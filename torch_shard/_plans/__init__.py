@@ -1,5 +1,6 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
@@ -10,6 +11,7 @@ from torch_shard._plans.to_logical import to_logical
 
 __all__ = [
     "expert",
+    "from_accelerate",
     "from_dtensor",
     "from_hf",
     "from_logical",
