@@ -1,84 +1,145 @@
-"""Collectives of one step, from the compiled program, against the textbook's minimum for the plan. Nothing is executed.
+"""Bytes that one step sends, by recipe, against the textbook's, counted in the program that TPU's compiler makes.
 
-Bytes are those that a device sends by a ring (`counts.Traffic.wire_bytes`), so that an all-reduce and the pair of
-reduce-scatter and all-gather that does the same weigh the same.
+Eight chips of a v5e that is not here; nothing is executed. The textbook is that of rings: an all-reduce of `n` bytes
+over `k` devices sends `2 n (k - 1) / k` from each, a gather or a scatter half of it. Data parallelism reduces each
+gradient, fully sharded it gathers each parameter twice and scatters its gradient, ZeRO-1 scatters gradients and gathers
+parameters, tensor parallelism sums the residual stream twice in each layer, forward and backward, and once after
+the embedding and before the head (the tables of MaxText's guide on sharding and of the scaling book). With the stream
+split along its sequence each sum is a scatter and a gather, and what two column layers of each block took is gathered
+once more in the backward pass, as it is kept split (Korthikanti et al., 2022).
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
+import optax
 import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from benchmarks import cases, counts, sides
-from benchmarks.cases import Case
-from benchmarks.counts import Traffic
-from benchmarks.distributed import zero3_specs
-from benchmarks.handwritten import HandwrittenStep
+from benchmarks import models
 from benchmarks.rows import Row, sized
+from benchmarks.tpu_counts import counts_of
+
+TOPOLOGY = "v5e:2x4"
+TARGET = 1.10
+PAGE = """
+## Bytes sent, by recipe
+
+A GPT on eight chips, float32, under TPU's compiler: what each device receives in one step, over what the textbook has
+for the recipe.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a GPT and its batch.
+
+    Attributes:
+        layers: How many.
+        width: Of the residual stream.
+        vocab: Of the tied embedding.
+        length: Of a row.
+        rows: Of a batch.
+    """
+
+    layers: int = 3
+    width: int = 256
+    vocab: int = 1024
+    length: int = 128
+    rows: int = 32
+
+    def model(self) -> models.GPT:
+        """On the meta device."""
+        with torch.device("meta"):
+            return models.GPT(self.layers, self.width, self.width // 64, self.vocab, self.length)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes."""
+        return sum(4 * p.numel() for p in self.model().parameters())
+
+    def stream(self, batch: int) -> int:
+        """Bytes of the residual stream of a device's rows."""
+        return self.rows // batch * self.length * self.width * 4
+
+
+def ring(num_bytes: float, num_devices: int) -> float:
+    """Bytes that a gather to so many bytes, or a scatter from them, sends from each device."""
+    return num_bytes * (num_devices - 1) / num_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a model is split.
+
+    Attributes:
+        axes: Of the mesh.
+        options: Of the step, for a model and a mesh.
+        textbook: Bytes that it sends.
+    """
+
+    axes: dict[str, int]
+    options: Callable[[torch.nn.Module, Mesh], dict[str, Any]]
+    textbook: Callable[[Sizes], float]
+
+
+def _tensor_parallel(sizes: Sizes) -> float:
+    return (4 * sizes.layers + 2) * 2 * ring(sizes.stream(batch=4), 2)
+
+
+def _fully_sharded_too(sizes: Sizes) -> float:
+    return _tensor_parallel(sizes) + 3 * ring(sizes.parameters / 2, 4)
+
+
+RECIPES = {
+    "replicated": Recipe(
+        {"batch": 8}, lambda model, mesh: {"plan": ts.plans.replicated()}, lambda sizes: 2 * ring(sizes.parameters, 8)
+    ),
+    "ZeRO-1": Recipe(
+        {"batch": 8},
+        lambda model, mesh: {"plan": ts.plans.replicated(), "optimizer_plan": ts.plans.fsdp(model, mesh)},
+        lambda sizes: 2 * ring(sizes.parameters, 8),
+    ),
+    "fsdp": Recipe(
+        {"batch": 8},
+        lambda model, mesh: {"plan": ts.plans.fsdp(model, mesh)},
+        lambda sizes: 3 * ring(sizes.parameters, 8),
+    ),
+    "hsdp": Recipe(
+        {"replica": 2, "batch": 4},
+        lambda model, mesh: {"plan": ts.plans.hsdp(model, mesh), "batch_spec": P(("replica", "batch"))},
+        lambda sizes: 3 * ring(sizes.parameters, 4) + 2 * ring(sizes.parameters / 4, 2),
+    ),
+    "tp": Recipe(
+        {"batch": 4, "model": 2},
+        lambda model, mesh: {"plan": ts.plans.tp(model, mesh)},
+        lambda sizes: _tensor_parallel(sizes) + 2 * ring(sizes.parameters / 2, 4),
+    ),
+    "fsdp_tp": Recipe(
+        {"batch": 4, "model": 2}, lambda model, mesh: {"plan": ts.plans.fsdp_tp(model, mesh)}, _fully_sharded_too
+    ),
+    "fsdp_tp, sequence": Recipe(
+        {"batch": 4, "model": 2},
+        lambda model, mesh: {"plan": ts.plans.fsdp_tp(model, mesh, sequence=True)},
+        lambda sizes: _fully_sharded_too(sizes) + 2 * sizes.layers * ring(sizes.stream(batch=4), 2),
+    ),
+}
+
+
+def measure(name: str, sizes: Sizes) -> float:
+    """Bytes that each device receives from others in one step."""
+    recipe, model = RECIPES[name], sizes.model()
+    mesh = ts.make_mesh(topology=TOPOLOGY, **recipe.axes)
+    step = ts.make_train_step(model, models.token_loss, optax.adamw(1e-3), mesh=mesh, **recipe.options(model, mesh))
+    batch = tuple(torch.empty(sizes.rows, sizes.length, dtype=torch.int64, device="meta") for _ in range(2))
+    return counts_of(step.lower(step.structs, batch).compile()).wire
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Megatron's split with separate and with fused q, k, v; ZeRO-3."""
-    torch.manual_seed(0)
-    separate, fused = cases.gpt(quick), cases.gpt(quick, fused=True)
-    yield from _megatron("GPT (4,2), separate q, k, v", separate, 1.10)
-    yield from _megatron("GPT (4,2), fused qkv", fused, None)
-    yield from _zero3("GPT (8,1), all parameters split", separate)
-
-
-def _megatron(name: str, case: Case, target: float | None) -> Iterator[Row]:
-    """Per block two all-reduces of activations each way, and each gradient reduced once."""
-    mesh = ts.make_mesh(batch=4, model=2)
-    ours = sides.Ours(case.model, case.loss_fn, mesh, case.specs)
-    layers, (num_rows, length), width = len(case.model.h), case.batch[0].shape, case.model.pos.weight.shape[1]
-    activations = num_rows // 4 * length * width * 4
-    grads = _local_bytes(ours)
-    textbook = Traffic(
-        4 * layers + 1,
-        4 * layers * activations + grads,
-        counts.wire_bytes("all-reduce", 4 * layers * activations, 2) + counts.wire_bytes("all-reduce", grads, 4),
-    )
-    yield from _against(name, ours, case, mesh, textbook, target)
-    if target is not None:
-        rival = HandwrittenStep(case.rival, ours.optimizer, mesh, ours.values())
-        theirs = counts.collectives(rival.lower(case.batch).compile().as_text(), mesh.size)
-        mine = counts.collectives(ours.compiled(case.batch).as_text(), mesh.size)
-        yield _bytes_row(f"{name}, bytes sent ÷ hand-written JAX", mine, counts.total(theirs))
-
-
-def _zero3(name: str, case: Case) -> Iterator[Row]:
-    """Each parameter gathered forward and backward, its gradient scattered."""
-    mesh = ts.make_mesh(batch=8, model=1)
-    ours = sides.Ours(case.model, case.loss_fn, mesh, zero3_specs(case.model))
-    whole = sum(4 * p.numel() for p in case.model.parameters())
-    wire = 2 * counts.wire_bytes("all-gather", whole, 8) + counts.wire_bytes("reduce-scatter", whole / 8, 8)
-    textbook = Traffic(3 * (len(case.model.h) + 1), 2 * whole + whole // 8, wire)
-    yield from _against(name, ours, case, mesh, textbook, None)
-
-
-def _against(
-    name: str, ours: sides.Ours, case: Case, mesh: jax.sharding.Mesh, textbook: Traffic, target: float | None
-) -> Iterator[Row]:
-    found = counts.collectives(ours.compiled(case.batch).as_text(), mesh.size)
-    number = counts.total(found).count
-    yield _bytes_row(f"{name}, bytes sent ÷ textbook", found, textbook, target)
-    yield Row(
-        f"{name}, collectives ÷ textbook",
-        str(number),
-        str(textbook.count),
-        number / textbook.count,
-        note="a gradient reduction for each parameter counts as one",
-    )
-
-
-def _bytes_row(name: str, found: dict[str, Traffic], textbook: Traffic, target: float | None = None) -> Row:
-    return sized(name, counts.total(found).wire_bytes, textbook.wire_bytes, target, note=counts.describe(found))
-
-
-def _local_bytes(ours: sides.Ours) -> int:
-    """Bytes of the gradients on one device."""
-    plan: Any = ours.step.plan
-    return sum(4 * int(np.prod(plan[n].shard_shape(tuple(p.shape)))) for n, p in ours.model.named_parameters())
+    """Each recipe over its textbook."""
+    sizes = Sizes() if quick else Sizes(layers=6, width=512, vocab=2048, length=256, rows=64)
+    for name, recipe in RECIPES.items():
+        yield sized(f"{name}, bytes sent ÷ textbook", measure(name, sizes), recipe.textbook(sizes), TARGET)
