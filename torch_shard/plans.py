@@ -4,6 +4,34 @@ A plan prints as a table of rules, specs and reasons. `plan | {"lm_head.weight":
 your own.
 """
 
-from torch_shard._plans import expert, from_dtensor, from_hf, fsdp, fsdp_tp, hsdp, replicated, to_dtensor, to_hf, tp
+from torch_shard._plans import (
+    expert,
+    from_accelerate,
+    from_dtensor,
+    from_hf,
+    from_logical,
+    fsdp,
+    fsdp_tp,
+    hsdp,
+    replicated,
+    to_dtensor,
+    to_hf,
+    to_logical,
+    tp,
+)
 
-__all__ = ["expert", "from_dtensor", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_dtensor", "to_hf", "tp"]
+__all__ = [
+    "expert",
+    "from_accelerate",
+    "from_dtensor",
+    "from_hf",
+    "from_logical",
+    "fsdp",
+    "fsdp_tp",
+    "hsdp",
+    "replicated",
+    "to_dtensor",
+    "to_hf",
+    "to_logical",
+    "tp",
+]

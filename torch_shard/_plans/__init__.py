@@ -1,9 +1,26 @@
 """Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
+from torch_shard._plans.from_logical import from_logical
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 from torch_shard._plans.to_dtensor import to_dtensor
 from torch_shard._plans.to_hf import to_hf
+from torch_shard._plans.to_logical import to_logical
 
-__all__ = ["expert", "from_dtensor", "from_hf", "fsdp", "fsdp_tp", "hsdp", "replicated", "to_dtensor", "to_hf", "tp"]
+__all__ = [
+    "expert",
+    "from_accelerate",
+    "from_dtensor",
+    "from_hf",
+    "from_logical",
+    "fsdp",
+    "fsdp_tp",
+    "hsdp",
+    "replicated",
+    "to_dtensor",
+    "to_hf",
+    "to_logical",
+    "tp",
+]

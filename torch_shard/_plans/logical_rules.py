@@ -1,0 +1,90 @@
+"""Rules from logical names of dims to axes of a mesh, as flax and MaxText apply them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from jax.sharding import PartitionSpec
+
+from torch_shard._common.caller import caller
+from torch_shard._plans.decisions import Axes, names_of
+
+Dim: TypeAlias = Any  # str | tuple[str, ...] | None, or PartitionSpec.UNCONSTRAINED, which has no type of its own
+"""Of one dim: its logical name, None for none, several where one dim stands for several (heads and their features)."""
+
+
+@dataclass(frozen=True)
+class LogicalRules:
+    """Rules in the order of their priority.
+
+    Attributes:
+        pairs: A logical name, and the axes for it; the same name may come again, with what to fall back to.
+        sizes: Of the axes of a mesh. Those that it lacks, or has with size 1, take part in the choice and are then left
+            out, as MaxText does it (`remove_size_one_mesh_axis`).
+    """
+
+    pairs: tuple[tuple[str, tuple[str, ...]], ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def names(self) -> set[str]:
+        """All logical names."""
+        return {name for name, _ in self.pairs}
+
+    def spec_of(self, dims: Sequence[Dim]) -> PartitionSpec:
+        """The spec of a tensor with these dims: flax's `logical_to_mesh_axes`.
+
+        A rule counts if its name is one of the tensor's, which no rule before it has given axes, and none of its axes
+        splits another dim of the tensor.
+
+        Raises:
+            ValueError: Two dims have one name.
+        """
+        names = [name for dim in dims for name in self._split(dim)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} is the name of two dims")
+        given: dict[str, tuple[str, ...]] = {}
+        for name, axes in self.pairs:
+            taken = {axis for others in given.values() for axis in others}
+            if name in names and name not in given and taken.isdisjoint(axes):
+                given[name] = axes
+        return PartitionSpec(*(self._part(dim, given) for dim in dims))
+
+    def _part(self, dim: Dim, given: Mapping[str, tuple[str, ...]]) -> Any:
+        if dim is PartitionSpec.UNCONSTRAINED:
+            return dim
+        axes = [axis for name in self._split(dim) for axis in given.get(name, ()) if self.sizes.get(axis, 1) > 1]
+        return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+
+    @staticmethod
+    def _split(dim: Dim) -> tuple[str, ...]:
+        return () if dim is None or dim is PartitionSpec.UNCONSTRAINED else names_of(dim)
+
+
+def read_rules(rules: object, sizes: Mapping[str, int]) -> LogicalRules:
+    """Read what a user gave as rules.
+
+    Raises:
+        TypeError: They are no pairs of a name and axes; all are listed.
+    """
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise TypeError(
+            f"{caller()}: rules must be a sequence of pairs, as in "
+            f'[("embed", ["fsdp"]), ("mlp", "tensor")], got {type(rules).__name__}.'
+        )
+    given = cast(Sequence[object], rules)
+    if odd := [rule for rule in given if not _is_rule(rule)]:
+        shown = "\n".join(f"  {rule!r}" for rule in odd)
+        raise TypeError(
+            f"{caller()}: a rule is a logical name with an axis, several or None. These are not:\n\n{shown}"
+        )
+    pairs = cast(Iterable[tuple[str, Axes | None]], given)
+    return LogicalRules(tuple((name, names_of(axes or ())) for name, axes in pairs), sizes)
+
+
+def _is_rule(rule: object) -> bool:
+    if not isinstance(rule, list | tuple) or len(cast(Sequence[object], rule)) != 2:
+        return False
+    name, axes = cast(Sequence[object], rule)
+    parts = cast(Sequence[object], axes) if isinstance(axes, list | tuple) else [axes]
+    return isinstance(name, str) and (axes is None or all(isinstance(part, str) for part in parts))
