@@ -179,6 +179,14 @@ def test_styles(style: str, of: str, wanted: dict[str, P]):
     assert ("nothing to do" in plan.reasons[f"layers.*.{name}"]) == (style in NOTHING and style != "replicate")
 
 
+def test_a_dim_is_split_once():
+    model = Layers({"layers.*.experts.weight": "grouped_gemm"})
+    model.ep_plan = model.tp_plan
+    plan = ts.plans.from_hf(model, make_mesh((4, 2)), ep="batch", fsdp=None)
+    assert plan.rules["layers.*.experts.weight"] == P("batch")
+    assert plan.reasons["layers.*.experts.weight"] == "grouped_gemm; grouped_gemm (the dim is split already)"
+
+
 def test_every_registered_style_is_known():
     from transformers.distributed import expert_parallel, fsdp, tensor_parallel  # noqa: F401 they register
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES

@@ -139,7 +139,10 @@ class _Reader:
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
         split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
-        split = {name: self._like_ties(name, entries, split) for name in split}
+        first: dict[int, str] = {}  # of the names of each tensor that is split
+        for name in (name for name in split if any(split[name].spec)):
+            first.setdefault(id(entries[name]), name)
+        split = {name: _like(made, first.get(id(entries[name]), name), split) for name, made in split.items()}
         decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
         return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
 
@@ -153,9 +156,11 @@ class _Reader:
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
             fault = "" if dim is None else self._fault(name, entry, dim, axes, rule)
             faults += [fault] if fault else []
-            is_split = dim is not None and not fault and (len(spec) <= dim or spec[dim] is None)
-            spec = _with(spec, dim, axes) if dim is not None and is_split else spec
-            note = _PACKED if is_split and style.pieces > 1 else style.note
+            note = "" if fault else _PACKED if style.pieces > 1 else style.note
+            if dim is not None and dim < len(spec) and spec[dim] is not None:
+                note = "the dim is split already"
+            elif dim is not None and not fault:
+                spec = _with(spec, dim, axes)
             reasons.append(rule.style + (f" ({note})" if note else ""))
         return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults))
 
@@ -175,14 +180,6 @@ class _Reader:
         heads = _num_heads(self.model, name, length) if rule.style == "colwise" else None
         return f"{heads} heads are not a multiple of {shards}" if heads and heads % size else ""
 
-    def _like_ties(self, name: str, entries: dict[str, torch.Tensor], split: dict[str, Decision]) -> Decision:
-        """The decision of a tie, which is the one of the first of its names that is split."""
-        own = split[name]
-        first = next((n for n in split if entries[n] is entries[name] and any(split[n].spec)), name)
-        if own.spec == split[first].spec:
-            return own
-        return replace(split[first], reason=f"{split[first].reason}, as {first}")
-
     def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
         """The decision with the split for storage."""
         taken = {axis for part in decision.spec for axis in names_of(part or ())}
@@ -193,6 +190,12 @@ class _Reader:
         told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
         stored = by_shape(decision, entry, left[0] if len(left) == 1 else left, self.mesh)
         return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
+
+
+def _like(made: Decision, first: str, split: Mapping[str, Decision]) -> Decision:
+    """The decision of a tie: that for the first of its names that is split."""
+    other = split[first]
+    return made if made.spec == other.spec else replace(other, reason=f"{other.reason}, as {first}")
 
 
 _PACKED = "gate and up are split as one, so that they move between devices in each use"
