@@ -137,10 +137,13 @@ def test_rules_count_as_in_flax(dims, rules, expected):
     assert tuple(read_rules(rules, dict.fromkeys("XYZ", 2)).spec_of(dims)) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_specs_are_those_of_flax_itself(data):
-    spmd = pytest.importorskip("flax.linen.spmd")
+    """It needs the extra `bench`."""
+    from flax.linen import spmd
+
     names = st.sampled_from(["a", "b", "c", "d"])
     axes = st.one_of(st.none(), st.sampled_from("XYZ"), st.lists(st.sampled_from("XYZ"), unique=True))
     dims = data.draw(st.lists(names, unique=True, max_size=4))

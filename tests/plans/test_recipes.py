@@ -63,6 +63,22 @@ def test_a_device_holds_its_share_of_every_matrix(case: HFModel) -> None:
         assert [n for n in held if n not in listed and held[n] * shares > model.get_parameter(n).numel()] == []
 
 
+class Experts(nn.Module):
+    """Four, from 8 features to 6 and back, with matrices (out, in) or (in, out)."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        into, out = ((8, 12), (6, 8)) if transposed else ((12, 8), (8, 6))
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, *into))
+        self.down_proj = nn.Parameter(torch.zeros(4, *out))
+
+
+@pytest.mark.parametrize(("transposed", "into", "out"), [(False, 1, 2), (True, 2, 1)])
+def test_inner_features_of_experts_are_split_however_they_lie(transposed: bool, into: int, out: int) -> None:
+    rules = ts.plans.tp(Experts(transposed), make_mesh((4, 2))).rules
+    assert [tuple(rules[name]).index("model") for name in ("gate_up_proj", "down_proj")] == [into, out]
+
+
 class Attention(nn.Module):
     """Two key-value heads, four of queries."""
 

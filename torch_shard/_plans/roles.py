@@ -9,7 +9,7 @@ by its vocabulary. Whatever the choice, the numbers are the same.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,7 @@ COLUMNS = frozenset(
         "q_b_proj",
         "kv_b_proj",
         "gate_proj",
+        "g_proj",
         "up_proj",
         "gate_up_proj",
         "fc1",
@@ -198,14 +199,25 @@ def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") ->
 
 def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
     """The inner features of each expert: rows of what leads in, columns of what leads out."""
-    transposed = bool(getattr(layer, "is_transposed", False))
+    leading_out = {name for name in experts if any(word in name for word in ("down", "w2", "out"))}
+    transposed = _is_transposed(layer, experts, leading_out)
     for name, p in experts.items():
-        leads_out = any(word in name for word in ("down", "w2", "out"))
+        leads_out = name in leading_out
         if p.ndim == 3:
             dim = 2 if leads_out != transposed else 1
             yield name, Role(dim, "experts: " + ("a row" if leads_out else "a column") + " layer for each")
         else:
             yield name, Role(None if leads_out or p.ndim < 2 else 1, "experts: a bias for each")
+
+
+def _is_transposed(layer: nn.Module, experts: Mapping[str, torch.Tensor], leading_out: Collection[str]) -> bool:
+    """Whether the matrices of experts are (in, out): of what leads in and what leads out, the outer features agree."""
+    shapes = {name: p.shape for name, p in experts.items() if p.ndim == 3}
+    into = next((shape for name, shape in shapes.items() if name not in leading_out), None)
+    out = next((shape for name, shape in shapes.items() if name in leading_out), None)
+    if into is None or out is None or (into[2] == out[1]) == (into[1] == out[2]):
+        return bool(getattr(layer, "is_transposed", False))
+    return into[1] == out[2]
 
 
 class _Sides:
