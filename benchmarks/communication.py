@@ -110,7 +110,11 @@ RECIPES = {
     ),
     "hsdp": Recipe(
         {"replica": 2, "batch": 4},
-        lambda model, mesh: {"plan": ts.plans.hsdp(model, mesh), "batch_spec": P(("replica", "batch"))},
+        lambda model, mesh: {
+            "plan": ts.plans.hsdp(model, mesh),
+            "optimizer_plan": ts.plans.fsdp(model, mesh, fsdp=("batch", "replica")),
+            "batch_spec": P(("replica", "batch")),
+        },
         lambda sizes: 3 * ring(sizes.parameters, 4) + 2 * ring(sizes.parameters / 4, 2),
     ),
     "tp": Recipe(

@@ -26,7 +26,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"\}')
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? ?\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _CHOSEN_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 

@@ -108,6 +108,10 @@ def test_a_tie_is_split_as_that_of_its_names_which_has_a_rule():
     del model.tp_plan["model.embed_tokens"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert split(model, fsdp=None)["model.embed_tokens.weight"] == COLUMN
+    model.tp_plan |= {"lm_head": "rowwise_split_input", "model.embed_tokens": "embedding_rowwise"}
+    plan = ts.plans.from_hf(model, make_mesh((4, 2)), fsdp=None)
+    assert plan.rules["lm_head.weight"] == COLUMN
+    assert plan.reasons["lm_head.weight"] == "embedding_rowwise, as model.embed_tokens.weight"
 
 
 def test_wrappers_and_several_models_in_one():
@@ -175,6 +179,14 @@ def test_styles(style: str, of: str, wanted: dict[str, P]):
     assert ("nothing to do" in plan.reasons[f"layers.*.{name}"]) == (style in NOTHING and style != "replicate")
 
 
+def test_a_dim_is_split_once():
+    model = Layers({"layers.*.experts.weight": "grouped_gemm"})
+    model.ep_plan = model.tp_plan
+    plan = ts.plans.from_hf(model, make_mesh((4, 2)), ep="batch", fsdp=None)
+    assert plan.rules["layers.*.experts.weight"] == P("batch")
+    assert plan.reasons["layers.*.experts.weight"] == "grouped_gemm; grouped_gemm (the dim is split already)"
+
+
 def test_every_registered_style_is_known():
     from transformers.distributed import expert_parallel, fsdp, tensor_parallel  # noqa: F401 they register
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -198,6 +210,8 @@ def test_names_are_looked_up_as_transformers_does():
     for name in [*names, "deep.3", "deep.3.weight", "deep.3.4.weight", "0.linear.weight", "layers.linear.weight"]:
         found = rules.of_parameter(name)
         assert (found and found.style) == _get_parameter_plan(name, plan), name
+        found = rules.of_module(name)
+        assert (found and found.style) == _get_parameter_plan(name, plan, is_weight=False), name
 
 
 def test_sequence_parallel_modules_take_and_return_what_is_split_along_the_sequence():
@@ -245,18 +259,40 @@ def test_all_that_cannot_be_read_is_said_together():
         ts.plans.from_hf(model, make_mesh((4, 2)), ep="expert")
 
 
+def test_heads_are_counted_by_what_attention_says():
+    found = split(tiny("DeepseekV3", num_attention_heads=6, num_key_value_heads=6), sizes=(2, 4), fsdp=None)
+    assert not any("_b_proj" in key for key in found)  # named in no rule of its own
+    model = tiny("DeepseekV3", num_attention_heads=6, num_key_value_heads=6)
+    model.tp_plan |= {f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_b_proj", "kv_b_proj")}
+    plan = ts.plans.from_hf(model, make_mesh((2, 4)), fsdp=None)
+    assert "6 heads are not a multiple of model=4" in plan.reasons["model.layers.*.self_attn.kv_b_proj.weight"]
+    assert "6 heads are not a multiple of model=4" in plan.reasons["model.layers.*.self_attn.q_b_proj.weight"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Imported(Case):
     """A case whose plan is its model's own."""
 
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
     @property
     def plan(self) -> ts.ShardingPlan:
-        return ts.plans.from_hf(self.model(), make_mesh((4, 2)))
+        return ts.plans.from_hf(self.model(), make_mesh((4, 2)), **self.options)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Phi3"])
-def test_training_equals_eager_torch(name: str):
+def test_storage_says_what_fsdp_plan_asks():
+    plan = ts.plans.from_hf(tiny("Llama"), make_mesh((4, 2)))
+    stored = "fully sharded over batch"
+    assert plan.reasons["model.layers.*.mlp.up_proj.weight"] == f"colwise; {stored}; free_full_weight"
+    assert f"{stored}; keep_full_weight, stored alike" in plan.reasons["lm_head.weight"]
+
+
+DISTRIBUTED = [pytest.param("Mixtral", {"ep": ep}, marks=pytest.mark.slow) for ep in ("model", "batch")]
+
+
+@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Mixtral", {}), ("Phi3", {}), *DISTRIBUTED])
+def test_training_equals_eager_torch(name: str, options: dict[str, Any]):
     found = NAMED[name].cases()[0]
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(Case)}
-    case = Imported(**fields | {"rules": {}})
+    case = Imported(**fields | {"rules": {}, "options": options})
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))

@@ -19,6 +19,7 @@ from benchmarks.report import page, table, write
 from benchmarks.rows import Point, Row, timed
 from benchmarks.timing import agree, summary
 from benchmarks.tpu_counts import kernel_flops
+from torch_shard._cost import costs_of
 from torch_shard._cost.hlo import Hlo
 
 TRIPS = 5
@@ -68,13 +69,17 @@ def test_collectives_within_a_loop_of_unknown_length_are_refused():
         ("mesh['a'=4,'b'=2] {'a'}", 4),
         ("mesh['a'=4,'b'=2] {'a','b'}", 8),
         ("mesh['a'=4,'b'=2] {'a':(1)2}", 2),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", 4),
         ("{}", 8),
     ],
 )
 def test_group_sizes_in_all_ways_that_xla_prints(groups, size):
     line = f"  %r = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add"
-    found = counts.collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}", num_devices=8)
-    assert found["all-reduce"] == counts.Traffic(1, 32, 2 * 32 * (size - 1) / size)
+    text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n{line}\n}}"
+    sent = 2 * 32 * (size - 1) / size
+    assert counts.collectives(text, num_devices=8)["all-reduce"] == counts.Traffic(1, 32, sent)
+    if groups != "{}":  # a preview's costs do not know the mesh
+        assert sum(cost.received_bytes for cost in costs_of(text)) == sent
 
 
 def test_an_asynchronous_gather_counts_its_result_alone():

@@ -66,8 +66,9 @@ def _group_size(instruction: Instruction) -> int:
     text = instruction.attributes
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
         return int(found.group(2))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))?\s*\{([^}]*)\}", text):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found.group(2)))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(2))  # of a part of an axis, its own size
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
     found = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
     return len(found.group(1).split(",")) if found else 0

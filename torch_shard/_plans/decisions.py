@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -69,8 +69,13 @@ def check_axes(where: str, mesh: Mesh, **given: Axes | None) -> None:
     """Refuse axes that the mesh lacks, and one axis for two things.
 
     Raises:
+        TypeError: One is no name, or tuple of names.
         ValueError: Some are; the message names the argument.
     """
+    for argument, axes in given.items():
+        parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
+        if axes is not None and not all(isinstance(part, str) for part in parts):
+            raise TypeError(f"{where}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
     asked = [(argument, axis) for argument, axes in given.items() if axes is not None for axis in names_of(axes)]
     faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
     axes = [axis for _, axis in asked]

@@ -20,13 +20,13 @@ from torch_shard._plans.decisions import (
     check_axes,
     entries_of,
     names_of,
+    places_with_globs,
     plan_of,
     size_of,
-    with_globs,
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
-from torch_shard._plans.layers import HEAD_WIDTHS
+from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS
 from torch_shard._plans.recipes import by_shape, with_sizes
 from torch_shard._sharding import ShardingPlan, check_mesh
 
@@ -77,6 +77,7 @@ def from_hf(
         P('model', 'batch')
     """
     check_kind("model", model, nn.Module)
+    check_kind("strict", strict, bool)
     check_mesh(mesh)
     check_axes(caller(), mesh, tp=tp, fsdp=fsdp)
     check_axes(caller(), mesh, ep=ep)  # it may be another's
@@ -87,6 +88,8 @@ def from_hf(
     return plan_of(model, reader.decide(), where=caller(), strict=strict, activations=activations)
 
 
+# With Megatron's constraints on what all layers take and return, a Llama compiles for TPU (v5e:4x4, two layers) to the
+# same collectives, 110 of 45.9 MiB; with the logits gathered, as `colwise_gather_output` asks, to 58.9 MiB.
 def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSpec]:
     """What modules of the style `sequence_parallel` take and return, by place."""
     found: dict[str, PartitionSpec] = {}
@@ -95,9 +98,7 @@ def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSp
         if rule and rule.style == "sequence_parallel":
             for place in (name, f"{name}:{next(iter(inspect.signature(module.forward).parameters))}"):
                 found[place] = PartitionSpec(PartitionSpec.UNCONSTRAINED, tp)
-    names = [name for name, _ in model.named_modules()]
-    suffixes = {place.partition(":")[2] for place in found}
-    return with_globs(found, [f"{name}:{suffix}" if suffix else name for name in names for suffix in suffixes])
+    return places_with_globs(found, model)
 
 
 class _Reader:
@@ -138,7 +139,10 @@ class _Reader:
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         split = {name: self._split(name, entry) for name, entry in entries.items() if name not in buffers}
         split |= {name: adapter(name, entries, split) for name in split if ".lora_" in name}
-        split = {name: self._like_ties(name, entries, split) for name in split}
+        first: dict[int, str] = {}  # of the names of each tensor that is split
+        for name in (name for name in split if any(split[name].spec)):
+            first.setdefault(id(entries[name]), name)
+        split = {name: _like(made, first.get(id(entries[name]), name), split) for name, made in split.items()}
         decided = {name: self._stored(name, entries[name], decision) for name, decision in split.items()}
         return {name: decided.get(name, Decision(PartitionSpec(), "a buffer")) for name in entries}
 
@@ -152,9 +156,11 @@ class _Reader:
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
             fault = "" if dim is None else self._fault(name, entry, dim, axes, rule)
             faults += [fault] if fault else []
-            is_split = dim is not None and not fault and (len(spec) <= dim or spec[dim] is None)
-            spec = _with(spec, dim, axes) if dim is not None and is_split else spec
-            note = _PACKED if is_split and style.pieces > 1 else style.note
+            note = "" if fault else _PACKED if style.pieces > 1 else style.note
+            if dim is not None and dim < len(spec) and spec[dim] is not None:
+                note = "the dim is split already"
+            elif dim is not None and not fault:
+                spec = _with(spec, dim, axes)
             reasons.append(rule.style + (f" ({note})" if note else ""))
         return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults))
 
@@ -174,11 +180,6 @@ class _Reader:
         heads = _num_heads(self.model, name, length) if rule.style == "colwise" else None
         return f"{heads} heads are not a multiple of {shards}" if heads and heads % size else ""
 
-    def _like_ties(self, name: str, entries: dict[str, torch.Tensor], split: dict[str, Decision]) -> Decision:
-        """The decision of a tie: where only one of its names is split, that one's."""
-        ties = [other for other in split if entries[other] is entries[name] and any(split[other].spec)]
-        return split[name] if name in ties or not ties else split[ties[0]]
-
     def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
         """The decision with the split for storage."""
         taken = {axis for part in decision.spec for axis in names_of(part or ())}
@@ -189,6 +190,12 @@ class _Reader:
         told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
         stored = by_shape(decision, entry, left[0] if len(left) == 1 else left, self.mesh)
         return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
+
+
+def _like(made: Decision, first: str, split: Mapping[str, Decision]) -> Decision:
+    """The decision of a tie: that for the first of its names that is split."""
+    other = split[first]
+    return made if made.spec == other.spec else replace(other, reason=f"{other.reason}, as {first}")
 
 
 _PACKED = "gate and up are split as one, so that they move between devices in each use"
@@ -208,14 +215,16 @@ def _num_heads(model: nn.Module, name: str, length: int) -> int | None:
     at = next((at for at, part in enumerate(parts) if part in _HEADS), None)
     if at is None:
         return None
-    attention = model.get_submodule(".".join(parts[:at]))
-    widths = (getattr(attention, name, None) for name in HEAD_WIDTHS)
-    width = next((width for width in widths if isinstance(width, int)), 0) * _HEADS[parts[at]]
-    return length // width if width and length % width == 0 else None
+    attention, vectors = model.get_submodule(".".join(parts[:at])), _HEADS[parts[at]]
+    found = (getattr(attention, held, None) for held in (HEAD_WIDTHS if vectors else HEAD_COUNTS))
+    number = next((number for number in found if isinstance(number, int) and number > 0), 0)
+    if not number or length % number:
+        return None
+    return length // (number * vectors) if vectors else number
 
 
-_HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3}
-"""Projections whose output is heads, and of how many vectors each is."""
+_HEADS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "query_key_value": 3, "q_b_proj": 0, "kv_b_proj": 0}
+"""Projections whose output is heads, and of how many vectors each is: 0 of vectors of other widths."""
 
 
 def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, Decision]) -> Decision:

@@ -62,7 +62,9 @@ def hsdp(
     """Split every matrix within groups of devices, each group holding a whole model: hybrid sharding.
 
     Gathers stay within a group, whose devices are near; between groups only gradients are summed. Give the step
-    `batch_spec=P(("replica", "batch"))`, so that each device has its own rows.
+    `batch_spec=P(("replica", "batch"))`, so that each device has its own rows, and
+    `optimizer_plan=ts.plans.fsdp(model, mesh, fsdp=("batch", "replica"))`, so that gradients are scattered at once over
+    all devices: XLA would sum them whole between groups first, and send a quarter more.
 
     Args:
         model: As `fsdp` takes it.
