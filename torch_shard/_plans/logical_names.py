@@ -29,6 +29,9 @@ _LAST = {
 }
 """Of projections by name: their features, and what they sum over."""
 
+_ROUTER: tuple[Dim, Dim] = (None, "embed_moe")
+"""Of what chooses experts: a score for each, and what it sums over."""
+
 _HEADS = ("lm_head", "embed_out", "output_projection")
 """Of layers that give a score to each token; others are known by having as many features as there are tokens."""
 
@@ -75,7 +78,7 @@ def _of_layer(path: str, layer: nn.Module, roles: dict[str, Role], rows: set[int
         yield from ((name, (out,)) for name, p in _held(layer).items() if p.shape == (product.num_out,))
     elif path.rpartition(".")[2] in ROUTERS or "Router" in type(layer).__name__:
         for name, p in _held(layer).items():
-            yield name, (None, "embed_moe") if p.ndim == 2 else (None,) * p.ndim
+            yield name, _ROUTER if p.ndim == 2 else (None,) * p.ndim
 
 
 def _of_product(path: str, role: Role, fits_vocabulary: bool) -> tuple[Dim, Dim]:
@@ -86,7 +89,7 @@ def _of_product(path: str, role: Role, fits_vocabulary: bool) -> tuple[Dim, Dim]
         out, summed = _LAST[last]
         return out, summed
     if last in ROUTERS:
-        return None, "embed_moe"
+        return _ROUTER
     if last in _HEADS or (fits_vocabulary and role.side == "column"):
         return "vocab", "embed_vocab"
     is_attention = role.heads > 0 or "att" in parent.rpartition(".")[2].lower()
