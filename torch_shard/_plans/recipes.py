@@ -63,7 +63,7 @@ def hsdp(
 
     Gathers stay within a group, whose devices are near; between groups only gradients are summed. Give the step
     `batch_spec=P(("replica", "batch"))`, so that each device has its own rows; with
-    `optimizer_plan=ts.plans.fsdp(model, mesh, fsdp=("batch", "replica"))` the groups share the update, for the same bytes.
+    `optimizer_plan=ts.plans.fsdp(model, mesh, fsdp=("batch", "replica"))` the groups share the update too.
 
     Args:
         model: As `fsdp` takes it.

@@ -30,88 +30,28 @@ from torch_shard._plans.layers import (
 
 Side = Literal["column", "row", "whole"]
 
-COLUMNS = frozenset(
-    {
-        "q",
-        "k",
-        "v",
-        "query",
-        "key",
-        "value",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "qkv",
-        "qkv_proj",
-        "query_key_value",
-        "in_proj",
-        "c_attn",
-        "Wqkv",
-        "wq",
-        "wk",
-        "wv",
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_kv",
-        "to_qkv",
-        "kv_proj",
-        "q_b_proj",
-        "kv_b_proj",
-        "gate_proj",
-        "g_proj",
-        "up_proj",
-        "gate_up_proj",
-        "fc1",
-        "fc_in",
-        "w1",
-        "w3",
-        "wi",
-        "wi_0",
-        "wi_1",
-        "lin1",
-        "linear1",
-        "dense_h_to_4h",
-        "c_fc",
-        "intermediate.dense",
-    }
+
+def words(text: str) -> frozenset[str]:
+    """Names, by spaces."""
+    return frozenset(text.split())
+
+
+COLUMNS = words(
+    """
+    q k v query key value q_proj k_proj v_proj qkv qkv_proj query_key_value in_proj c_attn Wqkv wq wk wv to_q to_k
+    to_v to_kv to_qkv kv_proj q_b_proj kv_b_proj gate_proj g_proj up_proj gate_up_proj fc1 fc_in w1 w3 wi wi_0 wi_1
+    lin1 linear1 dense_h_to_4h c_fc intermediate.dense
+    """
 )
-ROWS = frozenset(
-    {
-        "o",
-        "o_proj",
-        "out_proj",
-        "wo",
-        "to_out",
-        "c_proj",
-        "down_proj",
-        "fc2",
-        "fc_out",
-        "w2",
-        "lin2",
-        "linear2",
-        "dense_4h_to_h",
-        "output.dense",
-        "attention.dense",
-        "self_attention.dense",
-        "attn.proj",
-        "out_lin",
-    }
+ROWS = words(
+    """
+    o o_proj out_proj wo to_out c_proj down_proj fc2 fc_out w2 lin2 linear2 dense_4h_to_h output.dense
+    attention.dense self_attention.dense attn.proj out_lin
+    """
 )
-LOW_RANK = frozenset(
-    {
-        "q_a_proj",
-        "kv_a_proj",
-        "kv_a_proj_with_mqa",
-    }
-)
+LOW_RANK = words("q_a_proj kv_a_proj kv_a_proj_with_mqa")
 ROUTER = "a router, whose scores all devices need"
-ROUTERS = frozenset(
-    {
-        "gate",
-        "router",
-    }
-)
+ROUTERS = words("gate router")
 
 
 @dataclass(frozen=True)
