@@ -39,14 +39,14 @@ class Asked:
 
     def __post_init__(self) -> None:
         fault = None
+        if self.num_processes is not None and (self.process_id or 0) >= self.num_processes:
+            fault = "processes are numbered from 0: the number of one must be less than the number of all"
         if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
             fault = "the coordinator's address must be host:port"
         if self.num_processes is not None and not (is_integer(self.num_processes) and self.num_processes >= 1):
             fault = "the number of processes must be a positive integer"
         if self.process_id is not None and not (is_integer(self.process_id) and self.process_id >= 0):
             fault = "the number of a process must be an integer of at least 0"
-        elif self.num_processes is not None and (self.process_id or 0) >= self.num_processes:
-            fault = "processes are numbered from 0: the number of one must be less than the number of all"
         if fault:
             raise ValueError(f"{caller()}: {fault}, found {self.says}.")
 
