@@ -1,0 +1,127 @@
+"""Stored forms: how an array is kept where torch's own shape cannot be split as asked.
+
+`restore` is made of views and slices only, so what derives it gives gradients in the stored form.
+"""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+
+Shape: TypeAlias = tuple[int, ...]
+A = TypeVar("A", torch.Tensor, jax.Array, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A fused projection as its pieces: `(num * n, ...)` is kept as `(num, n, ...)`, each piece split alike.
+
+    Args:
+        num: How many pieces of one size the dim has, such as 3 of query, key and value.
+        dim: The fused dim of torch's shape; from the end where it is negative.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> form = Pieces(3, dim=0)
+        >>> form.stored_shape((12, 8)), form.stored_spec(P("model", None), ndim=2)
+        ((3, 4, 8), P(None, 'model', None))
+    """
+
+    num: int
+    dim: int
+
+    def find_fault(self, shape: Shape) -> str | None:
+        """What keeps this form from an entry of `shape`, and what to do; None if it fits."""
+        if fault := _find_dim_fault(self, shape):
+            return fault
+        if self.num < 1:
+            return f"{self}: an entry has at least one piece. Say how many the model cuts it into."
+        if (size := shape[self.dim]) % self.num:
+            return f"{self}: dim {self.dim} = {size} is not {self.num} pieces of one size. Give the number that it has."
+        return None
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape that is kept for torch's `shape`."""
+        dim = self.dim % len(shape)
+        return (*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :])
+
+    def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The spec that is kept for that of torch's shape: what split the fused dim splits every piece."""
+        parts, dim = _parts(spec, ndim), self.dim % ndim
+        return PartitionSpec(*parts[:dim], None, *parts[dim:])
+
+    def store(self, array: A) -> A:
+        """The stored form of an array in torch's shape."""
+        return cast(A, array.reshape(self.stored_shape(tuple(array.shape))))
+
+    def restore(self, array: A, shape: Shape) -> A:
+        """The array in torch's `shape` of a stored one."""
+        return cast(A, array.reshape(shape))
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A dim that does not divide, with zeros at its end up to a size that does.
+
+    Args:
+        size: Of the dim as it is kept.
+        dim: The padded dim; from the end where it is negative.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> Padded(50258, dim=0).stored_shape((50257, 768))
+        (50258, 768)
+    """
+
+    size: int
+    dim: int
+
+    def find_fault(self, shape: Shape) -> str | None:
+        """What keeps this form from an entry of `shape`, and what to do; None if it fits."""
+        if fault := _find_dim_fault(self, shape):
+            return fault
+        if self.size < (found := shape[self.dim]):
+            return f"{self}: dim {self.dim} = {found} is larger. Give a size of at least {found}."
+        return None
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape that is kept for torch's `shape`."""
+        dim = self.dim % len(shape)
+        return (*shape[:dim], self.size, *shape[dim + 1 :])
+
+    def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The spec that is kept for that of torch's shape: the same."""
+        return PartitionSpec(*_parts(spec, ndim))
+
+    def store(self, array: A) -> A:
+        """The stored form of an array in torch's shape: zeros behind it."""
+        shape = tuple(array.shape)
+        widths = [(0, new - old) for old, new in zip(shape, self.stored_shape(shape), strict=True)]
+        if isinstance(array, torch.Tensor):
+            return torch.nn.functional.pad(array, [width for pair in reversed(widths) for width in pair])
+        return cast(A, np.pad(array, widths) if isinstance(array, np.ndarray) else jnp.pad(array, widths))
+
+    def restore(self, array: A, shape: Shape) -> A:
+        """The array in torch's `shape` of a stored one: without the padding."""
+        return cast(A, array[tuple(slice(size) for size in shape)])
+
+
+Form: TypeAlias = Pieces | Padded
+
+
+def _find_dim_fault(form: Form, shape: Shape) -> str | None:
+    if -len(shape) <= form.dim < len(shape):
+        return None
+    return f"{form}: the entry has {len(shape)} dims, {shape}. Name one of them."
+
+
+def _parts(spec: PartitionSpec, ndim: int) -> list[object]:
+    """One part for each dim."""
+    return [*spec, *[None] * (ndim - len(spec))]
