@@ -91,5 +91,8 @@ def cut(shape: tuple[int, ...], num: int, dim: int) -> tuple[int, ...]:
 
 def whole(value: PyTree) -> PyTree:
     """A value, merged if it is in pieces; also several."""
-    merged = lambda leaf: leaf.whole() if isinstance(leaf, InPieces) else leaf
+
+    def merged(leaf: PyTree) -> PyTree:
+        return leaf.whole() if isinstance(leaf, InPieces) else leaf
+
     return jax.tree.map(merged, value, is_leaf=lambda leaf: isinstance(leaf, InPieces))

@@ -6,14 +6,20 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._common.pieces import InPieces
+from torch_shard._common.types import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 A = TypeVar("A", torch.Tensor, jax.Array, np.ndarray)
@@ -114,6 +120,81 @@ class Padded:
 
 
 Form: TypeAlias = Pieces | Padded
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An entry that is kept in pieces: what its arrays, shapes and shardings are in either form.
+
+    Args:
+        form: Of an entry of this shape.
+        shape: Torch's.
+    """
+
+    form: Pieces
+    shape: Shape
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """Number of pieces, and the fused dim from the end."""
+        return self.form.num, self.form.dim % len(self.shape) - len(self.shape)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape that is kept."""
+        return self.form.stored_shape(self.shape)
+
+    def stored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
+        """The sharding that is kept, for that of torch's shape; of rows that are stacked, too."""
+        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + is_stack)
+        parts.insert(len(parts) + dim, None)
+        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+
+    def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
+        """The inverse."""
+        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + 1 + is_stack)
+        del parts[len(parts) + dim - 1]
+        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+
+    def is_whole(self, leaf: object, *, is_stack: bool) -> bool:
+        """Tell whether a leaf has torch's shape, or is a stack of such rows."""
+        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.shape
+
+    def is_stored(self, leaf: object, *, is_stack: bool) -> bool:
+        """Tell whether a leaf has the shape that is kept, or is a stack of such rows."""
+        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.stored_shape
+
+    def store(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+        """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
+        if isinstance(leaf, InPieces):
+            return InPieces.of(leaf, *self.cut).array
+        shape = (*leaf.shape[:is_stack], *self.stored_shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return _struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
+        return leaf.reshape(shape)
+
+    def restore(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+        """The inverse; each shard of an array stays where the spec of torch's shape has it."""
+        if isinstance(leaf, NamedSharding):
+            return self.restored_sharding(leaf, is_stack=is_stack)
+        shape = (*leaf.shape[:is_stack], *self.shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return _struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding):
+            return _reshaper(shape, self.restored_sharding(leaf.sharding, is_stack=is_stack))(leaf)
+        return leaf.reshape(shape)
+
+
+def _struct(
+    leaf: jax.ShapeDtypeStruct, shape: Shape, move: Callable[[NamedSharding], NamedSharding]
+) -> jax.ShapeDtypeStruct:
+    sharding = move(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+@functools.cache
+def _reshaper(shape: Shape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array.reshape(shape), out_shardings=sharding)
 
 
 def _find_dim_fault(form: Form, shape: Shape) -> str | None:

@@ -117,7 +117,7 @@ class StateLayout:
         moments: ResolvedPlan | None = None,
     ) -> None:
         self._plan, self._optimizer, self._moments = plan, optimizer, moments or plan
-        layout = stack_layout(model, held.all, groups)
+        layout = stack_layout(model, held.all, groups, plan.kept)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
@@ -155,7 +155,10 @@ class StateLayout:
         )
 
     def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
-        firsts = ((plan[group[0]], len(group)) for group in layout.groups)
+        names = (group[0] for group in layout.groups)
+        whole = ((plan[name], layout.forms.get(name)) for name in names)
+        stored = (s if form is None else form.stored_sharding(s) for s, form in whole)
+        firsts = zip(stored, map(len, layout.groups), strict=True)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
@@ -200,7 +203,9 @@ class StateLayout:
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
-                array = _placed([values[name] for name in group], self._plan[group[0]], keep=let_go is None)
+                form = layout.forms.get(group[0])
+                rows = [values[name] if form is None else form.store(values[name]) for name in group]
+                array = _placed(rows, self._plan.stored(group[0]), keep=let_go is None)
                 yield array if taken is None else _own(array, taken)
                 if let_go is not None:
                     let_go(tuple(group))
