@@ -10,6 +10,7 @@ A backward pass puts the gradients of the pieces together. That these are to sta
 # Arguments of nodes are anything to torch.fx, and JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,11 @@ from torch_shard._common.pieces import InPieces, cut, whole
 PIECES = "pieces"
 """Under this name the metadata of a node say in how many pieces which dim, from the end, of its value is to be."""
 
+MERGED = "merged"
+"""Under this name they say that a value in pieces was put together there."""
+
+logger = logging.getLogger(__name__)
+
 Value = Any
 Lowering = Callable[..., Value]
 Cut = tuple[int, int]
@@ -40,10 +46,25 @@ def operate_on_pieces(node: Node, lowering: Lowering, args: Sequence[Value], nam
     rule = _rule_of(node)
     found = None if rule is None else rule(node, lowering, args, named)
     if found is None:
+        _warn(node)
         found = lowering(*whole(list(args)), **whole(dict(named)))
     if wanted is None or isinstance(found, list | tuple):
         return found
     return InPieces.of(found, *wanted)
+
+
+def _warn(node: Node) -> None:
+    """Say once that a fused projection in pieces is merged for an operator, which moves it between devices."""
+    if not node.meta.get(MERGED):
+        node.meta[MERGED] = True
+        where = node.meta.get("custom", {}).get("module", "")
+        logger.warning(
+            "A fused projection that is stored in pieces is put together for %s%s, and moves between devices there, as "
+            "one that is not: only views, products, sums and operators on each element keep pieces apart, until the "
+            "model cuts them. The results are right.",
+            node.target,
+            f" in {where}" * bool(where),
+        )
 
 
 def is_pointwise(node: Node) -> bool:

@@ -177,6 +177,8 @@ class Kept:
         """The inverse; each shard of an array stays where the spec of torch's shape has it."""
         if isinstance(leaf, NamedSharding):
             return self.restored_sharding(leaf, is_stack=is_stack)
+        if not self.is_stored(leaf, is_stack=is_stack):  # what else there is for each entry, such as a number
+            return leaf
         shape = (*leaf.shape[:is_stack], *self.shape)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return _struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))

@@ -46,7 +46,8 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
     if not layout.kept:
         return _run(fn, args, layout)
     whole, stored = whole_stacks(args), bare_stacks(args)
-    if works_by_element(fn, as_dicts(whole), as_dicts(stored)):
+    shapes = {form.shape: form.stored_shape for form in layout.forms.values()}
+    if works_by_element(fn, as_dicts(whole), as_dicts(stored), shapes):
         return keep_stacks(_run(fn, stored, layout.plain), layout, is_stored=True)
     return keep_stacks(_run(fn, whole, layout.plain), layout)
 

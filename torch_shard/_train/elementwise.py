@@ -9,7 +9,7 @@ elements are allowed (norms), which then may be taken in another order.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,14 +29,27 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 _SHAPES = frozenset({"shape", "broadcast_dimensions", "axes", "sharding", "out_sharding"})
 
 
-def works_by_element(fn: Callable[..., PyTree], *arguments: tuple[PyTree, ...]) -> bool:
-    """Tell whether a function does the same to each element, whichever of these shapes its arrays have.
+def works_by_element(
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    others: tuple[PyTree, ...],
+    shapes: Mapping[tuple[int, ...], tuple[int, ...]],
+) -> bool:
+    """Tell whether a function does the same to each element, whichever of two shapes its arrays have.
 
     Args:
         fn: A function of pytrees that JAX can trace.
-        *arguments: Twice, with all arrays in the one shape and in the other.
+        args: Its arguments.
+        others: The same, of which some arrays have other shapes.
+        shapes: For each shape that differs, the other one; results that differ must do so alike.
     """
-    traces = [jax.make_jaxpr(fn)(*jax.tree.map(_struct, args)) for args in arguments]
+    try:
+        traces = [jax.make_jaxpr(fn)(*jax.tree.map(_struct, given)) for given in (args, others)]
+    except Exception:  # it asks for the shapes; what else is wrong, the call itself says
+        return False
+    for one, other in zip(*(trace.out_avals for trace in traces), strict=False):
+        if one.shape != other.shape and shapes.get(one.shape) != other.shape:
+            return False
     has_scalars_alone = all(np.ndim(const) == 0 for trace in traces for const in trace.consts)
     same_consts = has_scalars_alone and all(itertools.starmap(_same, zip(*(t.consts for t in traces), strict=False)))
     return same_consts and _alike(*(trace.jaxpr for trace in traces))
