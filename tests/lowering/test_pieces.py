@@ -1,6 +1,7 @@
 """Values in pieces through captured graphs: eager torch's numbers, and no move between devices for a cut."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,8 @@ def _permuted(x, w, b):
 
 def _heads(x, w, b):
     y = torch.nn.functional.linear(x, w, b).view(B, T, 3 * H, -1).transpose(1, 2)
-    return torch.nn.functional.scaled_dot_product_attention(*y.chunk(3, 1))
+    q, k, v = y.chunk(3, 1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
 def _conv1d(x, w, b):
@@ -115,9 +117,10 @@ def test_pieces_stay_apart_and_give_torchs_numbers(case: str, frozen: bool):
     mark_pieces(graph.graph, dict(zip(inputs[1:3], cuts, strict=True)), zip(grads, cuts, strict=False))
 
     mesh = ts.make_mesh(batch=4, model=2)
-    arrays = [jnp.asarray(v.numpy()) for v in values]
+    arrays: list[Any] = [jnp.asarray(v.numpy()) for v in values]
     arrays[1:3] = [InPieces.of(a, *c) for a, c in zip(arrays[1:3], cuts, strict=True)]
-    specs = [P("batch"), InPieces(_along(arrays[1].array.ndim, dim), dim), InPieces(P(None, "model"), -1), P()]
+    in_pieces: Any = InPieces  # of specs
+    specs = [P("batch"), in_pieces(_along(arrays[1].array.ndim, dim), dim), in_pieces(P(None, "model"), -1), P()]
     if case == "experts":
         specs[0] = P()
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))

@@ -85,8 +85,10 @@ def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
         found[_describe(name, (), getattr(state, name))] = getattr(state, name)
     for path, leaf in _leaves(state.opt_state):
         where = "opt_state" + jax.tree_util.keystr(path)
-        stacked = by_name(where, leaf.whole()) if isinstance(leaf, Stacks) else None
-        found |= {_describe(where, (), leaf): _plain(leaf)} if stacked is None else stacked
+        if isinstance(leaf, Stacks):
+            found |= by_name(where, leaf.whole())
+        else:
+            found[_describe(where, (), leaf)] = _plain(leaf)
     return found
 
 

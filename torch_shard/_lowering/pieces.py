@@ -100,6 +100,11 @@ def _pointwise(node: Node, lowering: Lowering, args: Sequence[Value], named: Map
     return InPieces(lowering(*args, **named), dim)
 
 
+def _filled(args: Sequence[Value], *defaults: Value) -> list[Value]:
+    """Positional arguments, with the defaults of those that are not given."""
+    return [*args, *defaults[len(args) :]]
+
+
 def _is_in_pieces(value: object) -> bool:
     return isinstance(value, InPieces)
 
@@ -185,11 +190,11 @@ def _tensordot(node: Node, lowering: Lowering, args: Sequence[Value], named: Map
     side = 0 if isinstance(x, InPieces) else 1
     arrays = [v.array if isinstance(v, InPieces) else v for v in (x, y)]
     sums = [[dim + (0 <= at < dim) for dim in dims] for at, dims in zip(ats, (dims_x, dims_y), strict=True)]
-    return InPieces(jnp.tensordot(*arrays, tuple(sums)), free.index((side, ats[side])) - len(free))
+    return InPieces(jnp.tensordot(arrays[0], arrays[1], sums), free.index((side, ats[side])) - len(free))
 
 
 def _sum(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-    x, dims, keep = (*args, False)[:3]
+    x, dims, keep = _filled(args, None, None, False)
     if named or not dims or not isinstance(x, InPieces):
         return None
     at, taken = x.ndim + x.dim, {dim % x.ndim for dim in dims}
@@ -208,7 +213,7 @@ def _cut(x: InPieces, start: int, stop: int) -> Value:
 
 
 def _split(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-    x, sizes, dim = (*args, 0)[:3]
+    x, sizes, dim = _filled(args, None, None, 0)
     dim = named.get("dim", dim) % x.ndim
     if not isinstance(x, InPieces) or dim != x.ndim + x.dim:
         return None
@@ -221,7 +226,7 @@ def _split(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping
 
 
 def _slice(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
-    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    x, dim, start, end, step = _filled(args, None, 0, None, None, 1)
     if named or not isinstance(x, InPieces):
         return None
     at, dim = x.ndim + x.dim, dim % x.ndim
@@ -247,7 +252,7 @@ def _expand(node: Node, lowering: Lowering, args: Sequence[Value], named: Mappin
 def _cat(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
     """Pieces that are put together, stay apart where that is wanted: each is padded to its place among them."""
     wanted: Cut | None = node.meta.get(PIECES)
-    tensors, dim = (*args, 0)[:2]
+    tensors, dim = _filled(args, None, 0)
     if wanted is None or named.get("dim", dim) % len(shape_of(node)) != len(shape_of(node)) + wanted[1]:
         return None
     num, at = wanted
@@ -262,7 +267,7 @@ def _cat(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[s
 def _slice_scatter(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
     """The gradient of a slice, which is zero elsewhere."""
     wanted: Cut | None = node.meta.get(PIECES)
-    x, part, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 2 :])
+    x, part, dim, start, end, step = _filled(args, None, None, 0, None, None, 1)
     if wanted is None or named or dim % x.ndim != x.ndim + wanted[1]:
         return None
     num, at = wanted
@@ -337,7 +342,8 @@ def _want(node: Node, wanted: Cut) -> None:
 
 def _sources(node: Node, wanted: Cut) -> list[tuple[Node, Cut]]:
     """The sources of which the dim in pieces is, and where it is there."""
-    (num, dim), name, args, shape = wanted, aten_name(node), args_of(node), shape_of(node)
+    (num, dim), name, shape = wanted, aten_name(node), shape_of(node)
+    args = list(args_of(node))
     at = len(shape) + dim
     if name in _TURNS:
         return [(args[0], (num, _order(node)[at] - len(shape)))]
@@ -356,12 +362,12 @@ def _sources(node: Node, wanted: Cut) -> list[tuple[Node, Cut]]:
     if name == "sum" and len(args) > 1 and args[1]:
         ndim = len(shape_of(args[0]))
         taken = {d % ndim for d in args[1]}
-        left = list(range(ndim)) if (*args, False)[2] else [i for i in range(ndim) if i not in taken]
+        left = list(range(ndim)) if _filled(args, None, None, False)[2] else [i for i in range(ndim) if i not in taken]
         return [] if left[at] in taken else [(args[0], (num, left[at] - ndim))]
     if name == "slice_scatter":
         return [(args[0], wanted)]
     if name == "cat":
-        elsewhere = (*args, 0)[1] % len(shape) != at
+        elsewhere = _filled(args, None, 0)[1] % len(shape) != at
         return [(source, wanted) for source in args[0]] if elsewhere else []
     if is_pointwise(node):
         sources = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]

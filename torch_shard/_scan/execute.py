@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from torch_shard._common.pieces import whole
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
@@ -30,11 +30,11 @@ class Inputs(Protocol):
 class StackRow:
     """One row of stacked results."""
 
-    stack: jax.Array
+    stack: "jax.Array | InPieces"
     index: int
 
     @property
-    def array(self) -> jax.Array:
+    def array(self) -> "jax.Array | InPieces":
         """The row by itself."""
         return self.stack[self.index]
 
@@ -48,9 +48,9 @@ def array_of(value: Result) -> Any:
     return value.array if isinstance(value, StackRow) else value
 
 
-def stack_of(values: Sequence[Result]) -> jax.Array:
+def stack_of(values: Sequence[Result]) -> Result:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
-    pieces: list[jax.Array] = []
+    pieces: list[Result] = []
     for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
         rows = [value for _, value in run]
         if isinstance(rows[0], StackRow):
@@ -139,7 +139,7 @@ class _Run:
             return self._rows[value.source, value.path]
         return _at(self.done[value.source], value.path)
 
-    def _given(self, values: Sequence[Operand]) -> tuple[jax.Array | None, jax.Array]:
+    def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
         """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
         found = [self._row(value) for value in values]
         first = found[0]

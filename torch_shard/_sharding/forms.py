@@ -196,7 +196,10 @@ def _struct(
 
 @functools.cache
 def _reshaper(shape: Shape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: array.reshape(shape), out_shardings=sharding)
+    def reshape(array: jax.Array) -> jax.Array:
+        return array.reshape(shape)
+
+    return jax.jit(reshape, out_shardings=sharding)
 
 
 def _find_dim_fault(form: Form, shape: Shape) -> str | None:

@@ -28,6 +28,8 @@ from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wi
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
 
+Forms: TypeAlias = Mapping[str, Pieces] | Mapping[str | re.Pattern[str], Pieces]
+
 _Rule: TypeAlias = str | re.Pattern[str]
 
 _Key: TypeAlias = _Rule | None  # of a rule; None is the default's
@@ -74,7 +76,7 @@ class ShardingPlan:
     activations: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], kw_only=True)
     reasons: Mapping[_Rule, str] = field(default_factory=dict[_Rule, str], kw_only=True)
     ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
-    stored: Mapping[_Rule, Pieces] = field(default_factory=dict[_Rule, Pieces], kw_only=True)
+    stored: Forms = field(default_factory=dict[str, Pieces], kw_only=True)
 
     def __post_init__(self):
         for what in ("rules", "activations", "reasons", "ranks", "stored"):
@@ -84,7 +86,7 @@ class ShardingPlan:
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
         faults += [find_type_fault(key, spec) for key, spec in self.activations.items()]
-        faults += [_find_form_type_fault(key, form) for key, form in self.stored.items()]
+        faults += [_find_form_type_fault(key, form) for key, form in self._forms.items()]
         if lines := [fault for fault in faults if fault]:
             raise TypeError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
         loose = [key for key in (*rules, *self.stored) if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
@@ -95,6 +97,10 @@ class ShardingPlan:
     @property
     def _specs(self) -> Mapping[_Rule, PartitionSpec]:
         return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
+
+    @property
+    def _forms(self) -> Mapping[_Rule, Pieces]:
+        return cast(Mapping[_Rule, Pieces], self.stored)
 
     def __or__(self, other: "ShardingPlan | Rules") -> "ShardingPlan":
         """This plan, edited: where a rule of `other` matches, those of this plan do not count.
@@ -113,7 +119,7 @@ class ShardingPlan:
             default=self.default if edits.default is None else edits.default,
             activations={**self.activations, **edits.activations},
             reasons=kept | dict(edits.reasons),
-            stored={**self.stored, **edits.stored},
+            stored={**self._forms, **edits._forms},
             ranks=dict(self.ranks) | ranks,
         )
 
@@ -121,10 +127,10 @@ class ShardingPlan:
         """Its rules, by kind."""
         yield from (("rules", key) for key in self._specs)
         yield from (("activations", key) for key in self.activations)
-        yield from (("stored", key) for key in self.stored)
+        yield from (("stored", key) for key in self._forms)
 
     def __hash__(self):
-        tables = (frozenset(table.items()) for table in (self.rules, self.activations, self.stored))
+        tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
         return hash((self.default, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
@@ -135,7 +141,7 @@ class ShardingPlan:
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
         asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
-        forms = ", ".join(f"{key!r}: {form}" for key, form in self.stored.items())
+        forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
         more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
         return f"ShardingPlan({{{rules}}}{default}{more})"
 
@@ -148,7 +154,7 @@ class ShardingPlan:
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), reason)))
         for key, spec in self.activations.items():
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
-        for key, form in self.stored.items():
+        for key, form in self._forms.items():
             table.add_row(*map(Text, (_quote(key), str(form), "how it is stored")))
         return table
 
@@ -177,7 +183,7 @@ class ShardingPlan:
         """
         check_mesh(mesh)
         values = _read(source)
-        hits, formed = _hits(self._specs, values), _hits(self.stored, values)
+        hits, formed = _hits(self._specs, values), _hits(self._forms, values)
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
@@ -195,7 +201,7 @@ class ShardingPlan:
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
         constraints, wrong = self._constraints(source, mesh) if is_model else ([], [])
-        tables = (self._specs, hits), (self.stored, formed)
+        tables = (self._specs, hits), (self._forms, formed)
         unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
         if faults or unused or wrong:
             hints = _hint_at_names(unused, list(values))
@@ -212,11 +218,11 @@ class ShardingPlan:
         ranks = {key: self.ranks.get(("stored", key), 0) for key in keys}
         keys = [key for key in keys if ranks[key] == max(ranks.values())]
         keys = [key for key in keys if key in names] or keys
-        forms = list(dict.fromkeys(self.stored[key] for key in keys))
+        forms = list(dict.fromkeys(self._forms[key] for key in keys))
         if forms and len(names) > 1:
             return None, f"{forms[0]}: it is tied to {names[1]}, and a tie is stored in torch's form. Leave it out."
         if len(forms) > 1:
-            asked = " and ".join(f"{_quote(key)}: {self.stored[key]}" for key in keys)
+            asked = " and ".join(f"{_quote(key)}: {self._forms[key]}" for key in keys)
             return None, f"{asked} store it in different forms. Narrow the patterns."
         return (forms[0] if forms else None), None
 
@@ -254,7 +260,7 @@ def _find_form_type_fault(key: object, form: object) -> str | None:
     if not isinstance(key, str | re.Pattern):
         return f"stored {key!r}: a rule is a name, a glob or a compiled regex, got {type(key).__name__}."
     if not isinstance(form, Pieces):
-        return f"stored {_quote(key)}: expected Pieces, got {form!r}."
+        return f"stored {_quote(cast(object, key))}: expected Pieces, got {form!r}."
     return None
 
 

@@ -354,9 +354,10 @@ def keep_stacks(tree: PyTree, layout: Layout, *, is_stored: bool = False) -> PyT
 
 
 def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda node: change(node) if isinstance(node, Stacks) else node, tree, is_leaf=lambda n: isinstance(n, Stacks)
-    )
+    def changed(node: PyTree) -> PyTree:
+        return change(node) if isinstance(node, Stacks) else node
+
+    return jax.tree.map(changed, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
 def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], PyTree] = stack_struct) -> PyTree:

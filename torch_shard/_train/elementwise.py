@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from torch_shard._common.types import PyTree
@@ -61,7 +62,7 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, jax.core.Tracer) and bool(np.array_equal(one, other, equal_nan=True)))
+    return one is other or (not isinstance(one, Tracer) and bool(np.array_equal(one, other, equal_nan=True)))
 
 
 def _alike(one: Jaxpr, other: Jaxpr) -> bool:

@@ -22,10 +22,12 @@ from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
+    Kept,
     Layout,
     ResolvedPlan,
     Stacks,
     as_dicts,
+    find_spec_faults,
     stack_dicts,
     stack_sharding,
     unsaved_buffers,
@@ -122,6 +124,7 @@ class StateLayout:
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
+        _refuse_moments(self._moments, self.params.forms)
         replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
@@ -259,6 +262,17 @@ class StateLayout:
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
+
+
+def _refuse_moments(moments: ResolvedPlan, forms: Mapping[str, Kept]) -> None:
+    """Refuse an `optimizer_plan` that the form in which parameters are kept cannot follow."""
+    faults: list[str] = []
+    for name, form in forms.items():
+        spec = form.stored_sharding(moments[name]).spec
+        found = find_spec_faults(spec, form.stored_shape, moments.mesh)
+        faults += [f"  {name}: {form.form}: {fault}. {remedy}" for fault, remedy in found]
+    if faults:
+        raise ValueError(f"{caller()}: optimizer_plan does not fit what plan stores in pieces.\n\n" + "\n".join(faults))
 
 
 def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:
