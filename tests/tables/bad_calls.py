@@ -203,6 +203,30 @@ def call(text: str) -> object:
 
 
 REFUSED: dict[str, dict[str, str]] = {
+    "plans.fsdp": {
+        "ts.plans.fsdp(5, mesh)": "TypeError: plans.fsdp: model must be a Module, got int.",
+        "ts.plans.fsdp(model, 5)": "TypeError: plans.fsdp: mesh must be a jax.sharding.Mesh, got int.",
+        "ts.plans.fsdp(model, mesh, fsdp=5)": "TypeError: plans.fsdp: fsdp must be the name of an axis, or a tuple of some, got 5.",
+        'ts.plans.fsdp(model, mesh, fsdp="x")': 'ValueError: plans.fsdp: on the mesh (batch=2): fsdp="x" names no axis of it.',
+        "ts.plans.fsdp(model, mesh, strict=1)": "TypeError: plans.fsdp: strict must be a bool, got int.",
+        "ts.plans.fsdp(nn.LazyLinear(4), mesh)": "ValueError: plans.fsdp: weight, bias: lazy, without a shape yet.",
+    },
+    "plans.hsdp": {
+        "ts.plans.hsdp(5, mesh)": "TypeError: plans.hsdp: model must be a Module, got int.",
+        "ts.plans.hsdp(model, mesh)": 'ValueError: plans.hsdp: on the mesh (batch=2): replicate="replica" names no axis of it.',
+    },
+    "plans.tp": {
+        "ts.plans.tp(5, mesh)": "TypeError: plans.tp: model must be a Module, got int.",
+        "ts.plans.tp(model, mesh, tp=None)": "TypeError: plans.tp: tp must be the name of an axis, or a tuple of some, got None.",
+    },
+    "plans.fsdp_tp": {
+        "ts.plans.fsdp_tp(5, mesh)": "TypeError: plans.fsdp_tp: model must be a Module, got int.",
+        "ts.plans.fsdp_tp(model, mesh)": 'ValueError: plans.fsdp_tp: on the mesh (batch=2): tp="model" names no axis of it.',
+    },
+    "plans.expert": {
+        "ts.plans.expert(5, mesh)": "TypeError: plans.expert: model must be a Module, got int.",
+        'ts.plans.expert(model, mesh, ep="batch", fsdp=None)': "ValueError: plans.expert: no entry of Net holds several experts",
+    },
     "plans.from_dtensor": {
         "ts.plans.from_dtensor(5, mesh, {})": "TypeError: plans.from_dtensor: model must be a Module, got int.",
         "ts.plans.from_dtensor(model, 5, {})": "TypeError: plans.from_dtensor: mesh must be a jax.sharding.Mesh, got int.",

@@ -13,7 +13,9 @@ from typing import TypeVar, cast
 import torch
 from jax.sharding import Mesh, PartitionSpec
 from rich.filesize import decimal
+from torch.nn.parameter import is_lazy
 
+from torch_shard._common.caller import caller
 from torch_shard._sharding import ShardingPlan, describe_mesh, describe_spec, make_matcher
 
 T = TypeVar("T")
@@ -50,9 +52,18 @@ def describe_bytes(entry: torch.Tensor) -> str:
 
 
 def entries_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, by name; a tie under each of its names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return parameters | dict(model.named_buffers(remove_duplicate=False))
+    """Parameters, then buffers, by name; a tie under each of its names.
+
+    Raises:
+        ValueError: Some are lazy, and have no shape yet.
+    """
+    entries = dict(model.named_parameters(remove_duplicate=False))
+    entries |= dict(model.named_buffers(remove_duplicate=False))
+    if lazy := [name for name, entry in entries.items() if is_lazy(entry)]:
+        raise ValueError(
+            f"{caller()}: {', '.join(lazy)}: lazy, without a shape yet. Call the model once on example inputs."
+        )
+    return entries
 
 
 def names_of(axes: Axes) -> tuple[str, ...]:

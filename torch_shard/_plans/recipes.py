@@ -3,10 +3,13 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+from typing import cast
+
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._common.caller import public
+from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.validate import check_kind
 from torch_shard._plans.decisions import Axes, Decision, add_axis, check_axes, entries_of, names_of, plan_of, size_of
 from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
@@ -17,7 +20,7 @@ SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
 
 
-@public
+@speaks_as("plans.replicated")
 def replicated() -> ShardingPlan:
     """A plan that keeps every entry whole on each device: data parallelism.
 
@@ -29,7 +32,7 @@ def replicated() -> ShardingPlan:
     return ShardingPlan({"**": PartitionSpec()}, reasons={"**": "data parallel: whole on each device"})
 
 
-@public
+@speaks_as("plans.fsdp")
 def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bool = False) -> ShardingPlan:
     """Split every matrix over the axis of the batch: ZeRO-3, fully sharded data parallelism.
 
@@ -51,11 +54,11 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
         >>> ts.plans.fsdp(torch.nn.Linear(4, 8), ts.make_mesh(batch=4))
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
-    check_axes("plans.fsdp", check_mesh(mesh), fsdp=fsdp)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where="plans.fsdp", strict=strict)
+    _check(model, mesh, strict, fsdp=fsdp)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where=caller(), strict=strict)
 
 
-@public
+@speaks_as("plans.hsdp")
 def hsdp(
     model: torch.nn.Module, mesh: Mesh, *, replicate: Axes = "replica", fsdp: Axes = "batch", strict: bool = False
 ) -> ShardingPlan:
@@ -80,12 +83,12 @@ def hsdp(
         >>> ts.plans.hsdp(torch.nn.Linear(4, 8), ts.make_mesh(replica=2, batch=4))
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
-    check_axes("plans.hsdp", check_mesh(mesh), replicate=replicate, fsdp=fsdp)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where="plans.hsdp", strict=strict)
+    _check(model, mesh, strict, replicate=replicate, fsdp=fsdp)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where=caller(), strict=strict)
 
 
-@public
-def tp(model: torch.nn.Module, mesh: Mesh, *, tp: str = "model", strict: bool = False) -> ShardingPlan:
+@speaks_as("plans.tp")
+def tp(model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", strict: bool = False) -> ShardingPlan:
     """Split layers by their features, in pairs: tensor parallelism as Megatron has it.
 
     A layer that widens (q, k, v, gate, up) is split by its output, one that narrows (o, down) by its input, embeddings
@@ -107,17 +110,17 @@ def tp(model: torch.nn.Module, mesh: Mesh, *, tp: str = "model", strict: bool = 
         >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
-    check_axes("plans.tp", check_mesh(mesh), tp=tp)
-    return plan_of(model, _decide(model, mesh, tp=tp), where="plans.tp", strict=strict)
+    _check(model, mesh, strict, tp=tp)
+    return plan_of(model, _decide(model, mesh, tp=tp), where=caller(), strict=strict)
 
 
-@public
+@speaks_as("plans.fsdp_tp")
 def fsdp_tp(
     model: torch.nn.Module,
     mesh: Mesh,
     *,
     fsdp: Axes = "batch",
-    tp: str = "model",
+    tp: Axes = "model",
     sequence: bool = False,
     strict: bool = False,
 ) -> ShardingPlan:
@@ -144,20 +147,21 @@ def fsdp_tp(
         >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
         ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
-    check_axes("plans.fsdp_tp", check_mesh(mesh), fsdp=fsdp, tp=tp)
+    _check(model, mesh, strict, fsdp=fsdp, tp=tp)
+    check_kind("sequence", sequence, bool)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp)
     activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
-    return plan_of(model, decisions, where="plans.fsdp_tp", strict=strict, activations=activations)
+    return plan_of(model, decisions, where=caller(), strict=strict, activations=activations)
 
 
-@public
+@speaks_as("plans.expert")
 def expert(
     model: torch.nn.Module,
     mesh: Mesh,
     *,
     ep: Axes = "model",
     fsdp: Axes | None = "batch",
-    tp: str | None = None,
+    tp: Axes | None = None,
     strict: bool = False,
 ) -> ShardingPlan:
     """Give each device its own experts, and split all else as `fsdp`, `tp` or both do.
@@ -182,18 +186,27 @@ def expert(
         >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
         ShardingPlan({'up': P('model', 'batch', None)})
     """
+    _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
+    check_axes(caller(), mesh, fsdp=fsdp, tp=tp)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
-            f"plans.expert: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
+            f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
         )
-    check_axes("plans.expert", check_mesh(mesh), fsdp=fsdp, tp=tp)
-    check_axes("plans.expert", mesh, fsdp=fsdp, ep=ep)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), where="plans.expert", strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), where=caller(), strict=strict)
+
+
+def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> None:
+    """Refuse what a recipe cannot read."""
+    check_kind("model", model, torch.nn.Module)
+    check_kind("strict", strict, bool)
+    if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
+        raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
+    check_axes(caller(), check_mesh(mesh), **axes)
 
 
 def _decide(
-    model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes | None = None, tp: str | None = None, ep: Axes | None = None
+    model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes | None = None, tp: Axes | None = None, ep: Axes | None = None
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = roles_of(model)
@@ -219,12 +232,12 @@ def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
     return Decision(PartitionSpec(ep), why)
 
 
-def _by_features(entry: torch.Tensor, role: Role, tp: str, mesh: Mesh) -> Decision:
+def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
     size, shown = entry.shape[role.dim], with_sizes(tp, mesh)
-    fault = f"dim {role.dim} = {size} is not a multiple of {shown}" if size % mesh.shape[tp] else ""
-    if not fault and role.heads % mesh.shape[tp]:
+    fault = f"dim {role.dim} = {size} is not a multiple of {shown}" if size % size_of(tp, mesh) else ""
+    if not fault and role.heads % size_of(tp, mesh):
         fault = f"{role.heads} heads are not a multiple of {shown}, and would be cut"
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)

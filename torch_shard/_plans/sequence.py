@@ -13,14 +13,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from jax.sharding import PartitionSpec
 from torch import nn
 
-from torch_shard._plans.decisions import Axes, Decision, places_with_globs
+from torch_shard._common.caller import caller
+from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_globs
 from torch_shard._plans.layers import LORA, experts_of, is_norm, is_table, layers_of, product_of
 from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import axes_of
 
 
 def sequence_constraints(
-    model: nn.Module, decisions: Mapping[str, Decision], *, batch: Axes, tp: str
+    model: nn.Module, decisions: Mapping[str, Decision], *, batch: Axes, tp: Axes
 ) -> dict[str, PartitionSpec]:
     """Constraints on what the layers of a transformer take and return, by name.
 
@@ -36,11 +37,13 @@ def sequence_constraints(
     blocks = dict(_blocks(model))
     if not blocks:
         raise ValueError(
-            f"plans.fsdp_tp: sequence=True, and {type(model).__name__} has no ModuleList of layers with norms in them. "
+            f"{caller()}: sequence=True, and {type(model).__name__} has no ModuleList of layers with norms in them. "
             "Say where the sequence is split yourself: ShardingPlan(..., activations=...)."
         )
     split, whole, inner = (PartitionSpec(batch, *parts) for parts in ((tp, None), (None, None), (None, tp)))
-    sharded = {name.removesuffix(".weight") for name, made in decisions.items() if tp in axes_of(made.spec)}
+    sharded = {
+        name.removesuffix(".weight") for name, made in decisions.items() if set(names_of(tp)) <= set(axes_of(made.spec))
+    }
     stream = _Stream(model, blocks, sharded)
     found = dict.fromkeys(stream.split(), split) | dict.fromkeys(stream.whole(), whole)
     found |= dict.fromkeys(stream.inner(), inner)
