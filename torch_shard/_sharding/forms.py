@@ -44,7 +44,11 @@ class Pieces:
     dim: int
 
     def find_fault(self, shape: Shape) -> str | None:
-        """What keeps this form from an entry of `shape`, and what to do; None if it fits."""
+        """Say what keeps this form from an entry, and what to do; None if it fits.
+
+        Args:
+            shape: Torch's.
+        """
         if fault := _find_dim_fault(self, shape):
             return fault
         if self.num < 1:
@@ -54,21 +58,39 @@ class Pieces:
         return None
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The shape that is kept for torch's `shape`."""
+        """The shape that is kept.
+
+        Args:
+            shape: Torch's.
+        """
         dim = self.dim % len(shape)
         return (*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :])
 
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
-        """The spec that is kept for that of torch's shape: what split the fused dim splits every piece."""
+        """The spec that is kept: what split the fused dim splits every piece.
+
+        Args:
+            spec: For torch's shape.
+            ndim: Number of dims of that.
+        """
         parts, dim = _parts(spec, ndim), self.dim % ndim
         return PartitionSpec(*parts[:dim], None, *parts[dim:])
 
     def store(self, array: A) -> A:
-        """The stored form of an array in torch's shape."""
+        """The stored form of an array.
+
+        Args:
+            array: In torch's shape.
+        """
         return cast(A, array.reshape(self.stored_shape(tuple(array.shape))))
 
     def restore(self, array: A, shape: Shape) -> A:
-        """The array in torch's `shape` of a stored one."""
+        """The array in torch's shape of a stored one.
+
+        Args:
+            array: As `store` gives it.
+            shape: Torch's.
+        """
         return cast(A, array.reshape(shape))
 
 
