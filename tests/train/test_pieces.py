@@ -103,7 +103,7 @@ def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"remat": "block"}, {"accumulate_steps": 2}, {"scan_layers": False}],
+    [{}, {"remat": "block"}, {"accumulate_steps": 2}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)],
     ids=["loop", "remat", "accumulate", "apart"],
 )
 def test_pieces_train_as_torchs_form_does_and_nothing_moves(options: dict[str, Any]):
@@ -141,7 +141,12 @@ def test_a_state_reads_in_torchs_shape_and_keeps_pieces():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.lamb(1e-2), optax.contrib.muon(1e-2), optax.lion(1e-3)],
+    [
+        optax.adafactor(1e-2, min_dim_size_to_factor=4),
+        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
+        optax.contrib.muon(1e-2),
+        pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
+    ],
     ids=["adafactor", "lamb", "muon", "lion"],
 )
 def test_optimizers_that_look_at_shapes_see_torchs(optimizer: optax.GradientTransformation):
