@@ -81,7 +81,7 @@ def from_hf(
     check_mesh(mesh)
     check_axes(caller(), mesh, tp=tp, fsdp=fsdp)
     check_axes(caller(), mesh, ep=ep)  # it may be another's
-    reader = _Reader(model, mesh, tp, fsdp, ep)
+    reader = _Reader(model, mesh, tp=tp, fsdp=fsdp, ep=ep)
     if faults := reader.find_faults():
         raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
     activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
@@ -104,7 +104,7 @@ def over_time(model: nn.Module, rules: Rules, tp: Axes) -> dict[str, PartitionSp
 class _Reader:
     """The rules of a model, and what they come to on a mesh."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, *, tp: Axes | None, fsdp: Axes | None, ep: Axes | None) -> None:
         self.model, self.mesh = model, mesh
         self.tp, self.fsdp, self.ep = tp, fsdp, ep
         self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
@@ -154,7 +154,7 @@ class _Reader:
                 continue
             style = STYLES[rule.style]
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
-            fault = "" if dim is None else self._fault(name, entry, dim, axes, rule)
+            fault = "" if dim is None else self._fault(name, entry, dim, axes=axes, rule=rule)
             faults += [fault] if fault else []
             note = "" if fault else _PACKED if style.pieces > 1 else style.note
             if dim is not None and dim < len(spec) and spec[dim] is not None:
@@ -170,7 +170,7 @@ class _Reader:
         shared = set(names_of(self.tp or ())) & set(names_of(self.ep or ()))
         return None if rule and shared and self.ep_rules.holds(rule.key) else rule
 
-    def _fault(self, name: str, entry: torch.Tensor, dim: int, axes: Axes, rule: Rule) -> str:
+    def _fault(self, name: str, entry: torch.Tensor, dim: int, *, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
         size, length = size_of(axes, self.mesh), entry.shape[dim]
         shards, pieces = with_sizes(axes, self.mesh), STYLES[rule.style].pieces

@@ -77,7 +77,7 @@ def from_logical(
     roles = roles_of(model)
     decisions = dict.fromkeys(buffers, Decision(PartitionSpec(), "a buffer"))
     for name, spec in specs.items():
-        decisions[name] = _decide(dims[name], spec, entries[name], mesh, roles.get(name))
+        decisions[name] = _decide(dims[name], spec, entries[name], mesh=mesh, role=roles.get(name))
     decisions |= {name: _unnamed(entry) for name, entry in entries.items() if name not in decisions}
     return plan_of(model, _with_ties(entries, decisions), where=caller(), strict=strict, activations=asked)
 
@@ -131,7 +131,9 @@ def _spec(where: str, dims: Sequence[Dim], rules: LogicalRules, faults: list[str
         return PartitionSpec()
 
 
-def _decide(dims: Sequence[Dim], spec: PartitionSpec, entry: torch.Tensor, mesh: Mesh, role: Role | None) -> Decision:
+def _decide(
+    dims: Sequence[Dim], spec: PartitionSpec, entry: torch.Tensor, *, mesh: Mesh, role: Role | None
+) -> Decision:
     """The spec of an entry, without what does not fit its shape."""
     parts, faults = list[Axes | None](), list[str]()
     for number, (dim, part, size) in enumerate(zip(dims, spec, entry.shape, strict=True)):
