@@ -34,7 +34,7 @@ def test_a_plan_says_what_was_decided(names, data) -> None:
         name: Decision(data.draw(st.sampled_from(SPECS)), data.draw(st.sampled_from(["one", "other"])))
         for name, _ in model.named_parameters()
     }
-    resolved = plan_of(model, decisions, where="test").resolve(model, mesh)
+    resolved = plan_of(model, decisions).resolve(model, mesh)
     assert {n: resolved[n].spec for n in decisions} == {n: d.spec for n, d in decisions.items()}
     assert {n: e.reason for n, e in resolved.entries.items()} == {n: d.reason for n, d in decisions.items()}
 

@@ -76,7 +76,18 @@ def size_of(axes: Axes, mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in names_of(axes))
 
 
-def check_axes(where: str, mesh: Mesh, **given: Axes | None) -> None:
+def with_sizes(axes: Axes, mesh: Mesh) -> str:
+    """Axes and their sizes, for what is said."""
+    return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))
+
+
+def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> str:
+    """Say that a dim does not divide over these axes; empty if it does."""
+    size = entry.shape[dim]
+    return f"dim {dim} = {size} is not a multiple of {with_sizes(axes, mesh)}" if size % size_of(axes, mesh) else ""
+
+
+def check_axes(mesh: Mesh, **given: Axes | None) -> None:
     """Refuse axes that the mesh lacks, and one axis for two things.
 
     Raises:
@@ -86,13 +97,15 @@ def check_axes(where: str, mesh: Mesh, **given: Axes | None) -> None:
     for argument, axes in given.items():
         parts = cast(tuple[object, ...], axes) if isinstance(axes, tuple) else (axes,)
         if axes is not None and not all(isinstance(part, str) for part in parts):
-            raise TypeError(f"{where}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
+            raise TypeError(f"{caller()}: {argument} must be the name of an axis, or a tuple of some, got {axes!r}.")
     asked = [(argument, axis) for argument, axes in given.items() if axes is not None for axis in names_of(axes)]
     faults = [f'{argument}="{axis}" names no axis of it.' for argument, axis in asked if axis not in mesh.shape]
     axes = [axis for _, axis in asked]
     faults += [f'axis "{axis}" is given twice.' for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
     if faults:
-        raise ValueError(f"{where}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)}")
+        raise ValueError(
+            f"{caller()}: on the mesh {describe_mesh(mesh)}: {' '.join(faults)} Give axes that it has, each once."
+        )
 
 
 def add_axis(spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh) -> PartitionSpec | None:
@@ -120,7 +133,6 @@ def plan_of(
     model: torch.nn.Module,
     decisions: Mapping[str, Decision],
     *,
-    where: str,
     strict: bool = False,
     activations: Mapping[str, PartitionSpec] | None = None,
 ) -> ShardingPlan:
@@ -129,7 +141,6 @@ def plan_of(
     Args:
         model: Whose entries they are.
         decisions: For each entry, by name.
-        where: The public function, for what it says.
         strict: Whether an entry that could not be split is an error, and not a warning of the logger.
         activations: As `ShardingPlan` takes them.
 
@@ -138,7 +149,7 @@ def plan_of(
     """
     entries = entries_of(model)
     if lines := _unsplit(entries, decisions):
-        head = f"{where}: {len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh"
+        head = f"{caller()}: {len(lines)} {'entry does' if len(lines) == 1 else 'entries do'} not divide over the mesh"
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
             raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))

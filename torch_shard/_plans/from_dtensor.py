@@ -15,7 +15,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
-from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, places_with_globs, plan_of
+from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
 from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import ShardingPlan, check_mesh
 
@@ -78,7 +78,7 @@ def from_dtensor(
         (P(None, 'model'), P('batch', None, 'model'))
     """
     check_kind("model", model, nn.Module)
-    check_axes(caller(), check_mesh(mesh), tp=tp, fsdp=fsdp)
+    check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
     reader = _Reader(model, parallelize_plan, layouts_of(mesh, tp, batch_spec, ndim))
     faults = [*reader.layouts.find_faults(model, mesh), *reader.faults]
@@ -91,7 +91,7 @@ def from_dtensor(
         logger.warning("%s: these keys match no module, and do nothing: %s", caller(), ", ".join(reader.unmatched))
     decisions = reader.decide(mesh, fsdp)
     activations = places_with_globs(reader.constraints, model)
-    return plan_of(model, decisions, where=caller(), strict=strict, activations=activations)
+    return plan_of(model, decisions, strict=strict, activations=activations)
 
 
 def layouts_of(mesh: Mesh, tp: str, batch_spec: PartitionSpec | None, ndim: int | Mapping[str, int]) -> "Layouts":
@@ -137,12 +137,8 @@ class _Reader:
             dim, _, reason = self._claims.get(id(entry), (None, "", "" if fsdp else "no style names it"))
             made = Decision(PartitionSpec(), "a buffer" if name in buffers else reason)
             if dim is not None:
-                tp, size = self.layouts.tp, mesh.shape[self.layouts.tp]
-                fault = (
-                    f"dim {dim} = {entry.shape[dim]} is not a multiple of {tp}={size}"
-                    if entry.shape[dim] % size
-                    else ""
-                )
+                tp = self.layouts.tp
+                fault = find_uneven(entry, dim, tp, mesh)
                 parts = (tp if at == dim and not fault else None for at in range(entry.ndim))
                 made = Decision(PartitionSpec() if fault else PartitionSpec(*parts), reason, fault)
             decisions[name] = made if fsdp is None or name in buffers else by_shape(made, entry, fsdp, mesh)

@@ -23,11 +23,12 @@ from torch_shard._plans.decisions import (
     places_with_globs,
     plan_of,
     size_of,
+    with_sizes,
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
 from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS
-from torch_shard._plans.recipes import by_shape, with_sizes
+from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import ShardingPlan, check_mesh
 
 
@@ -79,13 +80,13 @@ def from_hf(
     check_kind("model", model, nn.Module)
     check_kind("strict", strict, bool)
     check_mesh(mesh)
-    check_axes(caller(), mesh, tp=tp, fsdp=fsdp)
-    check_axes(caller(), mesh, ep=ep)  # it may be another's
+    check_axes(mesh, tp=tp, fsdp=fsdp)
+    check_axes(mesh, ep=ep)  # it may be another's
     reader = _Reader(model, mesh, tp=tp, fsdp=fsdp, ep=ep)
     if faults := reader.find_faults():
         raise ValueError("\n".join([f"{caller()}: {type(model).__name__} has no plan that can be read.", "", *faults]))
     activations = {} if tp is None else over_time(model, reader.tp_rules, tp)
-    return plan_of(model, reader.decide(), where=caller(), strict=strict, activations=activations)
+    return plan_of(model, reader.decide(), strict=strict, activations=activations)
 
 
 # With Megatron's constraints on what all layers take and return, a Llama compiles for TPU (v5e:4x4, two layers) to the

@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
-from torch_shard._plans.decisions import Axes, Decision, entries_of, plan_of, size_of
+from torch_shard._plans.decisions import Axes, Decision, entries_of, find_uneven, plan_of, size_of, with_sizes
 from torch_shard._plans.logical_names import logical_names
 from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
 from torch_shard._plans.roles import Role, roles_of
@@ -79,7 +79,7 @@ def from_logical(
     for name, spec in specs.items():
         decisions[name] = _decide(dims[name], spec, entries[name], mesh=mesh, role=roles.get(name))
     decisions |= {name: _unnamed(entry) for name, entry in entries.items() if name not in decisions}
-    return plan_of(model, _with_ties(entries, decisions), where=caller(), strict=strict, activations=asked)
+    return plan_of(model, _with_ties(entries, decisions), strict=strict, activations=asked)
 
 
 def _check_names(argument: str, given: object) -> None:
@@ -136,14 +136,14 @@ def _decide(
 ) -> Decision:
     """The spec of an entry, without what does not fit its shape."""
     parts, faults = list[Axes | None](), list[str]()
-    for number, (dim, part, size) in enumerate(zip(dims, spec, entry.shape, strict=True)):
+    for number, (dim, part) in enumerate(zip(dims, spec, strict=True)):
         shards = size_of(part or (), mesh)
         heads = role.heads if role is not None and isinstance(dim, tuple) and number == role.dim else 0
-        if size % shards:
-            faults.append(f"dim {number} = {size} is not a multiple of {part}={shards}")
-        elif heads % shards:
-            faults.append(f"{heads} heads are not a multiple of {part}={shards}, and would be cut")
-        parts.append(None if size % shards or heads % shards else part)
+        fault = find_uneven(entry, number, part or (), mesh)
+        if not fault and heads % shards:
+            fault = f"{heads} heads are not a multiple of {with_sizes(part, mesh)}, and would be cut"
+        faults += [fault] if fault else []
+        parts.append(None if fault else part)
     shown = ", ".join(" x ".join(dim) if isinstance(dim, tuple) else dim or "-" for dim in dims)
     return Decision(PartitionSpec(*parts) if any(parts) else PartitionSpec(), f"({shown})", "; ".join(faults))
 

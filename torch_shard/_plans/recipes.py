@@ -10,7 +10,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
-from torch_shard._plans.decisions import Axes, Decision, add_axis, check_axes, entries_of, names_of, plan_of, size_of
+from torch_shard._plans.decisions import (
+    Axes,
+    Decision,
+    add_axis,
+    check_axes,
+    entries_of,
+    find_uneven,
+    names_of,
+    plan_of,
+    size_of,
+    with_sizes,
+)
 from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
@@ -55,7 +66,7 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
     _check(model, mesh, strict, fsdp=fsdp)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where=caller(), strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
 @speaks_as("plans.hsdp")
@@ -84,7 +95,7 @@ def hsdp(
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
     _check(model, mesh, strict, replicate=replicate, fsdp=fsdp)
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp), where=caller(), strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
 @speaks_as("plans.tp")
@@ -111,7 +122,7 @@ def tp(model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", strict: bool =
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
     _check(model, mesh, strict, tp=tp)
-    return plan_of(model, _decide(model, mesh, tp=tp), where=caller(), strict=strict)
+    return plan_of(model, _decide(model, mesh, tp=tp), strict=strict)
 
 
 @speaks_as("plans.fsdp_tp")
@@ -151,7 +162,7 @@ def fsdp_tp(
     check_kind("sequence", sequence, bool)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp)
     activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
-    return plan_of(model, decisions, where=caller(), strict=strict, activations=activations)
+    return plan_of(model, decisions, strict=strict, activations=activations)
 
 
 @speaks_as("plans.expert")
@@ -187,13 +198,13 @@ def expert(
         ShardingPlan({'up': P('model', 'batch', None)})
     """
     _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
-    check_axes(caller(), mesh, fsdp=fsdp, tp=tp)
+    check_axes(mesh, fsdp=fsdp, tp=tp)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
         )
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), where=caller(), strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), strict=strict)
 
 
 def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> None:
@@ -202,18 +213,19 @@ def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> No
     check_kind("strict", strict, bool)
     if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
         raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
-    check_axes(caller(), check_mesh(mesh), **axes)
+    check_axes(check_mesh(mesh), **axes)
 
 
 def _decide(
     model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes | None = None, tp: Axes | None = None, ep: Axes | None = None
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
-    roles = roles_of(model)
+    roles = {} if tp is None else roles_of(model)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
     decisions: dict[str, Decision] = {}
     for name, entry in entries_of(model).items():
-        if name not in roles:
+        if name in buffers:
             decisions[name] = Decision(PartitionSpec(), "a buffer")
             continue
         made = Decision(PartitionSpec(), "")
@@ -235,10 +247,9 @@ def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
 def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
-    size, shown = entry.shape[role.dim], with_sizes(tp, mesh)
-    fault = f"dim {role.dim} = {size} is not a multiple of {shown}" if size % size_of(tp, mesh) else ""
+    fault = find_uneven(entry, role.dim, tp, mesh)
     if not fault and role.heads % size_of(tp, mesh):
-        fault = f"{role.heads} heads are not a multiple of {shown}, and would be cut"
+        fault = f"{role.heads} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)
     return Decision(PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim))), role.reason)
@@ -253,8 +264,3 @@ def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Dec
     fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))
     return Decision(made.spec if spec is None else spec, reason, "; ".join(filter(None, (made.fault, fault))))
-
-
-def with_sizes(axes: Axes, mesh: Mesh) -> str:
-    """Axes and their sizes, for what is said."""
-    return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))

@@ -70,7 +70,7 @@ def to_dtensor(
     """
     check_kind("plan", plan, ShardingPlan)
     check_kind("model", model, nn.Module)
-    check_axes(caller(), check_mesh(mesh), tp=tp, fsdp=fsdp)
+    check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
     layouts = layouts_of(mesh, tp, batch_spec, ndim)
     if faults := layouts.find_faults(model, mesh):

@@ -61,7 +61,7 @@ def to_hf(
     check_kind("plan", plan, ShardingPlan)
     check_kind("model", model, nn.Module)
     check_kind("tp", tp, str)
-    check_axes(caller(), check_mesh(mesh), tp=tp, fsdp=fsdp)
+    check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     own = Rules.of(model, "tp_plan")
     if len(own.plans) > 1:
         found = ", ".join(f'"{owner}"' for owner in own.plans)

@@ -50,7 +50,8 @@ class TrainState:
         params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
         frozen: Parameters with `requires_grad=False`, by name.
         buffers: Buffers by name, those that are not in the `state_dict` too.
-        opt_state: State of the optax optimiser; moments are stored and sharded like their parameters.
+        opt_state: State of the optax optimiser; moments are stored like their parameters, and sharded like them or as
+            the step's `optimizer_plan` says.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
