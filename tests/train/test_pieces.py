@@ -82,7 +82,8 @@ def make_step(
     rules = RULES if is_fused else {**RULES, **APART}
     if not is_fused:
         rules = {key: spec for key, spec in rules.items() if key not in ("*.*.qkv.*", "*.*.gate_up")}
-    plan = ts.ShardingPlan(rules, default=P(), stored=stored)
+    asked = {"0.*.qkv": P("batch", None, "model")} if is_fused else {}
+    plan = ts.ShardingPlan(rules, default=P(), stored=stored, activations=asked)
     mesh = ts.make_mesh(batch=sizes[0], model=sizes[1], devices=jax.devices()[: sizes[0] * sizes[1]])
     optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     return ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)

@@ -23,6 +23,8 @@ from torch.fx import Graph, Node
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, RESHAPES
 from torch_shard._common.pieces import InPieces, cut, whole
+from torch_shard._lowering.ops.constraints import CONSTRAINED
+from torch_shard._lowering.ops.registry import TAKES_PIECES
 
 PIECES = "pieces"
 """Under this name the metadata of a node say in how many pieces which dim, from the end, of its value is to be."""
@@ -77,7 +79,13 @@ def _rule_of(node: Node) -> Callable[[Node, Lowering, Sequence[Value], Mapping[s
     name = aten_name(node)
     if node.target in RESHAPES or name in _SHAPES:
         return _view
+    if node.target in TAKES_PIECES:
+        return _as_given
     return RULES.get(name) or (_pointwise if is_pointwise(node) else None)
+
+
+def _as_given(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
+    return lowering(*args, **named)
 
 
 def _pointwise(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
@@ -307,7 +315,7 @@ def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], outputs: Iterable[tupl
     known = dict(inputs)
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if len(sources) == 1 and sources[0] in known and (aten_name(node) in _TURNS or is_pointwise(node)):
+        if len(sources) == 1 and sources[0] in known and (aten_name(node) in _TURNS or _keeps_dims(node)):
             known[node] = _through(node, known[sources[0]])
         elif aten_name(node) in ("mm", "bmm", "matmul"):
             left, right = args_of(node)
@@ -316,6 +324,10 @@ def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], outputs: Iterable[tupl
                     _want(other, (known[factor][0], summed))
     for node, wanted in outputs:
         _want(node, wanted)
+
+
+def _keeps_dims(node: Node) -> bool:
+    return is_pointwise(node) or node.target is CONSTRAINED
 
 
 _TURNS = ("t", "transpose", "permute")
@@ -369,7 +381,7 @@ def _sources(node: Node, wanted: Cut) -> list[tuple[Node, Cut]]:
     if name == "cat":
         elsewhere = _filled(args, None, 0)[1] % len(shape) != at
         return [(source, wanted) for source in args[0]] if elsewhere else []
-    if is_pointwise(node):
+    if _keeps_dims(node):
         sources = [s for s in node.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
         return [(s, wanted) for s in sources if len(shape_of(s)) >= -dim and shape_of(s)[dim] == shape[at]]
     return []

@@ -66,6 +66,15 @@ class Pieces:
         dim = self.dim % len(shape)
         return (*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :])
 
+    def piece_shape(self, shape: Shape) -> Shape:
+        """The shape of one piece.
+
+        Args:
+            shape: Torch's.
+        """
+        dim = self.dim % len(shape)
+        return (*shape[:dim], shape[dim] // self.num, *shape[dim + 1 :])
+
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
         """The spec that is kept: what split the fused dim splits every piece.
 
