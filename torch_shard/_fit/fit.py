@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 
 from torch_shard._common.caller import public
-from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.signals import StopRequest
+from torch_shard._hosts import agree
 from torch_shard._io import Checkpointer
 from torch_shard._train import EvalStep, Placed, TrainState, TrainStep, check_max_grad_norm
 

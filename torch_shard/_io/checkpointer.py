@@ -15,8 +15,8 @@ import filelock
 import jax
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.processes import agree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
+from torch_shard._hosts import agree
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
 from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (

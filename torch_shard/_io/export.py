@@ -16,10 +16,10 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
-from torch_shard._common.processes import agree
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
 from torch_shard._device import JaxTensor, refuse_meta, to_cpu
+from torch_shard._hosts import agree
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
 from torch_shard._train import TrainState

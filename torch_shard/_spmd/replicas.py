@@ -12,10 +12,10 @@ import torch
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy
-from torch_shard._common.processes import exchange
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_number
 from torch_shard._device import JaxTensor, to_cpu
+from torch_shard._hosts import exchange
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
