@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import optax
 import torch
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
-from torch_shard._device import BatchLayout, put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
@@ -353,13 +353,6 @@ class EvalStep(Step):
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
         return metrics
-
-    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
-        """That of a training step; what does not divide over the mesh goes whole to each device."""
-        if not self.layout.faults(leaves, paths):
-            return self.layout
-        logger.info("%s: a batch that does not divide over the mesh is evaluated whole on each device", self.caller)
-        return BatchLayout(self.mesh, PartitionSpec())
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
