@@ -111,7 +111,8 @@ def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Differen
 
 
 def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> list[Difference]:
-    wide = type(step)(model, step.loss_fn, step.optimizer, step.options)
+    whole = dataclasses.replace(step.options, local_batches=False)
+    wide = type(step)(model, step.loss_fn, step.optimizer, whole)
     return _rows(wide, wide.init(), wide.put(batches[0]))
 
 
