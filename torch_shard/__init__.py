@@ -12,7 +12,7 @@ _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shar
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
-    from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
+    from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
     from torch_shard._inspect import (
         Drawing,
@@ -75,6 +75,7 @@ __all__ = [
     "call_torch",
     "collectives",
     "compare_with_torch",
+    "data_shard",
     "debug_print",
     "disable_globally",
     "enable_globally",

@@ -34,8 +34,9 @@ from torch_shard._train.comparison import (
 from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.metric_updates import CALLS
+from torch_shard._train.placing import Placed
 from torch_shard._train.state import TrainState
-from torch_shard._train.step import Placed, Step
+from torch_shard._train.step import Step
 
 if TYPE_CHECKING:
     from torch_shard._train.train_step import TrainStep
@@ -111,7 +112,8 @@ def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Differen
 
 
 def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> list[Difference]:
-    wide = type(step)(model, step.loss_fn, step.optimizer, step.options)
+    whole = dataclasses.replace(step.options, local_batches=False)
+    wide = type(step)(model, step.loss_fn, step.optimizer, whole)
     return _rows(wide, wide.init(), wide.put(batches[0]))
 
 
