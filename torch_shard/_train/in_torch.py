@@ -16,8 +16,8 @@ from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
 from torch_shard._train.comparison import Difference, Values, array_of
 from torch_shard._train.loss_result import split_loss
+from torch_shard._train.placing import Placed
 from torch_shard._train.state import TrainState
-from torch_shard._train.step import Placed
 
 if TYPE_CHECKING:
     from torch_shard._train.train_step import TrainStep

@@ -1,7 +1,6 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
 import collections
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -14,13 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.convert import to_host
-from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind, named
-from torch_shard._device import BatchLayout
+from torch_shard._common.validate import check_kind
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, axes_of, check_current_mesh, holdings, shared_memory
-from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
@@ -30,6 +26,7 @@ from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.pace import Pace
+from torch_shard._train.placing import Placed, Placer
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, with_key
@@ -41,14 +38,6 @@ MOST_VALUES = 4
 """Of a buffer that Python asks for, before it counts as one that changes with the steps."""
 
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
-
-
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """A batch on the mesh, with what a program depends on in it."""
-
-    arrays: list[jax.Array]
-    signature: BatchSignature
 
 
 class Step:
@@ -83,7 +72,7 @@ class Step:
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._programs = LastUsed[ProgramKey, StepProgram]()
         self._warned = False
-        self._layouts: dict[BatchSignature, BatchLayout] = {}
+        self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
         self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
         self.num_compiles = 0
@@ -126,22 +115,20 @@ class Step:
         """
         self._check_requires_grad()
         check_current_mesh()
-        leaves, signature = (None, batch.signature) if isinstance(batch, Placed) else flatten_batch(batch)
+        placed = batch if isinstance(batch, Placed) else self._placer.put(batch, only_shapes=only_shapes)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
-        key = ProgramKey(signature, flags, capture_settings(), max_grad_norm)
+        key = ProgramKey(placed.signature, flags, capture_settings(), max_grad_norm)
         program = self._programs.use(key)
         reason = (program.outdated() or self._unfit(key, program, state)) if program else None
-        place = self._structs if only_shapes else self._place
-        placed = batch.arrays if leaves is None else place(batch, leaves, signature)
         if program is None or reason:
-            program = self._compile(key, placed, state)
+            program = self._compile(key, placed.arrays, state)
             if self._programs:
                 reason = reason or key.difference(list(self._programs)[-1])
                 logger.info("%s compiles again: %s", self.caller, reason)
             self._programs.keep(key, program)
             self.num_compiles += 1
             self._warn_of_shapes(key)
-        return program, placed
+        return program, placed.arrays
 
     def _warn_of_shapes(self, key: ProgramKey) -> None:
         """Say once that leaves of the batch keep changing their shapes."""
@@ -186,54 +173,13 @@ class Step:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
+                `local_batches=True` the rows of this process's devices.
 
         Raises:
-            ValueError: It does not divide over the mesh.
+            ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        leaves, signature = flatten_batch(batch)
-        return Placed(self._place(batch, leaves, signature), signature)
-
-    def _place(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> list[jax.Array]:
-        """The array leaves of a batch, on the mesh."""
-        try:
-            return self._layout_of(batch, leaves, signature).put(leaves)
-        except (TypeError, OverflowError, NotImplementedError):
-            for leaf, path in zip(leaves, array_paths(batch), strict=True):
-                with named(path):
-                    self._layouts[signature].put([leaf])
-            raise
-
-    def _structs(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> Any:
-        """Shape, dtype and sharding of the array leaves of a batch."""
-        return self._layout_of(batch, leaves, signature).structs(leaves)
-
-    def _layout_of(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> BatchLayout:
-        if signature not in self._layouts:
-            paths = array_paths(batch)
-            self._layouts[signature] = self._choose_layout(leaves, paths)
-            self._say_rounded(paths, signature)
-        return self._layouts[signature]
-
-    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
-        """Where the leaves of such a batch go, at these paths in it.
-
-        Raises:
-            ValueError: They do not divide over the mesh.
-        """
-        self.layout.check(leaves, paths)
-        self._microbatches.check(leaves, paths)
-        return self.layout
-
-    def _say_rounded(self, paths: list[str], signature: BatchSignature) -> None:
-        wide = [p for p, s in zip(paths, signature.specs, strict=True) if s.dtype in (torch.float64, torch.complex128)]
-        if wide and not has_x64():
-            logger.warning(
-                "%s: %s: 64-bit floating point, of which JAX keeps 32 bits: values are rounded before loss_fn sees "
-                "them. Differences of large numbers (times) lose digits; make them before, or enable jax_enable_x64.",
-                self.caller,
-                ", ".join(wide),
-            )
+        return self._placer.put(batch)
 
     def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
         if list(holdings(self.model).all) != list(self._held.all):

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import optax
 import torch
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
-from torch_shard._device import BatchLayout, put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
@@ -148,7 +148,8 @@ class TrainStep(Step):
 
         Args:
             state: Donated: its arrays are reused for the new state and must not be used again.
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
+                `local_batches=True` the rows of this process's devices.
             max_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
                 gradient, the norm itself or what would be a buffer is not finite (`math.inf` for that alone):
                 parameters, buffers, moments and `step` stay as they were, and only `num_batches` counts on. None takes
@@ -160,7 +161,8 @@ class TrainStep(Step):
             `guard.skipped`, and `guard.non_finite()`, the names of the parameters with a gradient that is not finite.
 
         Raises:
-            ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
+            ValueError: The batch does not divide over the mesh, the processes do not give one batch together, or the
+                state was donated to an earlier step.
         """
         check_max_grad_norm(max_grad_norm)
         check_state(self.caller, state)
@@ -342,7 +344,8 @@ class EvalStep(Step):
             state: A training state; it is only read.
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One
                 that does not divide over the mesh, as the last of a loader, is evaluated whole on each device: the
-                same numbers, for one compilation more.
+                same numbers, for one compilation more. With `local_batches=True` the rows of this process's devices,
+                as many as in each other process.
 
         Returns:
             `loss` and the metrics of `loss_fn`.
@@ -353,13 +356,6 @@ class EvalStep(Step):
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
         return metrics
-
-    def _choose_layout(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
-        """That of a training step; what does not divide over the mesh goes whole to each device."""
-        if not self.layout.faults(leaves, paths):
-            return self.layout
-        logger.info("%s: a batch that does not divide over the mesh is evaluated whole on each device", self.caller)
-        return BatchLayout(self.mesh, PartitionSpec())
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
