@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from torch_shard._common.caller import caller
-from torch_shard._common.restarts import RESTARTS
+from torch_shard._common.supervise import RESTARTS
 
 Environment = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
