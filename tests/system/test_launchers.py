@@ -37,10 +37,11 @@ import torch_shard as ts
 {STEP}
 launch = ts.initialize()
 life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("TORCH_SHARD_RESTART_COUNT", 0)))
-losses = train(ts.make_mesh(batch=2))
+fails = life == 0 and sys.argv[2:] == ["fails"]
+losses = None if fails else train(ts.make_mesh(batch=2))
 found = [str(launch), launch.coordinator, launch.process_id, jax.process_count(), jax.local_device_count(), losses]
 (pathlib.Path(sys.argv[1]) / f"{{life}}-{{launch.process_id}}.json").write_text(json.dumps(found))
-if life == 0 and launch.process_id == 1 and sys.argv[2:] == ["fails"]:
+if fails and launch.process_id == 1:
     raise RuntimeError("in the first life")
 """
 
@@ -76,11 +77,12 @@ def check(lives, launcher):
     scope = {"jax": __import__("jax"), "optax": optax, "torch": torch, "ts": ts}
     exec(STEP, scope)
     right = scope["train"](ts.make_mesh(batch=2))
-    for processes in lives:
+    for life, processes in enumerate(lives):
         for index, (text, coordinator, process_id, count, devices, losses) in enumerate(processes):
             assert text == f"process {index} of 2 ({launcher}), meeting at {coordinator}"
             assert (process_id, count, devices) == (index, 2, 1)
-            np.testing.assert_allclose(losses, right, rtol=1e-6)  # float32, fused for one device or for two
+            if life == len(lives) - 1:
+                np.testing.assert_allclose(losses, right, rtol=1e-6)  # float32, fused for one device or for two
     places = [{process[1] for process in processes} for processes in lives]
     assert all(len(place) == 1 for place in places)
     assert len(set.union(*places)) == len(lives)  # another place for each life
