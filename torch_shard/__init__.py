@@ -14,6 +14,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
+    from torch_shard._hosts import Launch, initialize
     from torch_shard._inspect import (
         Drawing,
         Explanation,
@@ -65,6 +66,7 @@ __all__ = [
     "EvalStep",
     "Explanation",
     "Kernel",
+    "Launch",
     "Padded",
     "Pieces",
     "Preview",
@@ -86,6 +88,7 @@ __all__ = [
     "fit",
     "gather",
     "gather_from_jax_processes",
+    "initialize",
     "jax_checkpoint",
     "jax_device",
     "jax_grad",
@@ -111,7 +114,7 @@ __all__ = [
     "visualize_sharding",
 ]
 
-_FACES = ("_device", "_fit", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
+_FACES = ("_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
 
 
 def __getattr__(name: str) -> object:
