@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -182,6 +183,16 @@ class Ahead:
         if not self._ready and self._error is not None:
             raise self._error
         return self._ready.popleft()
+
+    @property
+    def num_ready(self) -> int:
+        """Number of batches on the mesh."""
+        return len(self._ready)
+
+    def check(self) -> None:
+        """Raise the error of a batch that is still ahead, while the other processes can still stop before it."""
+        if self._error is not None and jax.process_count() > 1:
+            raise self._error
 
     def close(self) -> None:
         """Let go of batches and workers."""

@@ -147,8 +147,7 @@ class Hub:
                 last = now
                 for rank, peer in enumerate(self._peers):
                     if peer.over is None and now - peer.heard > self._times.silent:
-                        text = f"it has given no sign of life for {self._times.silent:.0f} s (stopped, or its host is gone)"
-                        self._is_over(rank, "failed", text)
+                        self._is_over(rank, "failed", silent_for(self._times.silent))
                 self._settle()
                 self._tell("beat")
 
@@ -211,3 +210,8 @@ def _processes(ranks: list[int]) -> str:
     """Name some processes, the first ones of many."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"process {shown}" if len(ranks) == 1 else f"processes {shown}"
+
+
+def silent_for(seconds: float) -> str:
+    """Say of a process that nothing was heard of it."""
+    return f"it has given no sign of life for {seconds:.0f} s (stopped, or its host is gone)"

@@ -88,9 +88,3 @@ def follow(array: jax.Array) -> None:
     """Note what the last program gives: as long as it is not there, this process waits for it."""
     if (line := opened()) is not None:
         line.running = array
-
-
-def stand(where: str) -> None:
-    """Note where this process stands, for what others say of it: "it is ..."."""
-    if (line := opened()) is not None:
-        line.where = where

@@ -2,8 +2,12 @@
 
 import itertools
 import threading
+from typing import cast
 
-from torch_shard._hosts.channel import Channel
+from jax.sharding import Mesh
+
+from torch_shard._hosts.channel import Channel, channel
+from torch_shard._hosts.processes import is_shared
 
 _NUMBERS = itertools.count()
 
@@ -26,14 +30,18 @@ class Gate:
     """
 
     def __init__(self, line: Channel) -> None:
-        self.number, self.wanted = next(_NUMBERS), None
+        self.number, self.wanted = next(_NUMBERS), cast(str | None, None)
         self.at: int | None = None
         self.reason: tuple[int, str] | None = None
         self._line, self._position, self._still = line, 0, False
         self._changed = threading.Condition()
         line.loop = self
 
-    wanted: str | None
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Gate | None":
+        """The gate of a loop of steps on this mesh; None where one process is enough."""
+        line = channel() if is_shared(mesh) else None
+        return None if line is None else cls(line)
 
     def passes(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken; then it must be.
@@ -47,6 +55,7 @@ class Gate:
             if self.at is not None and position >= self.at:
                 return False
             self._position = position + 1
+            self._line.where = f"in step {position + 1} of fit"
             return True
 
     def stop(self, position: int, reason: str) -> int | None:
@@ -59,6 +68,7 @@ class Gate:
         Returns:
             The position before which the others stop; None if there is none, because one has failed or is elsewhere.
         """
+        self._line.patience = self._line.times.notice
         with self._changed:
             self._position = position
             if self.reason is None:
@@ -67,10 +77,15 @@ class Gate:
                 self._changed.wait(0.2)
             return self.at
 
+    def fail(self, text: str) -> None:
+        """Let the others know that this process can go on no more."""
+        self._line.fail(text)
+
     def close(self) -> None:
         """Leave the loop."""
         with self._changed:
-            self._line.loop = None
+            self._line.loop, self._line.where = None, "after fit"
+            self._line.patience = self._line.times.wait
 
     def _wait(self) -> None:
         while self._still and self._line.failure is None:

@@ -5,8 +5,10 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 from torch_shard._hosts.channel import Channel, describe, flush_streams
+from torch_shard._hosts.hub import silent_for
 
 STATUS = 75
 """With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -43,8 +45,7 @@ class _Watch:
                 line.heard += now - last
             last = now
             if now - line.heard > times.silent and not line.ended:
-                text = f"it has given no sign of life for {times.silent:.0f} s (stopped, or its host is gone)"
-                line.failure = line.failure or (0, text)
+                line.failure = line.failure or (0, silent_for(times.silent))
             if (reason := self._in_vain()) is None:
                 self._since = None
             elif self._since is None:
@@ -55,7 +56,8 @@ class _Watch:
     def _in_vain(self) -> str | None:
         """Say what this process waits for in vain, as far as can be told."""
         line = self._line
-        computes = line.running is not None and not line.running.is_ready()
+        running: Any = line.running  # whose is_ready JAX does not annotate
+        computes = running is not None and not running.is_ready()
         if line.failure is not None and (computes or not line.told):
             return f"process {line.failure[0]} failed: {line.failure[1]}"
         if line.ended and computes:
@@ -67,8 +69,8 @@ class _Watch:
         line = self._line
         flush_streams()
         text = (
-            f"\ntorch_shard: {reason}\ntorch_shard: Process {line.rank} is {line.where} and would wait for it for ever: "
-            f"it ends, with status {STATUS}.\n"
+            f"\ntorch_shard: {reason}\n"
+            f"torch_shard: Process {line.rank} is {line.where} and would wait for ever: it ends, with status {STATUS}.\n"
         )
         os.write(2, text.encode())
         os._exit(STATUS)

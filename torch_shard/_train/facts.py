@@ -2,6 +2,7 @@
 
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 import concurrent.futures
 import platform
@@ -43,7 +44,9 @@ def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state:
     if not is_shared(plan.mesh):
         return
     facts = {**_setting(plan), **_shapes(held.all), "seed": seed, **_structs(opt_state), **_values(held.all)}
-    compare("init", facts, advice=lambda name: _ADVICE.get(name, _OF_VALUES if name.partition("[")[0] in held.all else ""))
+    compare(
+        "init", facts, advice=lambda name: _ADVICE.get(name, _OF_VALUES if name.partition("[")[0] in held.all else "")
+    )
 
 
 _OF_VALUES = (
@@ -67,7 +70,9 @@ def _setting(plan: ResolvedPlan) -> dict[str, object]:
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     names = digest(repr(list(tensors)).encode())
     found: dict[str, object] = {f"the shape of {n}": f"{tuple(t.shape)} {t.dtype}" for n, t in tensors.items()}
-    return found | {f"requires_grad of {n}": t.requires_grad for n, t in tensors.items()} | {"the order of entries": names}
+    return (
+        found | {f"requires_grad of {n}": t.requires_grad for n, t in tensors.items()} | {"the order of entries": names}
+    )
 
 
 def _structs(opt_state: PyTree) -> dict[str, object]:
@@ -133,7 +138,9 @@ def agree_on_program(
     signature = key.signature
     facts: dict[str, object] = {
         "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),
-        **{f"the shape of {path}": _describe(spec) for path, spec in zip(signature.paths, signature.specs, strict=True)},
+        **{
+            f"the shape of {path}": _describe(spec) for path, spec in zip(signature.paths, signature.specs, strict=True)
+        },
         "max_grad_norm": key.max_grad_norm,
         "train() or eval() of the modules": digest(repr(key.flags).encode()),
         **_setting(step.plan),
@@ -190,8 +197,8 @@ def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
     shown = exchange(lambda: _show(text, number, lowered), "the line that differs")
     lines = "\n".join(f"  process {process}: {shown[process]}" for process in (0, other))
     return (
-        f"{caller()}: the program differs between process 0 and {other}, so they would train different models. The first "
-        f"line that does:\n{lines}\nMake model, loss_fn, optimiser and options alike in all processes."
+        f"{caller()}: the program differs between process 0 and {other}, so they would train different models. The "
+        f"first line that does:\n{lines}\nMake model, loss_fn, optimiser and options alike in all processes."
     )
 
 

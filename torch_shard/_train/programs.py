@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 import jax.export
 import torch
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._common.types import PyTree
@@ -141,7 +141,7 @@ class StepProgram:
         self.fused: list[str] = []
         self.chosen: list[str] = []
         self._seen: dict[str, jax.Array] = {}  # stored arrays with the values for which the program was made
-        self._is_shared = is_shared(sharding.mesh)
+        self._is_shared = is_shared(cast(Mesh, sharding.mesh))
         self.agree: Callable[[TrainState, Sequence[torch.Tensor], jax.stages.Lowered], None] | None = None
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
 
@@ -240,8 +240,8 @@ class StepProgram:
             return self._jitted(state, arrays, closure)
         structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
         with self._cold.active():
-            if self._is_shared:
-                self.agree(state, self._tensors, self._jitted.lower(state, arrays, closure))
+            if self._is_shared and self.agree is not None:
+                self.agree(state, self._tensors, self.lower(state, arrays))
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
