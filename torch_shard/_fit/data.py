@@ -189,10 +189,9 @@ class Ahead:
         """Number of batches on the mesh."""
         return len(self._ready)
 
-    def check(self) -> None:
-        """Raise the error of a batch that is still ahead, while the other processes can still stop before it."""
-        if self._error is not None and jax.process_count() > 1:
-            raise self._error
+    def failed(self) -> Exception | None:
+        """The error of a batch that is still ahead, so that other processes can still stop before it."""
+        return self._error if jax.process_count() > 1 else None
 
     def close(self) -> None:
         """Let go of batches and workers."""

@@ -158,8 +158,10 @@ def fit(
         reports = Reports(bar, metrics_log, log_every, start)
         guard = BadStepPolicy(on_bad_step, max_grad_norm)
         due = Due(eval_every, check_replicas_every)
-        run = _Loop(step, ahead, steps, start + prove_steps, evaluation, due, checkpointer, reports, guard, stop)
-        return run.run(state, start)
+        proved_until = start + prove_steps
+        return _Loop(
+            state, start, step, ahead, steps, proved_until, evaluation, due, checkpointer, reports, guard, stop
+        ).run()
 
 
 def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
@@ -235,6 +237,9 @@ class Due:
 class _Loop:
     """One call of `fit`, from batch to batch."""
 
+    state: TrainState
+    position: int
+    """Number of batches seen."""
     step: TrainStep
     ahead: Ahead
     steps: int
@@ -247,53 +252,68 @@ class _Loop:
     stop: StopRequest
     begun: Placed | None = None
     """The batch of a step that was begun, until the step is dispatched."""
+    stopped: bool = False
+    """Whether a bad step has ended the run."""
     sound: bool = True
     """Whether devices hold what they should, as far as is known."""
 
-    def run(self, state: TrainState, position: int) -> TrainState:
+    def run(self) -> TrainState:
         """Train to the end, or until something asks to stop."""
-        stopped = None
+        failed = None
         try:
-            while position < self.steps and self.stop.passes(position):
-                self.begun = placed = next(self.ahead)
-                if position < self.proved_until:
-                    self._prove(state, placed, position)
-                state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
-                self.begun, position = None, position + 1
-                self.reports.flush()  # of the batch before, while this one is computed
-                self.reports.expect(position, placed, metrics)
-                self.ahead.fill()
-                stopped = self.guard.stops(state, metrics, position)
-                if stopped is not None:
-                    state = stopped
-                    break
-                self._between(state, position)
-                self.ahead.check()
+            while self.position < self.steps and not self.stopped and self.stop.passes(self.position):
+                self._advance(next(self.ahead))
+                # All processes stop before a batch that is missing in one, which goes on with them until then.
+                found = self.ahead.failed() if failed is None else None
+                failed = failed or found
+                if found is not None and self.stop.behind(self.position, found) is None:
+                    raise found
+            if failed is not None:
+                raise failed
         except Exception as error:
-            self._rescue(error.state if isinstance(error, BadStepError) else state, position, error)
+            self._rescue(error)
             raise
-        self._end(state, position)
-        if position < self.steps and stopped is None:
-            self.stop.leave(position)
-        return state
+        self._end()
+        if self.position < self.steps and not self.stopped:
+            self.stop.leave(self.position)
+        return self.state
 
-    def _prove(self, state: TrainState, placed: Placed, position: int) -> None:
+    def _advance(self, placed: Placed) -> None:
+        """Take a step, and do what is due after it."""
+        self.begun = placed
+        if self.position < self.proved_until:
+            self._prove(placed)
+        self.state, metrics = self.step(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
+        self.begun, self.position = None, self.position + 1
+        self.reports.flush()  # of the batch before, while this one is computed
+        self.reports.expect(self.position, placed, metrics)
+        self.ahead.fill()
+        stopped = self.guard.stops(self.state, metrics, self.position)
+        if stopped is not None:
+            self.state, self.stopped = stopped, True
+        else:
+            self._between()
+
+    def _prove(self, placed: Placed) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
-        found = self.step.prove(state, placed, max_grad_norm=self.guard.max_grad_norm)
+        found = self.step.prove(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
         found.raise_if_different()
         worst = found.rows[0]
         logger.info(
             "fit: step %d is that of %s: the largest difference is %.1e (%s %s).",
-            *(position + 1, found.reference, worst.worst, worst.kind, worst.name),
+            *(self.position + 1, found.reference, worst.worst, worst.kind, worst.name),
         )
 
-    def _between(self, state: TrainState, position: int) -> None:
+    def _between(self) -> None:
         """Do what is due after this batch."""
+        state, position = self.state, self.position
         if self.due.replicas and position % self.due.replicas == 0:
-            self._check_replicas(state)
-        if self.evaluation and (
-            position == self.steps or (self.due.evaluation and position % self.due.evaluation == 0)
-        ):
+            self.sound = False
+            assert_replica_integrity(state)
+            self.sound = True
+            self.reports.pause()
+        every = self.due.evaluation
+        if self.evaluation and (position == self.steps or (every and position % every == 0)):
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
@@ -301,38 +321,34 @@ class _Loop:
             self.checkpointer.save(state, metrics=self.reports.numbers)
             self.reports.pause()
 
-    def _check_replicas(self, state: TrainState) -> None:
-        self.sound = False
-        assert_replica_integrity(state)
-        self.sound = True
-        self.reports.pause()
-
-    def _end(self, state: TrainState, position: int) -> None:
+    def _end(self) -> None:
         self.reports.flush(every=True)
         if self.checkpointer is not None:
-            self.checkpointer.save(state, metrics=self.reports.numbers)
+            self.checkpointer.save(self.state, metrics=self.reports.numbers)
             self.checkpointer.wait()
 
-    def _rescue(self, state: TrainState, position: int, error: Exception) -> None:
+    def _rescue(self, error: Exception) -> None:
         """Save what there is, where all processes can come to it, and say with the error where it happened."""
-        error.add_note(f"fit: after {position} of {self.steps} batches.")
-        if isinstance(error, PeerError):  # they cannot come to one step any more
-            return self._name_newest(error)
-        behind = self.stop.behind(position, error)
+        error.add_note(f"fit: after {self.position} of {self.steps} batches.")
+        if isinstance(error, BadStepError):
+            self.state = error.state
+        behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
         ready = self.ahead.num_ready + (self.begun is not None)
-        if behind is None or behind > ready or state.step.is_deleted() or not self.sound:
+        if behind is None or behind > ready or self.state.step.is_deleted() or not self.sound:
             self.stop.fail(error)
-            return self._name_newest(error)
+            self._name_newest(error)
+            return
         try:
-            for _ in range(behind):  # the others have gone further before they heard of it
-                placed, self.begun = self.begun or next(self.ahead), None
-                state, _ = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
-            if self.checkpointer is not None:
-                self._end(state, position + behind)
-                error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
+            self.reports.close()
+            for _ in range(behind):  # the others had gone further when they heard of it
+                self._advance(self.begun or next(self.ahead))
+            self._end()
         except Exception as second:
             self.stop.fail(error)
             error.add_note(f"fit: the state could not be saved either: {second}")
+        else:
+            if self.checkpointer is not None:
+                error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
 
     def _name_newest(self, error: Exception) -> None:
         """Say where the run can be taken up again."""

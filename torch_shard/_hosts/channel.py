@@ -32,6 +32,10 @@ _LENGTH = 1024
 """Bytes of what is made known at the beginning."""
 
 
+STATUS = 75
+"""With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
+
+
 class PeerError(RuntimeError):
     """Another process has failed, or does not come: what this one waits for will never be."""
 
@@ -59,6 +63,7 @@ class Channel:
         where: Where it stands, in words: "it is ...".
         failure: Which process has failed, and how; None while none has.
         ended: Those that have ended in order.
+        failed: Whether this one has.
         told: Whether the main thread knows that a process has failed.
         running: What the last program gives, perhaps not yet computed.
         loop: The loop that is under way.
@@ -71,7 +76,7 @@ class Channel:
         self.runs, self.where = 0, "at its beginning"
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
-        self.told = self.closing = False
+        self.failed = self.told = self.closing = False
         self.running: jax.Array | None = None
         self.loop: Loop | None = None
         self.heard = time.monotonic()
@@ -144,14 +149,20 @@ class Channel:
 
     def fail(self, text: str) -> None:
         """Let all others know that this process has failed, and will come to nothing more."""
-        self.told = True
-        self.wire.send("over", "failed", text)
+        self.told = self.failed = True
+        self.wire.send("over", "failed", text, self.where)
 
     def leave(self) -> None:
-        """Let all others know that this process ends in order."""
-        if not self.closing:
-            self.closing = True
-            self.wire.send("over", "ended", "it came to its end")
+        """Let all others know that this process ends in order; where that is hopeless, end it soon all the same."""
+        if self.closing:
+            return
+        self.closing = True
+        self.wire.send("over", "ended", "it came to its end", self.where)
+        if self.failed or self.failure is not None:
+            # JAX's own end waits for all processes, minutes long
+            end = threading.Timer(self.times.grace, lambda: os._exit(1 if self.failed else STATUS))
+            end.daemon = True
+            end.start()
 
 
 def channel() -> Channel | None:

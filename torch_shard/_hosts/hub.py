@@ -97,7 +97,8 @@ class Hub:
             peer.runs = peer.gives.runs
             self._settle()
         elif kind == "over":
-            self._is_over(rank, *given)
+            peer.where = given[2]
+            self._is_over(rank, *given[:2])
         elif kind == "stop":
             loop, reason = given
             if loop not in self._stops:
@@ -119,7 +120,7 @@ class Hub:
         if peer.over is not None:
             return
         peer.over = text
-        where = "" if kind == "ended" else f" (It was {peer.where}.)"
+        where = "" if kind == "ended" else f" (When it was last heard of, it was {peer.where}.)"
         self._tell(kind, rank, text + where)
         self._settle()
         for loop in self._stops:

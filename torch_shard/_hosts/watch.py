@@ -7,11 +7,10 @@ import time
 from types import TracebackType
 from typing import Any
 
-from torch_shard._hosts.channel import Channel, describe, flush_streams
-from torch_shard._hosts.hub import silent_for
+import jax
 
-STATUS = 75
-"""With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
+from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
+from torch_shard._hosts.hub import silent_for
 
 
 def watch(line: Channel) -> None:
@@ -21,9 +20,21 @@ def watch(line: Channel) -> None:
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         line.fail(describe(error))
+        if isinstance(error, jax.errors.JaxRuntimeError) and _hears_of_failure(line):
+            note = "torch_shard: process {} failed: {}".format(*line.failure or ())
+            if note not in getattr(error, "__notes__", []):
+                error.add_note(note)
         before(kind, error, where)
 
     sys.excepthook = tell
+
+
+def _hears_of_failure(line: Channel) -> bool:
+    """Wait a moment for the news that may explain an error of XLA: that a connection is closed."""
+    until = time.monotonic() + 1.0
+    while line.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return line.failure is not None
 
 
 class _Watch:
@@ -68,9 +79,7 @@ class _Watch:
     def _end(self, reason: str) -> None:
         line = self._line
         flush_streams()
-        text = (
-            f"\ntorch_shard: {reason}\n"
-            f"torch_shard: Process {line.rank} is {line.where} and would wait for ever: it ends, with status {STATUS}.\n"
-        )
+        end = f"Process {line.rank} is {line.where}, and would wait for ever. It ends, with status {STATUS}."
+        text = f"\ntorch_shard: {reason}\ntorch_shard: {end}\n"
         os.write(2, text.encode())
         os._exit(STATUS)

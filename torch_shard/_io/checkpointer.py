@@ -16,7 +16,7 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
-from torch_shard._hosts import agree, compare, exchange
+from torch_shard._hosts import PeerError, agree, compare, exchange
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
 from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (
@@ -256,8 +256,13 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        try:
+            self.close()
+        except PeerError as second:  # who has failed is told already, by the error that is under way
+            if error is None:
+                raise
+            error.add_note(str(second))
 
     # ---- restoring ----
 
