@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 
 # One process imports everything, which takes longest, and forks before JAX starts.
@@ -96,7 +97,13 @@ def run_processes(program: str, num: int, *, num_devices: int = 2, timeout_s: fl
 
 
 def run_job(
-    program: str, num: int, *, num_devices: int = 1, timeout_s: float = 90, **environment: object
+    program: str,
+    num: int,
+    *,
+    num_devices: int = 1,
+    stopped: int | None = None,
+    timeout_s: float = 90,
+    **environment: object,
 ) -> list[Ended]:
     """Run a program that may fail, in processes as a launcher starts them; see how each of them ends.
 
@@ -104,6 +111,7 @@ def run_job(
         program: It sees `rank`, and calls `mark()` where the clock begins.
         num: Number of processes.
         num_devices: Of each.
+        stopped: The process that is not to end.
         timeout_s: For all; who has not ended by then is killed.
         environment: Seconds by the names of `Times`: `silent=3`.
     """
@@ -112,8 +120,10 @@ def run_job(
         command = [sys.executable, "-c", text, str(num), str(port), str(num_devices), apart]
         settings = {f"TORCH_SHARD_{name.upper()}_S": str(value) for name, value in environment.items()}
         first = subprocess.Popen(command, start_new_session=True, env=os.environ | settings)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            first.wait(timeout_s)
+        until = time.monotonic() + timeout_s
+        awaited = [pathlib.Path(apart) / f"{rank}.end" for rank in range(num) if rank != stopped]
+        while first.poll() is None and not all(map(pathlib.Path.exists, awaited)) and time.monotonic() < until:
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)
         first.wait()

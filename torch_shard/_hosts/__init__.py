@@ -3,6 +3,7 @@
 from torch_shard._hosts.agreement import Disagreement as Disagreement
 from torch_shard._hosts.agreement import compare as compare
 from torch_shard._hosts.agreement import digest as digest
+from torch_shard._hosts.broadcast import broadcast as broadcast
 from torch_shard._hosts.channel import PeerError as PeerError
 from torch_shard._hosts.channel import describe as describe
 from torch_shard._hosts.processes import agree as agree

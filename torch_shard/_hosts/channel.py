@@ -93,6 +93,9 @@ class Channel:
                 self._take(kind, given)
         if not self.closing and 0 not in self.ended:
             self.failure = self.failure or (0, "it is gone without a word (killed, or out of memory?)")
+            os.write(
+                2, "torch_shard: process {} failed: {}\n".format(*self.failure).encode()
+            )  # JAX may end us any moment
 
     def _take(self, kind: str, given: list[Any]) -> None:
         if kind in ("result", "error"):
