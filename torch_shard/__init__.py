@@ -12,7 +12,7 @@ _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shar
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
-    from torch_shard._device import disable_globally, enable_globally, gather, jax_device, place
+    from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
     from torch_shard._hosts import broadcast
     from torch_shard._inspect import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
     from torch_shard._materialize import materialize
-    from torch_shard._sharding import ShardingPlan, make_mesh
+    from torch_shard._sharding import Pieces, ShardingPlan, make_mesh
     from torch_shard._spmd import (
         ArgKind,
         assert_replica_integrity,
@@ -66,6 +66,7 @@ __all__ = [
     "EvalStep",
     "Explanation",
     "Kernel",
+    "Pieces",
     "Preview",
     "ShardingPlan",
     "TrainState",
@@ -76,6 +77,7 @@ __all__ = [
     "call_torch",
     "collectives",
     "compare_with_torch",
+    "data_shard",
     "debug_print",
     "disable_globally",
     "enable_globally",

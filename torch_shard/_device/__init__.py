@@ -3,6 +3,7 @@
 from torch_shard._device.alike import DrawsAlike
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.dispatch import register_device
+from torch_shard._device.host_rows import GatheredLayout, HostRows, LocalLayout, data_shard
 from torch_shard._device.placement import (
     BatchLayout,
     gather,
@@ -19,7 +20,11 @@ from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
 __all__ = [
     "BatchLayout",
     "DrawsAlike",
+    "GatheredLayout",
+    "HostRows",
     "JaxTensor",
+    "LocalLayout",
+    "data_shard",
     "disable_globally",
     "enable_globally",
     "gather",

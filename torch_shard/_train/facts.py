@@ -25,6 +25,7 @@ from torch_shard._device import JaxTensor
 from torch_shard._hosts import Disagreement, compare, digest, exchange, is_shared
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._train.batch import BatchSignature, flatten_batch
+from torch_shard._train.placing import Given
 from torch_shard._train.programs import ProgramKey
 from torch_shard._train.state import TrainState
 
@@ -108,17 +109,23 @@ def _digest_of(value: Any) -> bytes:
 
 
 class FirstRows:
-    """Digests of the first batch of each signature, which all processes must give alike."""
+    """Digests of the first batch of each signature, which all processes must give alike.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._is_shared = is_shared(mesh)
+    Args:
+        mesh: Of the step.
+        local: Each process gives rows of its own instead, which are compared where they are put.
+    """
+
+    def __init__(self, mesh: Mesh, *, local: bool) -> None:
+        self._is_shared, self._local = is_shared(mesh), local
         self._found: dict[BatchSignature, dict[str, bytes]] = {}
 
     def note(self, batch: PyTree, signature: BatchSignature) -> None:
         """Look at a batch, if it is the first one."""
-        if not self._is_shared or signature in self._found:
+        given = batch if isinstance(batch, Given) else Given(batch, self._local)
+        if not self._is_shared or given.local or signature in self._found:
             return
-        leaves = zip(signature.paths, flatten_batch(batch)[0], strict=True)
+        leaves = zip(signature.paths, flatten_batch(given.batch)[0], strict=True)
         on_host = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array | JaxTensor)]
         self._found[signature] = {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host}
 

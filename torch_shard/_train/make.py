@@ -27,6 +27,7 @@ def make_train_step(
     plan: ShardingPlan,
     optimizer_plan: ShardingPlan | None = None,
     batch_spec: PartitionSpec | None = None,
+    local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
     cast: Cast = "products",
     scan_layers: ScanLayers = "auto",
@@ -50,6 +51,9 @@ def make_train_step(
             updates its share of the parameters, which are then gathered (ZeRO-1). By default as `plan` has it.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
+        local_batches: Of several processes, each gives the rows of its own devices alone, in every leaf but the
+            scalars, which are of the whole batch: a `DataLoader` with a `DistributedSampler` by `data_shard(mesh)`.
+            False: each gives the whole batch, the same as the others. In one process there is no difference.
         compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
             products run in bfloat16, and norms, softmax and losses in float32, by the policy of
             `torch.autocast("cuda")`.
@@ -121,6 +125,7 @@ def make_train_step(
         plan=plan,
         optimizer_plan=optimizer_plan,
         batch_spec=batch_spec,
+        local_batches=local_batches,
         compute_dtype=compute_dtype,
         cast=cast,
         scan_layers=scan_layers,
@@ -140,6 +145,7 @@ def make_eval_step(
     mesh: Mesh,
     plan: ShardingPlan,
     batch_spec: PartitionSpec | None = None,
+    local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
     cast: Cast = "products",
     scan_layers: ScanLayers = "auto",
@@ -154,6 +160,7 @@ def make_eval_step(
         plan: Which parameter and buffer is split how, by name.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
+        local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
         compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
         cast: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
@@ -183,6 +190,7 @@ def make_eval_step(
         mesh=mesh,
         plan=plan,
         batch_spec=batch_spec,
+        local_batches=local_batches,
         compute_dtype=compute_dtype,
         cast=cast,
         scan_layers=scan_layers,

@@ -28,6 +28,7 @@ class StepOptions:
     plan: ShardingPlan
     optimizer_plan: ShardingPlan | None = None
     batch_spec: PartitionSpec | None = None
+    local_batches: bool = False
     compute_dtype: torch.dtype | None = None
     cast: Cast = "products"
     scan_layers: ScanLayers = "auto"
@@ -41,6 +42,7 @@ class StepOptions:
         check_kind("plan", self.plan, ShardingPlan)
         check_kind("optimizer_plan", self.optimizer_plan, ShardingPlan | None)
         check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
+        check_kind("local_batches", self.local_batches, bool)
         self._check_compute_dtype()
         self._check_layers()
         if self.cast not in get_args(Cast):
@@ -81,7 +83,8 @@ class StepOptions:
         """
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
-        return LayerOptions(self.scan_layers, self.remat, tuple(specs))  # layers differ where any of the two does
+        cuts = tuple((name, kept.cut) for name, kept in plan.kept.items())
+        return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts)  # layers differ where any of the two does
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""

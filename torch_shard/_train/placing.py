@@ -1,20 +1,24 @@
 """Batches onto the mesh: checked once for each signature, with an error that names the leaf at fault."""
 
 import dataclasses
+import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
 import torch
 from jax.sharding import PartitionSpec
 
+from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
-from torch_shard._device import BatchLayout
+from torch_shard._device import BatchLayout, GatheredLayout, LocalLayout
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
 from torch_shard._train.microbatches import Microbatches
+from torch_shard._train.same_batches import compare_given
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,22 @@ class Placed:
     signature: BatchSignature
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A batch that says for itself whether it has all rows, or those of this process's devices alone."""
+
+    batch: PyTree
+    local: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How batches of one signature come onto the mesh, and the signature that the whole has there."""
+
+    layout: BatchLayout | LocalLayout
+    signature: BatchSignature
+
+
 class Placer:
     """Puts the batches of a step onto the mesh.
 
@@ -34,46 +54,95 @@ class Placer:
         layout: How they lie there.
         microbatches: Into which they are split.
         must_divide: Refuse what does not divide over the mesh; else it goes whole to each device.
+        local: Each process gives the rows of its own devices alone.
+
+    Raises:
+        ValueError: Processes cannot give rows so on this mesh.
     """
 
-    def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool) -> None:
-        self._layout, self._microbatches, self._must_divide = layout, microbatches, must_divide
-        self._layouts: dict[BatchSignature, BatchLayout] = {}
+    def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool, local: bool) -> None:
+        self._layout, self._microbatches, self._must_divide, self._local = layout, microbatches, must_divide, local
+        self._ways: dict[tuple[bool, BatchSignature], _Way] = {}
+        self._num_local = 0
+        if local:
+            self._own.rows.shard()
+
+    @functools.cached_property
+    def _own(self) -> LocalLayout:
+        return LocalLayout(self._layout)
 
     def put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
         """Put a batch on the mesh; with `only_shapes`, the structs that it would be there.
 
         Raises:
-            ValueError: It does not divide over the mesh.
+            ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        leaves, signature = flatten_batch(batch)
-        layout = self._layout_of(batch, leaves, signature)
+        given = batch if isinstance(batch, Given) else Given(batch, self._local)
+        leaves, signature = flatten_batch(given.batch)
+        way = self._way_of(given, leaves, signature, only_shapes)
         if only_shapes:
-            structs: Any = layout.structs(leaves)
-            return Placed(structs, signature)
+            structs: Any = way.layout.structs(leaves)
+            return Placed(structs, way.signature)
         try:
-            return Placed(layout.put(leaves), signature)
+            return Placed(way.layout.put(leaves), way.signature)
         except (TypeError, OverflowError, NotImplementedError):
-            for leaf, path in zip(leaves, array_paths(batch), strict=True):
+            for leaf, path in zip(leaves, array_paths(given.batch), strict=True):
                 with named(path):
-                    layout.put([leaf])
+                    way.layout.put([leaf])
             raise
 
-    def _layout_of(self, batch: PyTree, leaves: list[PyTree], signature: BatchSignature) -> BatchLayout:
-        if signature not in self._layouts:
-            paths = array_paths(batch)
-            self._layouts[signature] = self._choose(leaves, paths)
+    def _way_of(self, given: Given, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool) -> _Way:
+        local = given.local and self._own.rows.num_processes > 1
+        key = local, signature
+        if local and self._is_compared(key, only_shapes):
+            compare_given(self._own.rows, dict(zip(array_paths(given.batch), leaves, strict=True)))
+        if key not in self._ways:
+            paths = array_paths(given.batch)
+            whole = self._whole(signature, paths) if local else signature
+            self._ways[key] = _Way(self._choose(whole, paths, local), whole)
             _say_rounded(paths, signature)
-        return self._layouts[signature]
+        return self._ways[key]
 
-    def _choose(self, leaves: list[PyTree], paths: list[str]) -> BatchLayout:
+    def _is_compared(self, key: tuple[bool, BatchSignature], only_shapes: bool) -> bool:
+        """Tell whether processes compare this batch: each of a new signature, and of others the 2nd, 4th, 8th, ...
+
+        The time that it takes is then none in the long run.
+        """
+        if not only_shapes:
+            self._num_local += 1
+        return key not in self._ways or self._num_local.bit_count() == 1
+
+    def _whole(self, own: BatchSignature, paths: list[str]) -> BatchSignature:
+        """Signature of the whole of a batch of which this process has a part.
+
+        Raises:
+            ValueError: Its leaves have different numbers of rows.
+        """
+        shapes = {path: spec.shape for path, spec in zip(paths, own.specs, strict=True) if spec.shape}
+        if len({shape[0] for shape in shapes.values()}) > 1 and self._own.rows.num_blocks > 1:
+            listed = "\n".join(f"  {path} {shape}: {shape[0]} rows" for path, shape in shapes.items())
+            raise ValueError(
+                f"{caller()}: several processes give a batch together, each its rows of every leaf but the scalars, "
+                f"but the numbers of rows differ:\n\n{listed}\n\nKeep a tensor that is not part of the batch in a "
+                "buffer, or let loss_fn close over it; shape several items of a row as (rows, items, ...)."
+            )
+        whole = (replace(x, shape=self._own.whole(x.shape)) if isinstance(x, Spec) else x for x in own.leaves)
+        return replace(own, leaves=tuple(whole))
+
+    def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> BatchLayout | LocalLayout:
         """Where the leaves of such a batch go, at these paths in it."""
-        if not self._must_divide and self._layout.faults(leaves, paths):
+        specs = list[PyTree](whole.specs)
+        if not self._must_divide and self._layout.faults(specs, paths):
             logger.info("%s: a batch that does not divide over the mesh is evaluated whole on each device", caller())
-            return BatchLayout(self._layout.mesh, PartitionSpec())
-        self._layout.check(leaves, paths)
-        self._microbatches.check(leaves, paths)
-        return self._layout
+            return GatheredLayout(self._layout) if local else BatchLayout(self._layout.mesh, PartitionSpec())
+        try:
+            self._layout.check(specs, paths)
+            self._microbatches.check(specs, paths)
+        except ValueError as error:
+            if local:
+                error.add_note("Shapes are of the whole batch, of which each process gives the rows of its devices.")
+            raise
+        return self._own if local else self._layout
 
 
 def _say_rounded(paths: list[str], signature: BatchSignature) -> None:

@@ -74,9 +74,9 @@ class Step:
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._programs = LastUsed[ProgramKey, StepProgram]()
         self._warned = False
-        self._placer = Placer(self.layout, self._microbatches, must_divide=self.train)
+        self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
-        self.first_rows = FirstRows(options.mesh)
+        self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
@@ -176,10 +176,11 @@ class Step:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
+                `local_batches=True` the rows of this process's devices.
 
         Raises:
-            ValueError: It does not divide over the mesh.
+            ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
         return self._put(batch)
 

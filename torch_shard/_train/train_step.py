@@ -150,7 +150,8 @@ class TrainStep(Step):
 
         Args:
             state: Donated: its arrays are reused for the new state and must not be used again.
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
+                `local_batches=True` the rows of this process's devices.
             max_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
                 gradient, the norm itself or what would be a buffer is not finite (`math.inf` for that alone):
                 parameters, buffers, moments and `step` stay as they were, and only `num_batches` counts on. None takes
@@ -162,7 +163,8 @@ class TrainStep(Step):
             `guard.skipped`, and `guard.non_finite()`, the names of the parameters with a gradient that is not finite.
 
         Raises:
-            ValueError: The batch does not divide over the mesh, or the state was donated to an earlier step.
+            ValueError: The batch does not divide over the mesh, the processes do not give one batch together, or the
+                state was donated to an earlier step.
         """
         check_max_grad_norm(max_grad_norm)
         check_state(self.caller, state)
@@ -344,7 +346,8 @@ class EvalStep(Step):
             state: A training state; it is only read.
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One
                 that does not divide over the mesh, as the last of a loader, is evaluated whole on each device: the
-                same numbers, for one compilation more.
+                same numbers, for one compilation more. With `local_batches=True` the rows of this process's devices,
+                as many as in each other process.
 
         Returns:
             `loss` and the metrics of `loss_fn`.
