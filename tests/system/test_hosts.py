@@ -127,9 +127,11 @@ def saved(end: Ended) -> list[int]:
 def test_an_error_of_one_loader_saves_one_step_on_all():
     good, bad = failing('raise OSError("no disk")')
     assert (good.status, bad.status) == (1, 1)
-    assert "PeerError: fit: process 1 failed: OSError: no disk. All stopped, after 6 batches." in good.output
-    assert "OSError: no disk\nfit: after 6 of 12 batches.\nfit: the state is saved in" in bad.output
-    assert saved(good) == saved(bad) == [3, 6]
+    last = saved(bad)[-1]  # the other may have begun its sixth step when it heard of it, or not
+    assert saved(good) == saved(bad) == [3, last]
+    assert last in (5, 6)
+    assert f"PeerError: fit: process 1 failed: OSError: no disk. All stopped, after {last} batches." in good.output
+    assert f"OSError: no disk\nfit: after {last} of 12 batches.\nfit: the state is saved in" in bad.output
     assert max(good.seconds, bad.seconds) < 30
 
 
