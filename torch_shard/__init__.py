@@ -14,7 +14,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
-    from torch_shard._hosts import Launch, initialize
+    from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
         Explanation,
@@ -74,6 +74,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "assert_replica_integrity",
+    "broadcast",
     "call_jax",
     "call_torch",
     "collectives",
