@@ -14,7 +14,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
-    from torch_shard._hosts import Launch, initialize
+    from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
         Explanation,
@@ -39,7 +39,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
     from torch_shard._materialize import materialize
-    from torch_shard._sharding import Pieces, ShardingPlan, make_mesh
+    from torch_shard._sharding import Padded, Pieces, ShardingPlan, make_mesh
     from torch_shard._spmd import (
         ArgKind,
         assert_replica_integrity,
@@ -67,12 +67,14 @@ __all__ = [
     "Explanation",
     "Kernel",
     "Launch",
+    "Padded",
     "Pieces",
     "Preview",
     "ShardingPlan",
     "TrainState",
     "TrainStep",
     "assert_replica_integrity",
+    "broadcast",
     "call_jax",
     "call_torch",
     "collectives",
