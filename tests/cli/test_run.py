@@ -89,6 +89,16 @@ def test_signals_are_passed_on_once(start, number, processes):
     assert [line[-len("heard 15") :].strip() for line in out] == [f"heard {number}"] * int(processes)
 
 
+def test_what_is_ignored_stays_ignored(start):
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = start("print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended(running)[:2] == (0, ["life 0", "True"])
+
+
 def test_several_are_one_job_and_end_together(start):
     script = RANK + "print(rank, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_COORDINATOR_ADDRESS'], flush=True)\n"
     script += "time.sleep(60) if rank == 0 and life == 0 else sys.exit(4 * rank * (1 - life))"
