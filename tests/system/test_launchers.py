@@ -91,7 +91,12 @@ def check(lives, launcher):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def test_torchrun_starts_a_job_and_starts_it_again(launch):
+def test_torchrun_starts_a_job(launch):
+    check(launch(*TORCHRUN, ""), "torchrun")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again(launch):
     lives = launch(*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1", "fails")
     assert len(lives) == 2
     check(lives, "torchrun")
