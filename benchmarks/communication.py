@@ -51,10 +51,10 @@ class Sizes:
     length: int = 128
     rows: int = 32
 
-    def model(self) -> models.GPT:
-        """On the meta device."""
+    def model(self, fused: bool = False) -> models.GPT:
+        """On the meta device; fused, q, k and v are one layer."""
         with torch.device("meta"):
-            return models.GPT(self.layers, self.width, self.width // 64, self.vocab, self.length)
+            return models.GPT(self.layers, self.width, self.width // 64, self.vocab, self.length, fused)
 
     @property
     def parameters(self) -> int:
@@ -79,11 +79,13 @@ class Recipe:
         axes: Of the mesh.
         options: Of the step, for a model and a mesh.
         textbook: Bytes that it sends.
+        fused: Whether the model has q, k and v in one layer.
     """
 
     axes: dict[str, int]
     options: Callable[[torch.nn.Module, Mesh], dict[str, Any]]
     textbook: Callable[[Sizes], float]
+    fused: bool = False
 
 
 def _tensor_parallel(sizes: Sizes) -> float:
@@ -129,9 +131,15 @@ RECIPES = {
 }
 
 
+RECIPES |= {
+    f"{name}, fused": dataclasses.replace(RECIPES[name], fused=True) for name in ("tp", "fsdp_tp", "fsdp_tp, sequence")
+}
+
+
 def measure(name: str, sizes: Sizes) -> float:
     """Bytes that each device receives from others in one step."""
-    recipe, model = RECIPES[name], sizes.model()
+    recipe = RECIPES[name]
+    model = sizes.model(recipe.fused)
     mesh = ts.make_mesh(topology=TOPOLOGY, **recipe.axes)
     step = ts.make_train_step(model, models.token_loss, optax.adamw(1e-3), mesh=mesh, **recipe.options(model, mesh))
     batch = tuple(torch.empty(sizes.rows, sizes.length, dtype=torch.int64, device="meta") for _ in range(2))

@@ -38,7 +38,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
     from torch_shard._materialize import materialize
-    from torch_shard._sharding import ShardingPlan, make_mesh
+    from torch_shard._sharding import Pieces, ShardingPlan, make_mesh
     from torch_shard._spmd import (
         ArgKind,
         assert_replica_integrity,
@@ -65,6 +65,7 @@ __all__ = [
     "EvalStep",
     "Explanation",
     "Kernel",
+    "Pieces",
     "Preview",
     "Rows",
     "ShardingPlan",

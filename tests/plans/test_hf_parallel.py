@@ -82,10 +82,8 @@ def _shards(model: nn.Module, plan: ts.ShardingPlan, mesh: Mesh, rank: int) -> d
     resolved, shards = plan.resolve(model, mesh), dict[str, np.ndarray]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry, value = resolved.entries[name], parameter.detach().numpy()
-        if entry.reason.startswith("packed"):  # each piece is split by itself
-            dim = next(dim for dim, axes in enumerate(entry.sharding.spec) if axes)
-            pieces = np.split(value, 2, axis=dim)
-            shards[name] = np.concatenate([np.split(piece, NUM, axis=dim)[rank] for piece in pieces], axis=dim)
-        else:
-            shards[name] = value[entry.sharding.devices_indices_map(value.shape)[mesh.devices[0, rank]]]
+        sharding, (shape, local) = resolved.stored(name), (entry.shape, entry.local_shape)
+        if entry.form is not None:  # each piece is split by itself
+            shape = entry.form.stored_shape(shape)
+        shards[name] = value.reshape(shape)[sharding.devices_indices_map(shape)[mesh.devices[0, rank]]].reshape(local)
     return shards

@@ -4,6 +4,8 @@ import logging
 import math
 import re
 
+import optax
+import peft
 import pytest
 import torch
 import transformers
@@ -61,6 +63,54 @@ def test_a_device_holds_its_share_of_every_matrix(case: HFModel) -> None:
         listed = {name for name, entry in entries.items() if "not a multiple of" in entry.reason}
         held = {name: math.prod(entries[name].local_shape) for name, p in model.named_parameters() if p.ndim > 1}
         assert [n for n in held if n not in listed and held[n] * shares > model.get_parameter(n).numel()] == []
+
+
+class Fused(nn.Module):
+    """What is called as usual, of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.kv_proj, self.gate_up_proj = nn.Linear(8, 24), nn.Linear(8, 16, bias=False), nn.Linear(8, 12)
+        self.query_key_value = nn.Linear(8, 24)  # each head has all three
+        self.in_proj = nn.Linear(8, 20)  # of several sizes
+        self.to_qkv = nn.Linear(8, 24, bias=False)
+        self.tied = nn.Linear(8, 24, bias=False)
+        self.tied.weight = self.to_qkv.weight
+
+
+def test_fused_projections_are_stored_in_pieces() -> None:
+    mesh = make_mesh((4, 2))
+    found = {"qkv.weight": 3, "qkv.bias": 3, "kv_proj.weight": 2, "gate_up_proj.weight": 2, "gate_up_proj.bias": 2}
+    wanted = {name: ts.Pieces(num, dim=0) for name, num in found.items()}
+    model = Fused()
+    assert ts.plans.tp(model, mesh).stored == wanted
+    assert ts.plans.fsdp(model, mesh).stored == {}
+    plan = ts.plans.fsdp_tp(model, mesh)
+    assert plan.stored == wanted
+    assert plan.rules["qkv.weight"] == P("model", "batch")
+    assert ts.plans.tp(model, make_mesh((2, 4))).stored == {n: wanted[n] for n in wanted if "gate" not in n}
+    assert any("stored as Pieces" in line for line in ts.plans.to_dtensor(plan, model, mesh, fsdp="batch")[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's
+def test_adapters_of_a_fused_projection_are_stored_in_pieces_too() -> None:
+    torch.manual_seed(0)
+    options = dict.fromkeys(("bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=16, n_positions=8, **options)
+    adapted = peft.LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True, init_lora_weights=False)
+    model, mesh = peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapted), make_mesh((4, 2))
+    plan = ts.plans.tp(model, mesh)
+    stored = plan.stored
+    layer = "base_model.model.transformer.h.0.attn.c_attn"
+    assert stored[f"{layer}.base_layer.weight"] == ts.Pieces(3, dim=1)
+    assert stored[f"{layer}.lora_B.default.weight"] == ts.Pieces(3, dim=0)
+    assert not any("lora_A" in name for name in stored)
+    step = ts.make_train_step(model, _language_loss, optax.adam(1e-2), mesh=mesh, plan=plan)
+    step.prove(step.init(seed=0), torch.arange(32).view(8, 4) % 16).raise_if_different()
+
+
+def _language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens, labels=tokens).loss
 
 
 class Experts(nn.Module):

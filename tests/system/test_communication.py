@@ -35,7 +35,7 @@ def test_no_communication_is_added() -> None:
     assert found[1]["all-reduce"] <= found[0]["all-reduce"]
 
 
-@pytest.mark.parametrize("name", chosen(communication.RECIPES, ["fsdp_tp, sequence"]))
+@pytest.mark.parametrize("name", chosen(communication.RECIPES, ["fsdp_tp, sequence, fused"]))
 def test_a_recipe_sends_what_the_textbook_has(name: str) -> None:
     """Under TPU's compiler: at most a tenth more, for norms, the loss and what a split vocabulary takes."""
     sizes = communication.Sizes()

@@ -232,8 +232,10 @@ def test_warning_says_what_it_costs_and_what_to_do(caplog: pytest.LogCaptureFixt
     _, _, (warning,) = _compiled(WARNED[0], caplog)
     assert warning.endswith(
         ", of which not every shard holds an equal part. The results are right, but every pass, forward and backward, "
-        "moves the pieces between devices (all-to-all, collective-permute or all-gather). Give each piece a layer of "
-        "its own (q, k and v; gate and up), or order the rows so that each shard holds an equal part of every piece "
+        "moves the pieces between devices (all-to-all, collective-permute or all-gather). Store it in pieces, "
+        'ShardingPlan(..., stored={"0.fused.weight": ts.Pieces(3, dim=0)}), and its bias alike. '
+        "Give each piece a layer of its own (q, k and v; gate and up), or order the rows so that each shard holds an "
+        "equal part of every piece "
         "(whole heads of q, k and v), or split its other dim, P(None, 'model'), for one gather or sum instead."
     )
 

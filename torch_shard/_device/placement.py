@@ -61,7 +61,8 @@ def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:
     """Each entry as an ordinary CPU tensor of its own, a stored array at a time."""
     found: dict[str, torch.Tensor] = {}
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
-        host = to_cpu(array)
+        form, host = stacks.layout.forms.get(group[0]), to_cpu(array)
+        host = host if form is None else form.restore(host, is_stack=len(group) > 1)
         found |= {group[0]: host} if len(group) == 1 else {n: row.clone() for n, row in zip(group, host, strict=True)}
     return {name: found[name] for name in stacks}
 

@@ -77,15 +77,18 @@ class SavedArray:
 
 
 def flatten(state: TrainState) -> dict[SavedArray, PyTree]:
-    """The stored arrays of a state (or of a tree of structs in its place), each with what it is."""
+    """The stored arrays of a state (or of a tree of structs in its place) in torch's form, each with what it is."""
     found: dict[SavedArray, PyTree] = {}
     for kind in KINDS:
-        found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)), kind)
+        found |= by_name(TENSORS, Stacks.merged(getattr(state, kind)).whole(), kind)
     for name in SCALARS:
         found[_describe(name, (), getattr(state, name))] = getattr(state, name)
     for path, leaf in _leaves(state.opt_state):
         where = "opt_state" + jax.tree_util.keystr(path)
-        found |= by_name(where, leaf) if isinstance(leaf, Stacks) else {_describe(where, (), leaf): _plain(leaf)}
+        if isinstance(leaf, Stacks):
+            found |= by_name(where, leaf.whole())
+        else:
+            found[_describe(where, (), leaf)] = _plain(leaf)
     return found
 
 
@@ -221,9 +224,9 @@ def _filled(where: str, struct: PyTree, entries: Entries) -> PyTree:
 
     def filled(group: tuple[str, ...], path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name, *others = group
-        if others:
-            return _put(held.stacked(group), leaf)
-        return _put(entries[where + jax.tree_util.keystr(path), name], leaf)
+        form = struct.layout.forms.get(name)
+        array = held.stacked(group) if others else entries[where + jax.tree_util.keystr(path), name]
+        return _put(array if form is None else form.store(array, is_stack=bool(others)), leaf)
 
     each = jax.tree_util.tree_map_with_path
     return Stacks(struct.layout, (each(functools.partial(filled, group), value) for group, value in groups))

@@ -24,6 +24,7 @@ from torch_shard._lowering.ops import (
 )
 from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
+from torch_shard._lowering.pieces import mark_pieces
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import ROWS, RowSplit, current_rows, rows_split
 
@@ -46,6 +47,7 @@ __all__ = [
     "keeps_whole",
     "lower",
     "lowers",
+    "mark_pieces",
     "matmul_precision",
     "missing_lowerings",
     "missing_lowerings_of",

@@ -12,10 +12,12 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.own import own_of
+from torch_shard._lowering.pieces import PIECES, operate_on_pieces
 from torch_shard._lowering.rows import keep_rows
 
 Lowered = Callable[..., list[PyTree]]
@@ -107,8 +109,14 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             assert key is not None, target
             assert place is not None, target
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
+        if own is not None or first:
+            args, named = whole(list(args)), whole(dict(named))
+        apart = PIECES in node.meta or any(isinstance(value, InPieces) for value in values)
         with jax.named_scope(scope):
-            value = lowering(*first, *args, **named)
+            if apart and own is None and not first:
+                value = operate_on_pieces(node, lowering, args, named)
+            else:
+                value = lowering(*first, *args, **named)
             if own is not None:
                 own.check(node.meta["val"], value)
             return keep_rows(node, _conform(node, value))
@@ -153,9 +161,9 @@ def _conform(node: Node, value: PyTree) -> PyTree:
 def _conform_one(node: Node, fake: torch.Tensor, value: PyTree) -> PyTree:
     if value is None:
         return None
-    value = jax.numpy.asarray(value)
+    value = value if isinstance(value, InPieces) else jax.numpy.asarray(value)
     if value.size == fake.numel() == 0:
-        value = value.reshape(tuple(fake.shape))
+        value = whole(value).reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not _is_unspecified(node, fake):
         raise NotImplementedError(
             f"The lowering of {node.target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "

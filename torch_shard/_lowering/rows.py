@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from torch_shard._common.fx import operator_name
 from torch_shard._common.operator_families import PRODUCTS
+from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
 
 ROWS = "rows"
@@ -80,4 +81,7 @@ def keep_rows(node: Node, value: PyTree) -> PyTree:
         return value
     if value.shape[dim] % split.num_shards:
         return value
+    if isinstance(value, InPieces):
+        at = dim + (dim > value.ndim + value.dim)
+        return InPieces(jax.lax.with_sharding_constraint(value.array, split.sharding(at, value.ndim + 1)), value.dim)
     return jax.lax.with_sharding_constraint(value, split.sharding(dim, value.ndim))

@@ -3,6 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import collections
 import logging
 import math
 import re
@@ -16,7 +17,7 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
-from torch_shard._sharding import ShardingPlan, describe_mesh, describe_spec, make_matcher
+from torch_shard._sharding import Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
 
 T = TypeVar("T")
 
@@ -34,11 +35,13 @@ class Decision:
         spec: Of the entry in torch's own shape.
         reason: Why, in a few words.
         fault: What kept it from being split, where it should have been.
+        form: How a step stores it, if not in torch's form.
     """
 
     spec: PartitionSpec
     reason: str
     fault: str = ""
+    form: Pieces | None = None
 
     def say(self, entry: torch.Tensor) -> str:
         """The reason, with the fault, and with the bytes of an entry that stays whole for it."""
@@ -81,10 +84,12 @@ def with_sizes(axes: Axes, mesh: Mesh) -> str:
     return " x ".join(f"{name}={mesh.shape[name]}" for name in names_of(axes))
 
 
-def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh) -> str:
-    """Say that a dim does not divide over these axes; empty if it does."""
-    size = entry.shape[dim]
-    return f"dim {dim} = {size} is not a multiple of {with_sizes(axes, mesh)}" if size % size_of(axes, mesh) else ""
+def find_uneven(entry: torch.Tensor, dim: int, axes: Axes, mesh: Mesh, *, pieces: int = 1) -> str:
+    """Say that a dim, or each of its pieces, does not divide over these axes; empty if it does."""
+    if entry.shape[dim] % (size_of(axes, mesh) * pieces) == 0:
+        return ""
+    packed = f" of {pieces} pieces" if pieces > 1 else ""
+    return f"dim {dim} = {entry.shape[dim]}{packed} is not a multiple of {with_sizes(axes, mesh)}"
 
 
 def check_axes(mesh: Mesh, **given: Axes | None) -> None:
@@ -160,7 +165,10 @@ def plan_of(
         {n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries
     ).items():
         rules[key], reasons[key] = spec, reason
-    return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}))
+    names = collections.Counter(map(id, entries.values()))  # a tie has several, and torch's form
+    forms = {n: d.form for n, d in decisions.items() if d.form is not None and names[id(entries[n])] == 1}
+    stored = with_globs(forms, entries)
+    return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored)
 
 
 def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> list[str]:

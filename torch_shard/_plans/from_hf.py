@@ -19,6 +19,7 @@ from torch_shard._plans.decisions import (
     Decision,
     check_axes,
     entries_of,
+    find_uneven,
     names_of,
     places_with_globs,
     plan_of,
@@ -29,7 +30,7 @@ from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
 from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS
 from torch_shard._plans.recipes import by_shape
-from torch_shard._sharding import ShardingPlan, check_mesh
+from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 
 @speaks_as("plans.from_hf")
@@ -149,7 +150,7 @@ class _Reader:
 
     def _split(self, name: str, entry: torch.Tensor) -> Decision:
         """How the rules of `ep_plan` and `tp_plan` split a parameter."""
-        spec, reasons, faults = PartitionSpec(), list[str](), list[str]()
+        spec, reasons, faults, form = PartitionSpec(), list[str](), list[str](), None
         for axes, rule in ((self.ep, self.ep_rules.of_parameter(name)), (self.tp, self._tp_rule(name))):
             if axes is None or rule is None:
                 continue
@@ -157,13 +158,14 @@ class _Reader:
             dim = style.dim_of(name.rpartition(".")[2], entry.ndim)
             fault = "" if dim is None else self._fault(name, entry, dim, axes=axes, rule=rule)
             faults += [fault] if fault else []
-            note = "" if fault else _PACKED if style.pieces > 1 else style.note
+            note = "" if fault else style.note
             if dim is not None and dim < len(spec) and spec[dim] is not None:
                 note = "the dim is split already"
             elif dim is not None and not fault:
                 spec = _with(spec, dim, axes)
+                form = Pieces(style.pieces, dim=dim) if style.pieces > 1 else form
             reasons.append(rule.style + (f" ({note})" if note else ""))
-        return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults))
+        return Decision(spec, "; ".join(reasons) or "no rule of tp_plan or ep_plan", "; ".join(faults), form)
 
     def _tp_rule(self, name: str) -> Rule | None:
         """The rule of `tp_plan`, which does not count for experts that are distributed over the same axes."""
@@ -173,13 +175,11 @@ class _Reader:
 
     def _fault(self, name: str, entry: torch.Tensor, dim: int, *, axes: Axes, rule: Rule) -> str:
         """What keeps a dim from being split."""
-        size, length = size_of(axes, self.mesh), entry.shape[dim]
-        shards, pieces = with_sizes(axes, self.mesh), STYLES[rule.style].pieces
-        if length % (size * pieces):
-            packed = f" of {pieces} pieces" if pieces > 1 else ""
-            return f"dim {dim} = {length}{packed} is not a multiple of {shards}"
-        heads = _num_heads(self.model, name, length) if rule.style == "colwise" else None
-        return f"{heads} heads are not a multiple of {shards}" if heads and heads % size else ""
+        if fault := find_uneven(entry, dim, axes, self.mesh, pieces=STYLES[rule.style].pieces):
+            return fault
+        heads = _num_heads(self.model, name, entry.shape[dim]) if rule.style == "colwise" else 0
+        is_cut = heads and heads % size_of(axes, self.mesh)
+        return f"{heads} heads are not a multiple of {with_sizes(axes, self.mesh)}" if is_cut else ""
 
     def _stored(self, name: str, entry: torch.Tensor, decision: Decision) -> Decision:
         """The decision with the split for storage."""
@@ -197,10 +197,6 @@ def _like(made: Decision, first: str, split: Mapping[str, Decision]) -> Decision
     """The decision of a tie: that for the first of its names that is split."""
     other = split[first]
     return made if made.spec == other.spec else replace(other, reason=f"{other.reason}, as {first}")
-
-
-_PACKED = "gate and up are split as one, so that they move between devices in each use"
-"""Of packed parameters, each of whose pieces HF splits by itself."""
 
 
 def _with(spec: PartitionSpec, dim: int, axes: Axes) -> PartitionSpec:
@@ -239,4 +235,6 @@ def adapter(name: str, entries: Mapping[str, torch.Tensor], split: Mapping[str, 
     told = f"of an adapter: as its base layer, {split[base].reason}"
     if found[3] == "A":
         return Decision(PartitionSpec(None, inner) if inner and entries[name].ndim == 2 else PartitionSpec(), told)
-    return Decision(PartitionSpec(outer) if outer else PartitionSpec(), told)
+    form = split[base].form
+    is_packed = outer and form is not None and form.dim == 0
+    return Decision(PartitionSpec(outer) if outer else PartitionSpec(), told, form=form if is_packed else None)

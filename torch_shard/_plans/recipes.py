@@ -25,7 +25,7 @@ from torch_shard._plans.decisions import (
 from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
-from torch_shard._sharding import ShardingPlan, check_mesh
+from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
@@ -247,20 +247,23 @@ def _by_experts(entry: torch.Tensor, ep: Axes, mesh: Mesh) -> Decision:
 def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
     if role.dim is None:
         return Decision(PartitionSpec(), role.reason)
-    fault = find_uneven(entry, role.dim, tp, mesh)
-    if not fault and role.heads % size_of(tp, mesh):
+    fault = find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces)
+    if not fault and role.heads % (size_of(tp, mesh) * role.pieces):
         fault = f"{role.heads} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)
-    return Decision(PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim))), role.reason)
+    form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None
+    spec = PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim)))
+    return Decision(spec, role.reason, form=form)
 
 
 def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
     """The decision with one more split, for storage: none of what is small."""
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
-    spec = add_axis(made.spec, entry.shape, fsdp, mesh)
+    spec = add_axis(made.spec, entry.shape if made.form is None else made.form.piece_shape(entry.shape), fsdp, mesh)
     why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
     fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))
-    return Decision(made.spec if spec is None else spec, reason, "; ".join(filter(None, (made.fault, fault))))
+    faults = "; ".join(filter(None, (made.fault, fault)))
+    return Decision(made.spec if spec is None else spec, reason, faults, made.form)

@@ -43,6 +43,9 @@ COLUMNS = words(
     lin1 linear1 dense_h_to_4h c_fc intermediate.dense
     """
 )
+FUSED = words("qkv qkv_proj in_proj c_attn Wqkv to_qkv to_kv kv_proj")
+"""Several projections of the whole width in one, one after the other; of `query_key_value` each head has all three."""
+
 ROWS = words(
     """
     o o_proj out_proj wo to_out c_proj down_proj fc2 fc_out w2 lin2 linear2 dense_4h_to_h output.dense
@@ -63,12 +66,14 @@ class Role:
         reason: Why.
         side: Of a product: how it is split.
         heads: The split dim holds so many heads, which are better not cut; 0 if it is not known to hold any.
+        pieces: The split dim is so many pieces, of which each device is to have its part: of a fused projection.
     """
 
     dim: int | None
     reason: str
     side: Side = "whole"
     heads: int = 0
+    pieces: int = 1
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
@@ -117,12 +122,13 @@ def _of_product(
 ) -> Iterator[tuple[str, Role]]:
     side, why = sides.of(path)
     heads = sides.heads(path, product) if side != "whole" else 0
+    pieces = sides.pieces(path) if side == "column" else 1
     for name, p in held.items():
         if name == "weight":
             dim = {"column": product.out_dim, "row": product.in_dim, "whole": None}[side]
-            yield name, Role(dim, why, side, heads)
+            yield name, Role(dim, why, side, heads, pieces)
         elif side == "column" and p.shape == (product.num_out,):
-            yield name, Role(0, f"bias of a {why}", side, heads)
+            yield name, Role(0, f"bias of a {why}", side, heads, pieces)
         else:
             yield name, Role(None, "added once, after the sum" if side == "row" else f"of a {why}", side)
 
@@ -132,9 +138,10 @@ def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") ->
     side, _ = sides.of(base_of(path))
     is_first = f"{LORA}A." in f"{path}."
     dim = 1 if (side, is_first) == ("row", True) else 0 if (side, is_first) == ("column", False) else None
+    pieces = sides.pieces(base_of(path)) if dim == 0 else 1
     for name, p in held.items():
-        split = dim if p.ndim == 2 else None
-        yield name, Role(split, f"LoRA of a {side} layer", "column" if dim == 0 else "row" if dim == 1 else "whole")
+        split, turn = dim if p.ndim == 2 else None, "column" if dim == 0 else "row" if dim == 1 else "whole"
+        yield name, Role(split, f"LoRA of a {side} layer", turn, pieces=1 if split is None else pieces)
 
 
 def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
@@ -190,6 +197,16 @@ class _Sides:
             return ("column", "column layer, as it widens") if wider else ("row", "row layer, as it narrows")
         first = self._turn[path] % 2 == 0
         return ("column", "column layer, first of a pair") if first else ("row", "row layer, second of a pair")
+
+    def pieces(self, path: str) -> int:
+        """So many projections are in one."""
+        product, name = self._products.get(base_of(path)), base_of(path).rpartition(".")[2]
+        if product is None or product.groups > 1:
+            return 1
+        if name == "gate_up_proj":
+            return 2 if product.num_out % 2 == 0 else 1
+        times = product.num_out // product.num_in if name in FUSED and product.num_out % product.num_in == 0 else 1
+        return times if times in (2, 3) else 1
 
     def heads(self, path: str, product: Product) -> int:
         """So many heads are in the split dim; 0 if none are known."""

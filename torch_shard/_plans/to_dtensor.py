@@ -157,6 +157,8 @@ def _differences(asked: ResolvedPlan, read: ResolvedPlan) -> Iterator[str]:
         spec, other = entry.sharding.spec, read[name].spec
         if not entry.tied_to and trimmed(spec) != trimmed(other):
             yield f"  {name} {entry.shape}: {describe_spec(spec)}; the styles give {describe_spec(other)}"
+        if entry.form is not None:
+            yield f"  {name} {entry.shape}: stored as {entry.form}, of which a style splits the whole dim"
     given = {str(c.place): c.spec for c in read.activations}
     for constraint in asked.activations:
         place = str(constraint.place)

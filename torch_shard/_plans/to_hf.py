@@ -133,12 +133,15 @@ def _unsaid(
     entries = dict(model.named_parameters(remove_duplicate=False))
     read = {name: Decision(_spec(dim, tp), "") for name, dim in _dims(model, written).items()}
     read |= {name: adapter(name, entries, read) for name in read if ".lora_" in name}
+    packed = {name: _pieces(name, written) for name in read}
     told: dict[str, str] = {}
     for name, entry in resolved.entries.items():
         spec, dim = entry.sharding.spec, _split_dim(read[name].spec, tp) if name in read else None
         others = [axis for axis in axes_of(spec) if axis not in (tp, *fsdp)]
         if not entry.tied_to and (others or dim != wanted.get(name) or (name not in wanted and any(spec))):
             told[name] = f"{entry.shape}: {describe_spec(spec)}; its rules give {describe_spec(_spec(dim, tp))}"
+        elif entry.form is not None and packed.get(name) != entry.form.num:
+            told[name] = f"{entry.shape}: stored as {entry.form}"
     for name, text in with_globs(told, resolved.entries).items():
         yield f"  {name} {text}"
     said = over_time(model, written, tp)
@@ -146,6 +149,11 @@ def _unsaid(
     for place, spec in rules.items():
         if said.get(place) != spec:
             yield f"  {place}: an activation, {describe_spec(spec)}"
+
+
+def _pieces(name: str, rules: Rules) -> int:
+    rule = rules.of_parameter(name)
+    return STYLES[rule.style].pieces if rule else 1
 
 
 def _spec(dim: int | None, tp: str) -> PartitionSpec:

@@ -23,8 +23,8 @@ def to_logical(
     """Write a plan as rules of flax and MaxText, with the logical names that they are about.
 
     Dims have the names that `from_logical` knows. Where a plan splits dims of one name in several ways, the name stands
-    for the way that most have, and the others get names of their own, which no model of MaxText has. Nothing is left
-    out: every plan can be said so.
+    for the way that most have, and the others get names of their own, which no model of MaxText has. Every
+    split can be said so; `plan.stored` is not a split, and is left to the reader: `plan | ShardingPlan(stored=...)`.
 
     Args:
         plan: Any plan for this model.

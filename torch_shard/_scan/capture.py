@@ -16,6 +16,7 @@ from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
+from torch_shard._scan.pieces import Cut, note_pieces
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.restarts import Refused, Restart, Unbundled
@@ -43,11 +44,13 @@ class LayerOptions:
         scan: Whether they become loops: True, False, or "auto".
         remat: What is computed again in the backward pass, one of `REMAT`, or a budget in bytes per device.
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
+        cuts: Which of them are kept in how many pieces, along which dim from the end; these alike.
     """
 
     scan: ScanLayers = "auto"
     remat: Remat | int = "none"
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    cuts: tuple[tuple[str, Cut], ...] = ()
 
     @property
     def wanted(self) -> bool:
@@ -61,7 +64,10 @@ class LayerOptions:
 
     def groups(self, model: nn.Module) -> list[Siblings]:
         """The layers of a model that may be one program."""
-        return find_siblings(model, dict(self.specs), self.least) if self.wanted else []
+        if not self.wanted:
+            return []
+        cuts = dict(self.cuts)
+        return find_siblings(model, {name: (*spec, *cuts.get(name, ())) for name, spec in self.specs}, self.least)
 
     @property
     def least(self) -> int:
@@ -164,6 +170,7 @@ def capture_layers(
     fn, specs = joint(None)
     program = Program(fn, specs, what)
     _note_rows(program, specs, num_batch, {})
+    note_pieces(program.graph, dict(repeats.cuts), {})
     return program, None, groups
 
 
@@ -189,6 +196,7 @@ def _try_capture(
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
         _note_rows(program, specs, num_batch, regions.calls)
+        note_pieces(program.graph, dict(repeats.cuts), regions.calls)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
         why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
@@ -29,11 +30,11 @@ class Inputs(Protocol):
 class StackRow:
     """One row of stacked results."""
 
-    stack: jax.Array
+    stack: "jax.Array | InPieces"
     index: int
 
     @property
-    def array(self) -> jax.Array:
+    def array(self) -> "jax.Array | InPieces":
         """The row by itself."""
         return self.stack[self.index]
 
@@ -47,16 +48,22 @@ def array_of(value: Result) -> Any:
     return value.array if isinstance(value, StackRow) else value
 
 
-def stack_of(values: Sequence[Result]) -> jax.Array:
+def stack_of(values: Sequence[Result]) -> Result:
     """Results stacked: without a copy where they are the rows of one stack, in order."""
-    pieces: list[jax.Array] = []
+    pieces: list[Result] = []
     for _, run in itertools.groupby(enumerate(values), lambda pair: _run_of(*pair)):
         rows = [value for _, value in run]
         if isinstance(rows[0], StackRow):
             pieces.append(rows[0].stack[rows[0].index : rows[-1].index + 1])
         else:
-            pieces.append(jnp.stack(rows))
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+            pieces.append(_joined(jnp.stack, rows))
+    return pieces[0] if len(pieces) == 1 else _joined(jnp.concatenate, pieces)
+
+
+def _joined(join: Callable[..., jax.Array], values: Sequence[Result]) -> Result:
+    """Values as one; those in pieces as one in pieces, if all are."""
+    alike = len({jax.tree.structure(value) for value in values}) == 1
+    return jax.tree.map(lambda *arrays: join(arrays), *(values if alike else map(whole, values)))
 
 
 def _run_of(position: int, value: Result) -> Hashable:
@@ -132,7 +139,7 @@ class _Run:
             return self._rows[value.source, value.path]
         return _at(self.done[value.source], value.path)
 
-    def _given(self, values: Sequence[Operand]) -> tuple[jax.Array | None, jax.Array]:
+    def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
         """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
         found = [self._row(value) for value in values]
         first = found[0]
@@ -172,11 +179,11 @@ class _Run:
                 with instruction.scope_of_all:
                     found.append(instruction.operate(key, places.get(i), sources))
             return (
-                [_at(found[number], path) for _, number, path in loop.carries],
+                [whole(_at(found[number], path)) for _, number, path in loop.carries],
                 [_at(found[number], path) for number, path in results],
             )
 
-        first = [array_of(self.read(value)) for value, _, _ in loop.carries]
+        first = [whole(array_of(self.read(value))) for value, _, _ in loop.carries]
         if loop.is_backward:
             first = self._after_outputs(first)
         rows = [rows for _, rows in per_row]

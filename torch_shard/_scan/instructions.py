@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_shard._common.fx import args_of, fill_in, outputs_of
+from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import lower, operation, sources_of
 from torch_shard._scan.partition import partition
@@ -119,7 +120,7 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place)
-        return [*found[:num_results], None, *found[num_results:], *(values[i] for i in kept)]
+        return [*map(whole, found[:num_results]), None, *found[num_results:], *(values[i] for i in kept)]
 
     def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it

@@ -5,14 +5,13 @@ one program is proved by the capture (see `intercept`).
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from jax.sharding import PartitionSpec
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding import Layout, tied_names
+from torch_shard._sharding import Kept, Layout, tied_names
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""
@@ -63,7 +62,7 @@ class Siblings:
             self.refuse(f"its layers are more than {MOST_KINDS} different programs")
 
 
-def find_siblings(model: nn.Module, specs: Mapping[str, PartitionSpec], least: int = LEAST) -> list[Siblings]:
+def find_siblings(model: nn.Module, specs: Mapping[str, Sequence[object]], least: int = LEAST) -> list[Siblings]:
     """Numbered children (of `ModuleList`, `Sequential` and their like) that look alike, outermost first.
 
     They need not stand next to each other: alike are those with the same classes under the same relative names, and for
@@ -80,7 +79,7 @@ def find_siblings(model: nn.Module, specs: Mapping[str, PartitionSpec], least: i
     return list(_siblings(model, "", specs, least))
 
 
-def _siblings(module: nn.Module, path: str, specs: Mapping[str, PartitionSpec], least: int) -> Iterator[Siblings]:
+def _siblings(module: nn.Module, path: str, specs: Mapping[str, Sequence[object]], least: int) -> Iterator[Siblings]:
     named = list(module._modules.items())  # a scripted module has no other way to them
     children = {f"{path}{name}": child for name, child in named if child is not None}
     grouped: set[str] = set()
@@ -98,7 +97,7 @@ def _siblings(module: nn.Module, path: str, specs: Mapping[str, PartitionSpec], 
             yield from _siblings(child, f"{at}.", specs, least)
 
 
-def _look(path: str, module: nn.Module, specs: Mapping[str, PartitionSpec]) -> Hashable | None:
+def _look(path: str, module: nn.Module, specs: Mapping[str, Sequence[object]]) -> Hashable | None:
     """A key that alike modules agree in; None for what cannot be a program of its own."""
     inner = list(module.named_modules(remove_duplicate=False))
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
@@ -114,7 +113,7 @@ def _about(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-def _padded(spec: PartitionSpec | None, ndim: int) -> Hashable:
+def _padded(spec: Sequence[object] | None, ndim: int) -> Hashable:
     return None if spec is None else tuple(spec) + (None,) * (ndim - len(spec))
 
 
@@ -123,13 +122,16 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblings]) -> Layout:
+def stack_layout(
+    model: nn.Module, names: Iterable[str], groups: Iterable[Siblings], kept: Mapping[str, Kept] | None = None
+) -> Layout:
     """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
 
     Args:
         model: Only its structure is read.
         names: Of all entries, in order.
         groups: Those that are refused stand alone.
+        kept: By name, what is kept in another form than torch's.
     """
     tied = tied_names(model)
     stacks = []
@@ -138,4 +140,4 @@ def stack_layout(model: nn.Module, names: Iterable[str], groups: Iterable[Siblin
         if group.refused is None:
             relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
             stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
-    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names)
+    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept)

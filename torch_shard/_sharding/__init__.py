@@ -23,6 +23,7 @@ from torch_shard._sharding.entries import (
     unsaved_buffers,
     with_values,
 )
+from torch_shard._sharding.forms import Kept, Pieces
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -41,11 +42,14 @@ from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
     as_dicts,
+    bare_stacks,
     describe_group,
+    keep_stacks,
     row_sharding,
     stack_dicts,
     stack_sharding,
     take_row,
+    whole_stacks,
 )
 from torch_shard._sharding.topology import memory_of
 
@@ -54,8 +58,10 @@ __all__ = [
     "RETURN",
     "Constraint",
     "Holdings",
+    "Kept",
     "Layout",
     "LossFn",
+    "Pieces",
     "ResolvedEntry",
     "ResolvedPlan",
     "ShardingPlan",
@@ -64,6 +70,7 @@ __all__ = [
     "as_devices",
     "as_dicts",
     "axes_of",
+    "bare_stacks",
     "check_current_mesh",
     "check_mesh",
     "describe_group",
@@ -74,6 +81,7 @@ __all__ = [
     "find_spec_faults",
     "group_ties",
     "holdings",
+    "keep_stacks",
     "make_matcher",
     "make_mesh",
     "mark_parameter",
@@ -93,5 +101,6 @@ __all__ = [
     "tied_names",
     "to_meta",
     "unsaved_buffers",
+    "whole_stacks",
     "with_values",
 ]

@@ -5,7 +5,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -21,11 +21,14 @@ from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.entries import group_ties
+from torch_shard._sharding.forms import Pieces
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
+
+Forms: TypeAlias = Mapping[str, Pieces] | Mapping[str | re.Pattern[str], Pieces]
 
 _Rule: TypeAlias = str | re.Pattern[str]
 
@@ -51,6 +54,9 @@ class ShardingPlan:
             changes a number. By name or glob of modules, `"model.layers.*"`: what it returns; `"lm_head:input"`: an
             argument of its forward; `"encoder:return.last_hidden_state"`, `"block:states.0"`: a part of either, by
             the names of attributes, keys or numbers. The others are the compiler's choice.
+        stored: Entries of which a step keeps another form than torch's, by rule: `Pieces(3, dim=0)` for a fused
+            projection, of which every device then has its part of each piece. Specs, files and what
+            `state.params[name]` gives are for torch's shape; only the arrays within a state have the other one.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -70,18 +76,20 @@ class ShardingPlan:
     activations: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], kw_only=True)
     reasons: Mapping[_Rule, str] = field(default_factory=dict[_Rule, str], kw_only=True)
     ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
+    stored: Forms = field(default_factory=dict[str, Pieces], kw_only=True)
 
     def __post_init__(self):
-        for what in ("rules", "activations", "reasons", "ranks"):
+        for what in ("rules", "activations", "reasons", "ranks", "stored"):
             _check_mapping(what, getattr(self, what))
             object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
         rules = self._specs
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
         faults += [find_type_fault(key, spec) for key, spec in self.activations.items()]
+        faults += [_find_form_type_fault(key, form) for key, form in self._forms.items()]
         if lines := [fault for fault in faults if fault]:
             raise TypeError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
-        loose = [key for key in rules if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
+        loose = [key for key in (*rules, *self.stored) if isinstance(key, str) and re.search(r"[^.]\*\*|\*\*[^.]", key)]
         if loose:
             lines = [f'rule "{key}": ** stands for whole segments. Use * within one.' for key in loose]
             raise ValueError(_list(f"{_count(lines, 'rule')} cannot be read", lines))
@@ -89,6 +97,10 @@ class ShardingPlan:
     @property
     def _specs(self) -> Mapping[_Rule, PartitionSpec]:
         return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
+
+    @property
+    def _forms(self) -> Mapping[_Rule, Pieces]:
+        return cast(Mapping[_Rule, Pieces], self.stored)
 
     def __or__(self, other: "ShardingPlan | Rules") -> "ShardingPlan":
         """This plan, edited: where a rule of `other` matches, those of this plan do not count.
@@ -107,6 +119,7 @@ class ShardingPlan:
             default=self.default if edits.default is None else edits.default,
             activations={**self.activations, **edits.activations},
             reasons=kept | dict(edits.reasons),
+            stored={**self._forms, **edits._forms},
             ranks=dict(self.ranks) | ranks,
         )
 
@@ -114,19 +127,23 @@ class ShardingPlan:
         """Its rules, by kind."""
         yield from (("rules", key) for key in self._specs)
         yield from (("activations", key) for key in self.activations)
+        yield from (("stored", key) for key in self._forms)
 
     def __hash__(self):
-        return hash((frozenset(self.rules.items()), self.default, frozenset(self.activations.items())))
+        tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
+        return hash((self.default, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
-        fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks")}
+        fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks", "stored")}
         return partial(ShardingPlan, default=self.default, **fields), (dict(self.rules),)
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
         default = "" if self.default is None else f", default={describe_spec(self.default)}"
         asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
-        return f"ShardingPlan({{{rules}}}{default}{f', activations={{{asked}}}' if asked else ''})"
+        forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
+        more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
+        return f"ShardingPlan({{{rules}}}{default}{more})"
 
     def __rich__(self) -> Table:
         table = Table(title="ShardingPlan")
@@ -137,6 +154,8 @@ class ShardingPlan:
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), reason)))
         for key, spec in self.activations.items():
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
+        for key, form in self._forms.items():
+            table.add_row(*map(Text, (_quote(key), str(form), "how it is stored")))
         return table
 
     def __str__(self) -> str:
@@ -164,34 +183,48 @@ class ShardingPlan:
         """
         check_mesh(mesh)
         values = _read(source)
-        matchers = {key: make_matcher(key) for key in self.rules}
-        hits: dict[str, list[_Rule]] = {
-            name: [key for key, matches in matchers.items() if matches(name)] for name in values
-        }
+        hits, formed = _hits(self._specs, values), _hits(self._forms, values)
         entries: dict[str, ResolvedEntry] = {}
         faults: dict[str, list[str]] = {}
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
             name, key, spec, clash = self._choose(names, hits)
             shape = _get_shape(values[name])
             found = [clash] if clash else _find_faults(name, key, spec, shape=shape, mesh=mesh)
+            form, wrong_form = self._choose_form(names, formed)
+            found += [wrong_form] if wrong_form else [] if clash else _find_form_faults(form, spec, shape, mesh)
             if found:
                 faults[f"{name} {shape}"] = found
                 continue
             dtype = getattr(values[name], "dtype", None)
             reason = "" if key is None else self.reasons.get(key, "")
-            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason)
+            first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason, form=form)
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
         constraints, wrong = self._constraints(source, mesh) if is_model else ([], [])
-        unused = set(self.rules).difference(*hits.values())
+        tables = (self._specs, hits), (self._forms, formed)
+        unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
         if faults or unused or wrong:
-            hints = _hint_at_names([key for key in self.rules if key in unused], list(values))
+            hints = _hint_at_names(unused, list(values))
             raise ValueError(_report(faults, hints, wrong, mesh=mesh))
         return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}), tuple(constraints))
 
     def _constraints(self, model: torch.nn.Module, mesh: Mesh) -> tuple[list[Constraint], list[str]]:
         ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
         return resolve_activations(self.activations, model, mesh, ranks)
+
+    def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Pieces | None, str | None]:
+        """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""
+        keys = list(dict.fromkeys(key for name in names for key in formed[name]))
+        ranks = {key: self.ranks.get(("stored", key), 0) for key in keys}
+        keys = [key for key in keys if ranks[key] == max(ranks.values())]
+        keys = [key for key in keys if key in names] or keys
+        forms = list(dict.fromkeys(self._forms[key] for key in keys))
+        if forms and len(names) > 1:
+            return None, f"{forms[0]}: it is tied to {names[1]}, and a tie is stored in torch's form. Leave it out."
+        if len(forms) > 1:
+            asked = " and ".join(f"{_quote(key)}: {self._forms[key]}" for key in keys)
+            return None, f"{asked} store it in different forms. Narrow the patterns."
+        return (forms[0] if forms else None), None
 
     def _choose(self, names: list[str], hits: dict[str, list[_Rule]]) -> tuple[str, _Key, PartitionSpec, str | None]:
         """Choose the rule of one tensor: which of its `names` matches, the rule's key and spec, any clash."""
@@ -215,6 +248,32 @@ class ShardingPlan:
         else:
             clash += f' Add a rule for "{name}" itself, or narrow the patterns.'
         return name, key, self._specs[key], clash
+
+
+def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list[_Rule]]:
+    """The rules that match, by name."""
+    matchers = {key: make_matcher(key) for key in rules}
+    return {name: [key for key, matches in matchers.items() if matches(name)] for name in names}
+
+
+def _find_form_type_fault(key: object, form: object) -> str | None:
+    if not isinstance(key, str | re.Pattern):
+        return f"stored {key!r}: a rule is a name, a glob or a compiled regex, got {type(key).__name__}."
+    if not isinstance(form, Pieces):
+        return f"stored {_quote(cast(object, key))}: expected Pieces, got {form!r}."
+    return None
+
+
+def _find_form_faults(form: Pieces | None, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+    """What keeps an entry of this shape from being stored so, split so."""
+    if form is None:
+        return []
+    if fault := form.find_fault(shape):
+        return [fault]
+    if len(spec) > len(shape):
+        return []
+    stored, kept = form.stored_shape(shape), form.stored_spec(spec, ndim=len(shape))
+    return [f"{form}: {fault}. {remedy}" for fault, remedy in find_spec_faults(kept, stored, mesh)]
 
 
 def _check_mapping(what: str, rules: object) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._sharding.activations import Constraint
+from torch_shard._sharding.forms import Kept, Pieces
 from torch_shard._sharding.mesh import describe_mesh, describe_spec
 
 
@@ -30,6 +31,7 @@ class ResolvedEntry:
         sharding: The sharding.
         tied_to: The first name of the same tensor, where this is another one.
         reason: Why the rule is as it is, if the plan says it.
+        form: How a step stores it, if not in torch's form.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +40,12 @@ class ResolvedEntry:
     sharding: NamedSharding
     tied_to: str | None = None
     reason: str = ""
+    form: Pieces | None = None
+
+    @property
+    def kept(self) -> Kept | None:
+        """Its form for this shape."""
+        return None if self.form is None else Kept(self.form, self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -74,6 +82,16 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
 
     def __getitem__(self, name: str) -> NamedSharding:
         return self.entries[name].sharding
+
+    def stored(self, name: str) -> NamedSharding:
+        """The sharding of an entry in the form in which a step keeps it."""
+        entry = self.entries[name]
+        return entry.sharding if entry.kept is None else entry.kept.stored_sharding(entry.sharding)
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """By name, what is not kept in torch's form."""
+        return {name: entry.kept for name, entry in self.entries.items() if entry.kept is not None}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -113,13 +131,15 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         caption = f"total {total}, per device {held}, replicated {share}"
         table = Table(title=f"ShardingPlan on mesh {describe_mesh(self.mesh)}", caption=caption)
         reasons = ["why"] if any(entry.reason for entry in self.entries.values()) else []
-        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device", *reasons):
+        forms = ["stored"] if any(entry.form for entry in self.entries.values()) else []
+        for heading in ("name", "shape", "dtype", "rule", "spec", "local shape", "bytes per device", *reasons, *forms):
             table.add_column(heading, overflow="fold", justify="right" if "bytes" in heading else "left")
         for name, entry in self.entries.items():
             dtype = "-" if entry.dtype is None else str(entry.dtype).removeprefix("torch.")
             spec, local_shape = describe_spec(entry.sharding.spec), entry.local_shape
             held = f"in {entry.tied_to}" if entry.tied_to else _describe_bytes(entry.count_bytes(local_shape))
             cells = (name, entry.shape, dtype, entry.rule, spec, local_shape, held, *(entry.reason for _ in reasons))
+            cells += tuple(entry.form or "" for _ in forms)
             table.add_row(*(Text(str(cell)) for cell in cells))
         for asked in self.activations:
             cells = (asked.place, "-", "-", f'"{asked.rule}"', describe_spec(asked.spec), "-", "-")

@@ -14,7 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.types import PyTree
+from torch_shard._sharding.forms import Kept
 
 Group = tuple[str, ...]
 
@@ -26,13 +28,17 @@ class Layout:
     Attributes:
         groups: The names in each stored array: a 1-tuple is stored in its own shape, n >= 2 names as `(n, *shape)`.
         names: All names, in the module's order.
+        kept: Those whose arrays are kept in another form than torch's; of a group all or none.
     """
 
     groups: tuple[Group, ...]
     names: tuple[str, ...]
+    kept: tuple[tuple[str, Kept], ...] = ()
 
     @classmethod
-    def of(cls, groups: Iterable[Group], names: Iterable[str] | None = None) -> "Layout":
+    def of(
+        cls, groups: Iterable[Group], names: Iterable[str] | None = None, kept: Mapping[str, Kept] | None = None
+    ) -> "Layout":
         """The layout of these groups; all other `names` stand alone.
 
         Raises:
@@ -44,7 +50,18 @@ class Layout:
         if len(set(grouped)) < len(grouped) or not set(grouped) <= set(names):
             raise ValueError(f"Layout: each name stands in one group and among the names, got {groups} of {names}.")
         group_of = {name: group for group in groups for name in group}
-        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names)
+        forms = tuple((name, kept[name]) for name in names if name in kept) if kept else ()
+        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names, forms)
+
+    @functools.cached_property
+    def forms(self) -> dict[str, Kept]:
+        """By name, how entries are kept that are not kept in torch's form."""
+        return dict(self.kept)
+
+    @functools.cached_property
+    def plain(self) -> "Layout":
+        """The same for arrays in torch's form."""
+        return Layout(self.groups, self.names)
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int | None]]:
@@ -57,17 +74,17 @@ class Layout:
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
         names = tuple(names)
-        return Layout.of((group for group in self.groups if set(group) <= set(names)), names)
+        return Layout.of((group for group in self.groups if set(group) <= set(names)), names, self.forms)
 
     def __add__(self, other: "Layout") -> "Layout":
-        return Layout(self.groups + other.groups, self.names + other.names)
+        return Layout(self.groups + other.groups, self.names + other.names, self.kept + other.kept)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Stacks(Mapping[str, PyTree]):
     """A mapping from names to arrays that stores the same entry of repeated layers as rows of one array.
 
-    It reads like a dict: `stacks[name]` is the entry in its own shape, sliced when asked for. As a pytree its leaves
+    It reads like a dict: `stacks[name]` is the entry in torch's shape, sliced when asked for. As a pytree its leaves
     are the stored arrays.
 
     Attributes:
@@ -104,7 +121,7 @@ class Stacks(Mapping[str, PyTree]):
         layout = layout if isinstance(layout, Layout) else Layout.of(layout)
         if isinstance(values, Stacks) and values.layout == layout:
             return values
-        return cls(layout, (_gathered(values, group) for group in layout.groups))
+        return cls(layout, (_gathered(values, group, layout) for group in layout.groups))
 
     @classmethod
     def merged(cls, *parts: Mapping[str, PyTree]) -> "Stacks":
@@ -121,20 +138,50 @@ class Stacks(Mapping[str, PyTree]):
         """With other values for those names that it has; what has none keeps its stored array."""
 
         def new(group: Group, array: PyTree) -> PyTree:
-            return array if held.keys().isdisjoint(group) else _gathered({n: self[n] for n in group} | held, group)
+            return (
+                array
+                if held.keys().isdisjoint(group)
+                else _gathered({n: self[n] for n in group} | held, group, self.layout)
+            )
 
-        held = {name: value for name, value in values.items() if name in self}
+        held = {name: whole(value) for name, value in values.items() if name in self}
         return Stacks(self.layout, (new(g, a) for g, a in zip(self.layout.groups, self.arrays, strict=True)))
 
     def stacked(self, names: Group) -> PyTree:
         """The entries `names`, of one shape, as an array `(n, *shape)`: as it is stored, where it is stored so."""
+        form, found = self.layout.forms.get(names[0]), self.kept_rows(names)
+        return found if form is None else form.restore(found, is_stack=True)
+
+    def kept_rows(self, names: Group) -> PyTree:
+        """The same in the form in which they are kept."""
         pieces = [self._rows(number, start, stop) for number, start, stop in _runs(self.layout, names)]
         return pieces[0] if len(pieces) == 1 else _concatenate(pieces)
+
+    def kept(self, name: str) -> PyTree:
+        """An entry in the form in which it is kept."""
+        number, row = self.layout.places[name]
+        return self.arrays[number] if row is None else take_row(self.arrays[number], row)
 
     def row(self, name: str) -> tuple[PyTree, int] | None:
         """The stored array of which an entry is a row, and which; None if it stands alone."""
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
+
+    def in_pieces(self, name: str) -> PyTree:
+        """An entry, as a program takes it: in pieces, if it is kept so."""
+        form, array = self.layout.forms.get(name), self.kept(name)
+        return array if form is None else InPieces(array, form.cut[1])
+
+    def whole(self) -> "Stacks":
+        """The same in torch's form."""
+        if not self.layout.kept:
+            return self
+        pairs = zip(self.layout.groups, self.arrays, strict=True)
+        return Stacks(self.layout.plain, (self._whole(group, array) for group, array in pairs))
+
+    def _whole(self, group: Group, array: PyTree) -> PyTree:
+        form = self.layout.forms.get(group[0])
+        return array if form is None else form.restore(array, is_stack=len(group) > 1)
 
     def _rows(self, number: int, start: int, stop: int) -> PyTree:
         array, size = self.arrays[number], len(self.layout.groups[number])
@@ -143,8 +190,8 @@ class Stacks(Mapping[str, PyTree]):
         return array if stop - start == size else array[start:stop]
 
     def __getitem__(self, name: str) -> PyTree:
-        number, row = self.layout.places[name]
-        return self.arrays[number] if row is None else take_row(self.arrays[number], row)
+        form, array = self.layout.forms.get(name), self.kept(name)
+        return array if form is None else form.restore(array)
 
     def __contains__(self, name: object) -> bool:
         return name in self.layout.places
@@ -195,8 +242,17 @@ def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _gathered(values: Mapping[str, PyTree], group: Group) -> PyTree:
+def _gathered(values: Mapping[str, PyTree], group: Group, layout: Layout) -> PyTree:
     """Gather what a layout stores for a group."""
+    form = layout.forms.get(group[0])
+    if form is None:
+        return _gathered_whole(values, group)
+    if isinstance(values, Stacks) and all(values.layout.forms.get(name) == form for name in group):
+        return values.kept(group[0]) if len(group) == 1 else values.kept_rows(group)
+    return form.store(_gathered_whole(values, group), is_stack=len(group) > 1)
+
+
+def _gathered_whole(values: Mapping[str, PyTree], group: Group) -> PyTree:
     if len(group) == 1:
         return values[group[0]]
     if (stacked := getattr(values, "stacked", None)) is not None:
@@ -263,12 +319,54 @@ def as_dicts(tree: PyTree) -> PyTree:
     return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
+def keep_as(stacks: Stacks, layout: Layout, *, is_stored: bool = False) -> Stacks:
+    """Arrays in torch's form, in the form that a layout has for their names, if they have torch's shape.
+
+    Args:
+        stacks: In torch's form; or
+        layout: Has the names.
+        is_stored: the arrays are already as they are kept.
+    """
+    forms: dict[str, Kept] = {}
+    arrays: list[PyTree] = []
+    for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
+        form, is_stack = layout.forms.get(group[0]), len(group) > 1
+        if form is not None and (form.is_stored if is_stored else form.is_whole)(array, is_stack=is_stack):
+            forms |= dict.fromkeys(group, form)
+            array = array if is_stored else form.store(array, is_stack=is_stack)
+        arrays.append(array)
+    return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms), arrays)
+
+
+def whole_stacks(tree: PyTree) -> PyTree:
+    """A pytree with its `Stacks` in torch's form."""
+    return _map_stacks(Stacks.whole, tree)
+
+
+def bare_stacks(tree: PyTree) -> PyTree:
+    """A pytree whose `Stacks` take the arrays that they keep for entries, in whatever form these are."""
+    return _map_stacks(lambda stacks: Stacks(stacks.layout.plain, stacks.arrays), tree)
+
+
+def keep_stacks(tree: PyTree, layout: Layout, *, is_stored: bool = False) -> PyTree:
+    """A pytree with its `Stacks` as `keep_as` gives each."""
+    return _map_stacks(lambda stacks: keep_as(stacks, layout, is_stored=is_stored), tree)
+
+
+def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:
+    def changed(node: PyTree) -> PyTree:
+        return change(node) if isinstance(node, Stacks) else node
+
+    return jax.tree.map(changed, tree, is_leaf=lambda node: isinstance(node, Stacks))
+
+
 def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], PyTree] = stack_struct) -> PyTree:
     """A pytree with `Stacks` in place of dicts whose keys are all names of a layout.
 
     Args:
         tree: Its leaves have a shape and a dtype; they may differ from those of the layout's own arrays.
-        layout: A group is stored together if the dict has all its names, with leaves of one shape and dtype.
+        layout: A group is stored together if the dict has all its names, with leaves of one shape and dtype. What is
+            in torch's shape is kept in the layout's form.
         stack: Makes the stored leaf from its rows.
     """
 
@@ -285,6 +383,7 @@ def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], Py
         held = layout.restricted(name for name in layout.names if name in node)
         held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names)
         rows = ([node[name] for name in group] for group in held.groups)
-        return Stacks(held, (stack(values) if len(values) > 1 else values[0] for values in rows))
+        found = Stacks(held, (stack(values) if len(values) > 1 else values[0] for values in rows))
+        return keep_as(found, layout)
 
     return jax.tree.map(stacked, tree, is_leaf=is_by_name)

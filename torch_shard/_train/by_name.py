@@ -16,12 +16,16 @@ import jax
 import numpy as np
 
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import Layout, Stacks, as_dicts, stack_dicts
+from torch_shard._sharding import Layout, Stacks, as_dicts, bare_stacks, keep_stacks, stack_dicts, whole_stacks
+from torch_shard._train.elementwise import works_by_element
 from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
 
 def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyTree:
     """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
+
+    It sees entries in torch's shape; but where that makes no difference to it, as each element goes by itself, those
+    that are kept in another form in that form, so that nothing moves between devices.
 
     Args:
         fn: A function of pytrees that JAX can trace; it is traced once, with dicts by name.
@@ -39,6 +43,16 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
         >>> twice.arrays[0].shape, float(twice["1.w"].sum())
         ((2, 3), 6.0)
     """
+    if not layout.kept:
+        return _run(fn, args, layout)
+    whole, stored = whole_stacks(args), bare_stacks(args)
+    shapes = {form.shape: form.stored_shape for form in layout.forms.values()}
+    if works_by_element(fn, as_dicts(whole), as_dicts(stored), shapes):
+        return keep_stacks(_run(fn, stored, layout.plain), layout, is_stored=True)
+    return keep_stacks(_run(fn, whole, layout.plain), layout)
+
+
+def _run(fn: Callable[..., PyTree], args: tuple[PyTree, ...], layout: Layout) -> PyTree:
     if all(len(group) == 1 for group in layout.groups):
         return stack_dicts(fn(*as_dicts(args)), layout)
     leaves = jax.tree.map(_by_name, args, is_leaf=lambda node: isinstance(node, Stacks))

@@ -43,6 +43,7 @@ class Split:
     dim: int
     axes: str
     num_shards: int
+    num_pieces: int = 1
 
     @property
     def rows(self) -> torch.Tensor:
@@ -53,8 +54,9 @@ class Split:
         )
 
     def is_even(self, rows: torch.Tensor) -> bool:
-        """Tell whether every shard holds as many of these rows."""
-        counts = torch.bincount(rows.flatten() // (self.shape[self.dim] // self.num_shards), minlength=self.num_shards)
+        """Tell whether every shard holds as many of these rows; of an entry in pieces it has its part of each."""
+        size = self.shape[self.dim] // self.num_pieces
+        counts = torch.bincount(rows.flatten() % size // (size // self.num_shards), minlength=self.num_shards)
         return bool((counts == counts[0]).all())
 
 
@@ -81,9 +83,18 @@ class Fused:
             f"shards of {size // split.num_shards} ({split.axes}), and the model cuts it into {len(self.pieces)} "
             f"pieces of {shown}, of which not every shard holds an equal part. The results are right, but every pass, "
             "forward and backward, moves the pieces between devices (all-to-all, collective-permute or all-gather). "
-            "Give each piece a layer of its own (q, k and v; gate and up), or order the rows so that each shard holds "
-            f"an equal part of every piece (whole heads of q, k and v){self._other_dim()}."
+            f"{self._in_pieces()}Give each piece a layer of its own (q, k and v; gate and up), or order the rows so "
+            f"that each shard holds an equal part of every piece (whole heads of q, k and v){self._other_dim()}."
         )
+
+    def _in_pieces(self) -> str:
+        """How it would be stored in pieces of one size, if it has them and they divide."""
+        split, num = self.split, len(self.pieces)
+        alike = len(set(self.pieces)) == 1 and sum(self.pieces) == split.shape[split.dim]
+        if not alike or split.num_pieces > 1 or self.pieces[0] % split.num_shards:
+            return ""
+        form = f"Pieces({num}, dim={split.dim})"
+        return f'Store it in pieces, ShardingPlan(..., stored={{"{split.name}": ts.{form}}}), and its bias alike. '
 
     def _other_dim(self) -> str:
         """The same axis on the other dim of a matrix, if that divides."""
@@ -129,7 +140,9 @@ def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec)
             num_shards = math.prod(sizes[axis] for axis in axes)
             if len(shape) > 1 and num_shards > 1 and not taken.intersection(axes):
                 shown = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
-                found.append(Split(name, shape, spec, dim, shown, num_shards))
+                kept = plan.entries[name].kept
+                num_pieces = kept.form.num if kept is not None and kept.form.dim % len(shape) == dim else 1
+                found.append(Split(name, shape, spec, dim, shown, num_shards, num_pieces))
     return found
 
 

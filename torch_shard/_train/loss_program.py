@@ -29,6 +29,7 @@ from torch_shard._capture import (
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import (
@@ -204,8 +205,8 @@ class LossProgram:
         buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
         written = dict(zip(self.written, outputs[graph.num_outputs :], strict=False))
         return LossOutputs(
-            loss=array_of(loss),
-            metrics=jax.tree.unflatten(shape.metrics, map(array_of, metrics)),
+            loss=whole(array_of(loss)),
+            metrics=jax.tree.unflatten(shape.metrics, map(whole, map(array_of, metrics))),
             grads=StackRows(by_name),
             buffers=StackRows(zip(shape.buffers, buffers, strict=True)),
             written=StackRows(written),
@@ -228,6 +229,7 @@ class _Inputs:
 
     def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
         self._named, self._tensors, self._others = named, tensors, others
+        self._stacks: dict[int, InPieces] = {}
 
     def _name(self, at: tuple[int, ...]) -> str | None:
         number, *member = at
@@ -236,7 +238,9 @@ class _Inputs:
 
     def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
         name = self._name(at)
-        return self._others[at[0] - len(self._named)] if name is None else self._tensors[name]
+        if name is None:
+            return self._others[at[0] - len(self._named)]
+        return self._tensors.in_pieces(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
 
     def all(self) -> list[jax.Array]:
         return [self[number,] for number in range(len(self._named) + len(self._others))]
@@ -247,7 +251,10 @@ class _Inputs:
         if name is None or not isinstance(self._tensors, Stacks):
             return None
         found = self._tensors.row(name)
-        return None if found is None else StackRow(*found)
+        if found is None or (form := self._tensors.layout.forms.get(name)) is None:
+            return None if found is None else StackRow(*found)
+        stack, row = found
+        return StackRow(self._stacks.setdefault(id(stack), InPieces(stack, form.cut[1])), row)
 
 
 _CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()

@@ -101,7 +101,7 @@ class Microbatches:
             return program.run
 
         def constrain(sums: Stacks) -> Stacks:
-            placed = (plan[group[0]] for group in sums.layout.groups)
+            placed = (plan.stored(group[0]) for group in sums.layout.groups)
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
             return Stacks(sums.layout, map(jax.lax.with_sharding_constraint, sums.arrays, wide))
 

@@ -83,7 +83,8 @@ class StepOptions:
         """
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
-        return LayerOptions(self.scan_layers, self.remat, tuple(specs))  # layers differ where any of the two does
+        cuts = tuple((name, kept.cut) for name, kept in plan.kept.items())
+        return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts)  # layers differ where any of the two does
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""

@@ -18,6 +18,7 @@ import torch
 from jax.sharding import Sharding
 
 from torch_shard._capture import MetricCalls
+from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import DrawsAlike
 from torch_shard._sharding import as_dicts, describe_mesh
@@ -62,7 +63,7 @@ class GradientStep(Step):
             out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             parts = {"grads": out.grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
-            return {"loss": out.loss, "metrics": metrics, **{name: dict(part) for name, part in parts.items()}}
+            return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return jax.jit(gradients, out_shardings=spread, compiler_options=program.compiler_options(self.mesh))

@@ -22,10 +22,12 @@ from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
+    Kept,
     Layout,
     ResolvedPlan,
     Stacks,
     as_dicts,
+    find_spec_faults,
     stack_dicts,
     stack_sharding,
     unsaved_buffers,
@@ -118,11 +120,12 @@ class StateLayout:
         moments: ResolvedPlan | None = None,
     ) -> None:
         self._plan, self._optimizer, self._moments = plan, optimizer, moments or plan
-        layout = stack_layout(model, held.all, groups)
+        layout = stack_layout(model, held.all, groups, plan.kept)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
+        _refuse_moments(self._moments, self.params.forms)
         replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
@@ -156,7 +159,10 @@ class StateLayout:
         )
 
     def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
-        firsts = ((plan[group[0]], len(group)) for group in layout.groups)
+        names = (group[0] for group in layout.groups)
+        whole = ((plan[name], layout.forms.get(name)) for name in names)
+        stored = (s if form is None else form.stored_sharding(s) for s, form in whole)
+        firsts = zip(stored, map(len, layout.groups), strict=True)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
@@ -201,7 +207,9 @@ class StateLayout:
 
         def stored() -> Iterator[jax.Array]:
             for group in layout.groups:
-                array = _placed([values[name] for name in group], self._plan[group[0]], keep=let_go is None)
+                form = layout.forms.get(group[0])
+                rows = [values[name] if form is None else form.store(values[name]) for name in group]
+                array = _placed(rows, self._plan.stored(group[0]), keep=let_go is None)
                 yield array if taken is None else _own(array, taken)
                 if let_go is not None:
                     let_go(tuple(group))
@@ -255,6 +263,17 @@ class StateLayout:
                 f"{caller()}: opt_state does not fit the optimiser and the parameters. Make it from the parameters "
                 "by name, optimizer.init(dict(state.params)), or take that of step.init()."
             )
+
+
+def _refuse_moments(moments: ResolvedPlan, forms: Mapping[str, Kept]) -> None:
+    """Refuse an `optimizer_plan` that the form in which parameters are kept cannot follow."""
+    faults: list[str] = []
+    for name, form in forms.items():
+        spec = form.stored_sharding(moments[name]).spec
+        found = find_spec_faults(spec, form.stored_shape, moments.mesh)
+        faults += [f"  {name}: {form.form}: {fault}. {remedy}" for fault, remedy in found]
+    if faults:
+        raise ValueError(f"{caller()}: optimizer_plan does not fit what plan stores in pieces.\n\n" + "\n".join(faults))
 
 
 def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, keep: bool) -> jax.Array:

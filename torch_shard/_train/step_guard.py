@@ -69,7 +69,7 @@ def _by_row(stacks: Stacks, before: Stacks | None = None) -> Stacks:
     """Tell whether each entry is finite, but for what was not so before."""
     olds = [None] * len(stacks.arrays) if before is None else before.arrays
     groups = zip(stacks.layout.groups, stacks.arrays, olds, strict=True)
-    return Stacks(stacks.layout, [_is_finite(new, old, len(group)) for group, new, old in groups])
+    return Stacks(stacks.layout.plain, [_is_finite(new, old, len(group)) for group, new, old in groups])
 
 
 def _is_finite(array: jax.Array, before: jax.Array | None, num_rows: int) -> jax.Array:

@@ -1,14 +1,17 @@
 """A tensor that is to lie on the devices in a given way, and its gradient likewise: as one operator, the identity."""
 
 import json
+import math
 from typing import Any
 
 import jax
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
+from torch_shard._sharding import axes_of
 
 _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
@@ -54,8 +57,27 @@ def _read(text: str) -> PartitionSpec:
     return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if part is _FREE else part for part in parts))
 
 
-@lowers(torch.ops.torch_shard.constrained.default)
-def constrained_array(x: jax.Array, spec: str) -> jax.Array:
+CONSTRAINED = torch.ops.torch_shard.constrained.default
+
+
+@lowers(CONSTRAINED, pieces=True)
+def constrained_array(x: jax.Array | InPieces, spec: str) -> jax.Array | InPieces:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
-    rows = current_rows()
-    return x if rows is None else jax.lax.with_sharding_constraint(x, NamedSharding(rows.mesh, _read(spec)))
+    rows, parts = current_rows(), _read(spec)
+    if rows is None:
+        return x
+    if not isinstance(x, InPieces):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(rows.mesh, parts))
+    if (apart := _of_pieces(x, parts, rows.mesh)) is None:
+        return constrained_array(x.whole(), spec)
+    return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, apart)), x.dim)
+
+
+def _of_pieces(x: InPieces, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec | None:
+    """The spec with each piece split alike; None where they do not divide."""
+    parts = [*spec, *(None for _ in range(x.ndim - len(spec)))]
+    part = parts[x.dim]
+    if part is not PartitionSpec.UNCONSTRAINED and x.size % math.prod(mesh.shape[axis] for axis in axes_of((part,))):
+        return None
+    parts.insert(x.ndim + x.dim, None)
+    return PartitionSpec(*parts)

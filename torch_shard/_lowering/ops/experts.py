@@ -17,11 +17,12 @@ import jax
 import torch
 import torch.nn.functional as F
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
+from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.expert_blocks import experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
@@ -169,10 +170,11 @@ def _split(num_tokens: int, num_experts: int) -> tuple[jax.sharding.Mesh | None,
     return split.mesh, split.axes if num_tokens % split.num_shards == 0 else (), over
 
 
-@lowers(torch.ops.torch_shard.experts.default)
+@lowers(torch.ops.torch_shard.experts.default, pieces=True)
 def experts(x, ids, weights, up, down, activation):
     """Of each token, the sum over the axes of the experts."""
     mesh, rows, over = _split(len(x), len(up))
+    up, down = _put_together(up, mesh, over), _put_together(down, mesh, over)
 
     def run(x, ids, weights, up, down):
         here = sort_slots(ids, _first(over, len(up)), len(up), num_experts)
@@ -183,10 +185,11 @@ def experts(x, ids, weights, up, down, activation):
     return _mapped(run, mesh, (tokens, tokens, tokens, of_experts, of_experts), tokens)(x, ids, weights, up, down)
 
 
-@lowers(torch.ops.torch_shard.experts_backward.default)
+@lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
 def backward(grad, x, ids, weights, up, down, activation):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
     mesh, rows, over = _split(len(x), len(up))
+    up, down = _put_together(up, mesh, over), _put_together(down, mesh, over)
     num_experts = len(up)
 
     def run(grad, x, ids, weights, up, down):
@@ -197,6 +200,16 @@ def backward(grad, x, ids, weights, up, down, activation):
     tokens, of_experts = PartitionSpec(rows), PartitionSpec(over)
     specs = (*(tokens,) * 4, of_experts, of_experts)
     return _mapped(run, mesh, specs, (tokens, tokens, of_experts, of_experts))(grad, x, ids, weights, up, down)
+
+
+def _put_together(stack, mesh, over):
+    """Matrices of experts that are in pieces: on the device that has the expert all of its pieces meet."""
+    if not isinstance(stack, InPieces):
+        return stack
+    if mesh is None:
+        return stack.whole()
+    sharding = NamedSharding(mesh, PartitionSpec(over))
+    return lax.with_sharding_constraint(stack.array, sharding).reshape(stack.shape)
 
 
 def _first(axes, num_here):

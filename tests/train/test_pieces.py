@@ -1,0 +1,232 @@
+"""Fused projections that a step keeps in pieces; the oracles are eager torch, and a step that keeps torch's form."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.collectives import collectives_of, count_collectives
+
+D, HIDDEN, HEADS, LAYERS = 8, 16, 2, 3
+RULES = {
+    "*.*.qkv.*": P("model"),
+    "*.*.o.weight": P(None, "model"),
+    "*.*.gate_up": P(None, "model"),
+    "*.*.down.weight": P(None, "model"),
+}
+APART = {f"*.*.qkv.{number}.*": P("model") for number in range(3)} | {
+    f"*.*.gate_up.{n}": P(None, "model") for n in "01"
+}
+STORED = {
+    "*.*.qkv.weight": ts.Pieces(3, dim=0),
+    "*.*.qkv.bias": ts.Pieces(3, dim=0),
+    "*.*.gate_up": ts.Pieces(2, dim=-1),
+}
+
+
+class Block(nn.Module):
+    """Attention and a gated layer, fused, the second one with its dims the other way round.
+
+    Without tanh, the gradient of the bias of k is zero, and Adam makes a whole step of its rounding.
+    """
+
+    def __init__(self, is_fused: bool = True) -> None:
+        super().__init__()
+        self.qkv: Any = nn.Linear(D, 3 * D) if is_fused else nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+        gates: list[torch.Tensor] = [nn.Parameter(0.3 * torch.randn(D, HIDDEN)) for _ in range(2)]
+        self.gate_up: Any = nn.Parameter(torch.cat(gates, 1).detach()) if is_fused else nn.ParameterList(gates)
+        self.o, self.down, self.ln = nn.Linear(D, D), nn.Linear(HIDDEN, D), nn.LayerNorm(D)
+        self.is_fused = is_fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.ln(x)
+        parts = self.qkv(y).chunk(3, -1) if self.is_fused else [layer(y) for layer in self.qkv]
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        x = x + self.o(F.scaled_dot_product_attention(q, k.tanh(), v).transpose(1, 2).flatten(2))
+        gate, up = (x @ self.gate_up).split(HIDDEN, -1) if self.is_fused else [x @ gate for gate in self.gate_up]
+        return x + self.down(F.silu(gate) * up)
+
+
+def make_model(is_fused: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(*(Block(is_fused) for _ in range(LAYERS))), nn.Linear(D, 2))
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - 1).square().mean()
+
+
+def make_batch(seed: int = 1) -> torch.Tensor:
+    return torch.randn(8, 4, D, generator=torch.Generator().manual_seed(seed))
+
+
+def make_step(
+    model: nn.Module | None = None,
+    *,
+    stored: Mapping[str, ts.Pieces] = STORED,
+    sizes: tuple[int, int] = (4, 2),
+    optimizer: optax.GradientTransformation | None = None,
+    **options: Any,
+) -> ts.TrainStep:
+    model = model or make_model()
+    is_fused = any(name.endswith("qkv.weight") for name, _ in model.named_parameters())
+    rules = RULES if is_fused else {**RULES, **APART}
+    if not is_fused:
+        rules = {key: spec for key, spec in rules.items() if key not in ("*.*.qkv.*", "*.*.gate_up")}
+    asked = {"0.*.qkv": P("batch", None, "model")} if is_fused else {}
+    plan = ts.ShardingPlan(rules, default=P(), stored=stored, activations=asked)
+    mesh = ts.make_mesh(batch=sizes[0], model=sizes[1], devices=jax.devices()[: sizes[0] * sizes[1]])
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+
+
+def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) -> tuple[ts.TrainState, list[float]]:
+    state, losses = state or step.init(seed=0), []
+    for seed in range(num):
+        state, metrics = step(state, make_batch(seed))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
+    for name in wanted.params:
+        np.testing.assert_allclose(found.params[name], wanted.params[name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"remat": "block"}, {"accumulate_steps": 2}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)],
+    ids=["loop", "remat", "accumulate", "apart"],
+)
+def test_pieces_train_as_torchs_form_does_and_nothing_moves(options: dict[str, Any]):
+    step = make_step(**options)
+    assert count_collectives(step.lower(step.structs, make_batch()).compile()).keys() == {"all-reduce"}
+    step.prove(step.init(seed=0), make_batch()).raise_if_different()
+    (state, losses), (wanted, expected) = run(step), run(make_step(stored={}, **options))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    check_same(state, wanted)
+
+
+def test_as_few_bytes_are_sent_as_for_layers_of_their_own():
+    fused, apart = make_step(), make_step(make_model(is_fused=False), stored={})
+    programs = [step.lower(step.structs, make_batch()).compile() for step in (fused, apart)]
+    sent = [sum(sum(found.sizes) for found in collectives_of(program)) for program in programs]
+    assert sent[0] <= sent[1]
+
+
+def test_a_state_reads_in_torchs_shape_and_keeps_pieces():
+    step = make_step()
+    state, _ = run(step, num=1)
+    name = "0.0.qkv.weight"
+    assert state.params[name].shape == (3 * D, D)
+    assert state.params[name].sharding.is_equivalent_to(step.plan[name], 2)
+    shapes = {leaf.shape: leaf.sharding.spec for leaf in jax.tree.leaves((state.params, state.opt_state))}
+    assert shapes[LAYERS, 3, D, D] == P(None, None, "model", None)
+    assert shapes[LAYERS, D, 2, HIDDEN] == P(None, None, None, "model")
+    assert (LAYERS, 3 * D, D) not in shapes
+    exported = dict(step.export(state).named_parameters())
+    np.testing.assert_array_equal(exported[name].detach().numpy(), state.params[name])
+    assert float(step.evaluation()(state, make_batch())["loss"]) == pytest.approx(
+        float(loss_fn(step.export(state), make_batch()).detach()), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adafactor(1e-2, min_dim_size_to_factor=4),
+        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
+        optax.contrib.muon(1e-2),
+        pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
+    ],
+    ids=["adafactor", "lamb", "muon", "lion"],
+)
+def test_optimizers_that_look_at_shapes_see_torchs(optimizer: optax.GradientTransformation):
+    state, losses = run(make_step(optimizer=optimizer))
+    wanted, expected = run(make_step(optimizer=optimizer, stored={}, sizes=(1, 1)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    check_same(state, wanted)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_checkpoints_are_of_torchs_form(tmp_path, is_written: bool):
+    forms = [STORED, {}] if is_written else [{}, STORED]
+    first, second = make_step(stored=forms[0]), make_step(stored=forms[1], sizes=(2, 2))
+    state, _ = run(first)
+    with ts.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    with ts.Checkpointer(tmp_path) as checkpoints:
+        restored = checkpoints.restore(second)
+    check_same(restored, state)
+    after, found = run(second, restored)
+    wanted, expected = run(first, state)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    check_same(after, wanted)
+
+
+def test_weights_are_written_in_torchs_form(tmp_path):
+    state, _ = run(make_step(), num=1)
+    ts.export_safetensors(state, tmp_path / "model.safetensors")
+    model = make_model()
+    mesh = ts.make_mesh(batch=4, model=2)
+    model = ts.load_safetensors(tmp_path / "model.safetensors", model, mesh, ts.ShardingPlan(RULES, default=P()))
+    np.testing.assert_array_equal(model.get_parameter("0.1.gate_up").detach().numpy(), state.params["0.1.gate_up"])
+
+
+def test_what_is_frozen_is_kept_in_pieces_too():
+    model = make_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("qkv" not in name)
+    step = make_step(model)
+    assert count_collectives(step.lower(step.structs, make_batch()).compile()).keys() == {"all-reduce"}
+    step.prove(step.init(seed=0), make_batch()).raise_if_different()
+
+
+class Softmaxed(nn.Linear):
+    """A model that looks at all pieces at once."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).softmax(-1).chunk(2, -1)[0]
+
+
+def test_an_operator_that_does_not_know_pieces_is_right_and_warned_of(caplog: pytest.LogCaptureFixture):
+    plan = ts.ShardingPlan({"*": P("model")}, stored={"*": ts.Pieces(2, dim=0)})
+    mesh = ts.make_mesh(batch=4, model=2)
+    step = ts.make_train_step(Softmaxed(D, 8), loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    with caplog.at_level(logging.WARNING):
+        step.prove(step.init(seed=0), make_batch()).raise_if_different()
+    assert "is put together for aten._softmax" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        ({"0.0.qkv.weight": ts.Pieces(5, dim=0)}, "dim 0 = 24 is not 5 pieces"),
+        ({"0.0.qkv.weight": ts.Pieces(24, dim=0)}, "dim 1 = 1 is not a multiple of model=2"),
+        ({"0.0.qkv.weight": ts.Pieces(3, dim=2)}, "the entry has 2 dims"),
+        ({"*.*.qkv.weight": ts.Pieces(3, dim=0), "0.0.*.weight": ts.Pieces(4, dim=0)}, "in different forms"),
+        ({"0.0.qvk.weight": ts.Pieces(3, dim=0)}, 'The closest name is "0.0.qkv.weight"'),
+    ],
+)
+def test_what_cannot_be_stored_so_is_refused(stored: dict[str, ts.Pieces], says: str):
+    plan = ts.ShardingPlan(RULES, default=P(), stored=stored)
+    with pytest.raises(ValueError, match=says.replace("*", r"\*")):
+        plan.resolve(make_model(), ts.make_mesh(batch=4, model=2))
+
+
+def test_ties_are_refused():
+    model = make_model()
+    layers: Any = model.get_submodule("0")
+    first, second, _ = layers
+    second.qkv.weight = first.qkv.weight
+    with pytest.raises(ValueError, match="is tied to"):
+        ts.ShardingPlan(RULES, default=P(), stored=STORED).resolve(model, ts.make_mesh(batch=4, model=2))

@@ -1,0 +1,244 @@
+"""Stored forms: how an array is kept where torch's own shape cannot be split as asked.
+
+`restore` is made of views and slices only, so what derives it gives gradients in the stored form.
+"""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torch_shard._common.pieces import InPieces
+from torch_shard._common.types import PyTree
+
+Shape: TypeAlias = tuple[int, ...]
+A = TypeVar("A", torch.Tensor, jax.Array, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A fused projection as its pieces: `(num * n, ...)` is kept as `(num, n, ...)`, each piece split alike.
+
+    Args:
+        num: How many pieces of one size the dim has, such as 3 of query, key and value.
+        dim: The fused dim of torch's shape; from the end where it is negative.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> form = Pieces(3, dim=0)
+        >>> form.stored_shape((12, 8)), form.stored_spec(P("model", None), ndim=2)
+        ((3, 4, 8), P(None, 'model', None))
+    """
+
+    num: int
+    dim: int
+
+    def find_fault(self, shape: Shape) -> str | None:
+        """Say what keeps this form from an entry, and what to do; None if it fits.
+
+        Args:
+            shape: Torch's.
+        """
+        if fault := _find_dim_fault(self, shape):
+            return fault
+        if self.num < 1:
+            return f"{self}: an entry has at least one piece. Say how many the model cuts it into."
+        if (size := shape[self.dim]) % self.num:
+            return f"{self}: dim {self.dim} = {size} is not {self.num} pieces of one size. Give the number that it has."
+        return None
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape that is kept.
+
+        Args:
+            shape: Torch's.
+        """
+        dim = self.dim % len(shape)
+        return (*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :])
+
+    def piece_shape(self, shape: Shape) -> Shape:
+        """The shape of one piece.
+
+        Args:
+            shape: Torch's.
+        """
+        dim = self.dim % len(shape)
+        return (*shape[:dim], shape[dim] // self.num, *shape[dim + 1 :])
+
+    def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The spec that is kept: what split the fused dim splits every piece.
+
+        Args:
+            spec: For torch's shape.
+            ndim: Number of dims of that.
+        """
+        parts, dim = _parts(spec, ndim), self.dim % ndim
+        return PartitionSpec(*parts[:dim], None, *parts[dim:])
+
+    def store(self, array: A) -> A:
+        """The stored form of an array.
+
+        Args:
+            array: In torch's shape.
+        """
+        return cast(A, array.reshape(self.stored_shape(tuple(array.shape))))
+
+    def restore(self, array: A, shape: Shape) -> A:
+        """The array in torch's shape of a stored one.
+
+        Args:
+            array: As `store` gives it.
+            shape: Torch's.
+        """
+        return cast(A, array.reshape(shape))
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A dim that does not divide, with zeros at its end up to a size that does.
+
+    Args:
+        size: Of the dim as it is kept.
+        dim: The padded dim; from the end where it is negative.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> Padded(50258, dim=0).stored_shape((50257, 768))
+        (50258, 768)
+    """
+
+    size: int
+    dim: int
+
+    def find_fault(self, shape: Shape) -> str | None:
+        """What keeps this form from an entry of `shape`, and what to do; None if it fits."""
+        if fault := _find_dim_fault(self, shape):
+            return fault
+        if self.size < (found := shape[self.dim]):
+            return f"{self}: dim {self.dim} = {found} is larger. Give a size of at least {found}."
+        return None
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape that is kept for torch's `shape`."""
+        dim = self.dim % len(shape)
+        return (*shape[:dim], self.size, *shape[dim + 1 :])
+
+    def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
+        """The spec that is kept for that of torch's shape: the same."""
+        return PartitionSpec(*_parts(spec, ndim))
+
+    def store(self, array: A) -> A:
+        """The stored form of an array in torch's shape: zeros behind it."""
+        shape = tuple(array.shape)
+        widths = [(0, new - old) for old, new in zip(shape, self.stored_shape(shape), strict=True)]
+        if isinstance(array, torch.Tensor):
+            return torch.nn.functional.pad(array, [width for pair in reversed(widths) for width in pair])
+        return cast(A, np.pad(array, widths) if isinstance(array, np.ndarray) else jnp.pad(array, widths))
+
+    def restore(self, array: A, shape: Shape) -> A:
+        """The array in torch's `shape` of a stored one: without the padding."""
+        return cast(A, array[tuple(slice(size) for size in shape)])
+
+
+Form: TypeAlias = Pieces | Padded
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An entry that is kept in pieces: what its arrays, shapes and shardings are in either form.
+
+    Args:
+        form: Of an entry of this shape.
+        shape: Torch's.
+    """
+
+    form: Pieces
+    shape: Shape
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """Number of pieces, and the fused dim from the end."""
+        return self.form.num, self.form.dim % len(self.shape) - len(self.shape)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape that is kept."""
+        return self.form.stored_shape(self.shape)
+
+    def stored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
+        """The sharding that is kept, for that of torch's shape; of rows that are stacked, too."""
+        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + is_stack)
+        parts.insert(len(parts) + dim, None)
+        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+
+    def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
+        """The inverse."""
+        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + 1 + is_stack)
+        del parts[len(parts) + dim - 1]
+        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+
+    def is_whole(self, leaf: object, *, is_stack: bool) -> bool:
+        """Tell whether a leaf has torch's shape, or is a stack of such rows."""
+        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.shape
+
+    def is_stored(self, leaf: object, *, is_stack: bool) -> bool:
+        """Tell whether a leaf has the shape that is kept, or is a stack of such rows."""
+        return hasattr(leaf, "shape") and tuple(cast(Any, leaf).shape)[int(is_stack) :] == self.stored_shape
+
+    def store(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+        """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
+        if isinstance(leaf, InPieces):
+            return InPieces.of(leaf, *self.cut).array
+        shape = (*leaf.shape[:is_stack], *self.stored_shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return _struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
+        return leaf.reshape(shape)
+
+    def restore(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+        """The inverse; each shard of an array stays where the spec of torch's shape has it."""
+        if isinstance(leaf, NamedSharding):
+            return self.restored_sharding(leaf, is_stack=is_stack)
+        if not self.is_stored(leaf, is_stack=is_stack):  # what else there is for each entry, such as a number
+            return leaf
+        shape = (*leaf.shape[:is_stack], *self.shape)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return _struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding):
+            return _reshaper(shape, self.restored_sharding(leaf.sharding, is_stack=is_stack))(leaf)
+        return leaf.reshape(shape)
+
+
+def _struct(
+    leaf: jax.ShapeDtypeStruct, shape: Shape, move: Callable[[NamedSharding], NamedSharding]
+) -> jax.ShapeDtypeStruct:
+    sharding = move(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+@functools.cache
+def _reshaper(shape: Shape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def reshape(array: jax.Array) -> jax.Array:
+        return array.reshape(shape)
+
+    return jax.jit(reshape, out_shardings=sharding)
+
+
+def _find_dim_fault(form: Form, shape: Shape) -> str | None:
+    if -len(shape) <= form.dim < len(shape):
+        return None
+    return f"{form}: the entry has {len(shape)} dims, {shape}. Name one of them."
+
+
+def _parts(spec: PartitionSpec, ndim: int) -> list[object]:
+    """One part for each dim."""
+    return [*spec, *[None] * (ndim - len(spec))]
