@@ -23,8 +23,7 @@ def test_each_process_gives_its_own_rows(num, tmp_path):
     (tmp_path / "expected").write_bytes(pickle.dumps(expected))
     run_processes(
         f"""
-        import json
-import pickle
+        import pickle
         from pathlib import Path
         from tests.tables import host_data as t
 
