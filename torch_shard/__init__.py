@@ -14,6 +14,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, Rows, fit
+    from torch_shard._hosts import broadcast
     from torch_shard._inspect import (
         Drawing,
         Explanation,
@@ -72,6 +73,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "assert_replica_integrity",
+    "broadcast",
     "call_jax",
     "call_torch",
     "collectives",
@@ -111,7 +113,7 @@ __all__ = [
     "visualize_sharding",
 ]
 
-_FACES = ("_device", "_fit", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
+_FACES = ("_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
 
 
 def __getattr__(name: str) -> object:

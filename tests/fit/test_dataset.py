@@ -181,12 +181,3 @@ def test_batches_that_do_not_divide_are_refused(step, processes):
         ts.fit(step, None, DATA, batch_size=6, steps=1)
     with refuses("the dataset has 44 rows, fewer than batch_size=48"):
         ts.fit(step, None, DATA, batch_size=48, steps=1)
-
-
-def test_other_data_in_other_processes_is_refused(step, monkeypatch):
-    def exchange(make):
-        return [make(), {**make(), "len(dataset)": 40}]
-
-    monkeypatch.setattr("torch_shard._fit.dataset.exchange", exchange)
-    with refuses(r"must be the same in all processes, but len\(dataset\) is 44 in process 0 and 40 in process 1"):
-        ts.fit(step, None, DATA, batch_size=SIZE, steps=1)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -182,6 +183,15 @@ class Ahead:
         if not self._ready and self._error is not None:
             raise self._error
         return self._ready.popleft()
+
+    @property
+    def num_ready(self) -> int:
+        """Number of batches on the mesh."""
+        return len(self._ready)
+
+    def failed(self) -> Exception | None:
+        """The error of a batch that is still ahead, so that other processes can still stop before it."""
+        return self._error if jax.process_count() > 1 else None
 
     def close(self) -> None:
         """Let go of batches and workers."""

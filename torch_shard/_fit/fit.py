@@ -16,14 +16,16 @@ from torch.utils.data import Dataset
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
+from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import agree
+from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
+from torch_shard._spmd import assert_replica_integrity
 from torch_shard._train import EvalStep, Placed, Step, TrainState, TrainStep, check_max_grad_norm
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ def fit(
     seed: int = 0,
     prefetch: int = 2,
     prove_steps: int = 0,
+    check_replicas_every: int | None = None,
     progress: bool | Console = True,
 ) -> TrainState:
     """Train until the state has seen `steps` batches, and go on where an earlier call was cut off.
@@ -90,20 +93,24 @@ def fit(
         prefetch: Number of batches to put on the mesh ahead.
         prove_steps: So many steps of this call are first compared with eager torch on the CPU, as `step.prove` does,
             by its own random numbers. A difference ends the run before that step. Steps after them cost nothing more.
+        check_replicas_every: Batches from one check that devices and processes hold the same values, where they should
+            (`assert_replica_integrity` of the state, which copies it to the host), to the next; None for none.
         progress: True shows a bar; a rich console shows it there.
 
     Returns:
         The state that has seen `steps` batches.
 
     Raises:
-        AssertionError: A step of `prove_steps` differs from eager torch; the state before it is saved.
+        AssertionError: A step of `prove_steps` differs from eager torch; the state before it is saved. Or
+            `check_replicas_every` has found replicas that differ; that state is not saved.
         BadStepError: See `on_bad_step`.
         KeyboardInterrupt: `SIGINT` came, and the state is saved. (Without `checkpointer` signals are left alone.)
         SystemExit: `SIGTERM` came, and the state is saved; with status 143.
         TypeError: An argument is of the wrong kind.
         NotADirectoryError: `log` is a file.
+        RuntimeError: Another process has failed; the message has its error. If all could come to one step, it is saved.
         ValueError: An option has no such value, or needs another; `steps` is behind the state, or the loader ends too
-            early.
+            early. Or processes do not agree: on arguments, or on what `make_train_step` compares.
 
     Notes:
         A run that is cut off at any batch and resumed on the same mesh gives the same losses, bit for bit: parameters,
@@ -128,7 +135,8 @@ def fit(
         >>> int(state.step)
         30
     """
-    _check_numbers(steps=steps, eval_every=eval_every, log_every=log_every, prefetch=prefetch)
+    counts = {"steps": steps, "log_every": log_every, "prefetch": prefetch}
+    _check_numbers(counts, eval_every=eval_every, check_replicas_every=check_replicas_every)
     if not is_integer(prove_steps) or prove_steps < 0:
         raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
     _check_on_bad_step(on_bad_step)
@@ -143,6 +151,12 @@ def fit(
     if eval_loader is not None:
         eval_step = eval_step or step.evaluation()
         evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
+    gate = Gate.of(step.mesh)
+    if gate is not None:
+        names = "steps", "eval_every", "on_bad_step", "max_grad_norm", "seed", "prove_steps", "check_replicas_every"
+        values = steps, eval_every, on_bad_step, max_grad_norm, seed, prove_steps, check_replicas_every
+        settings = dict(zip(names, values, strict=True)) | {"a given state": state is not None}
+        agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
@@ -153,13 +167,20 @@ def fit(
         metrics_log = None
         if log is not None and tells:
             metrics_log = stack.enter_context(contextlib.closing(MetricsLog(log, start=start)))
-        stop = stack.enter_context(StopRequest()) if checkpointer is not None else StopRequest()
+        stop = StopRequest(gate)
+        if checkpointer is not None:
+            stack.enter_context(stop)
+        if gate is not None:
+            stack.callback(gate.close)
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
         guard = BadStepPolicy(on_bad_step, max_grad_norm)
-        run = _Loop(step, ahead, steps, start + prove_steps, evaluation, eval_every, checkpointer, reports, guard, stop)
-        return run.run(state, start)
+        due = Due(eval_every, check_replicas_every)
+        proved_until = start + prove_steps
+        return _Loop(
+            state, start, step, ahead, steps, proved_until, evaluation, due, checkpointer, reports, guard, stop
+        ).run()
 
 
 def _batches(argument: str, loader: Any, step: Step, seed: int) -> Batches:
@@ -169,11 +190,10 @@ def _batches(argument: str, loader: Any, step: Step, seed: int) -> Batches:
     return Batches(loader, seed=seed)
 
 
-def _check_numbers(eval_every: object, **numbers: object) -> None:
-    for name, value in numbers.items():
-        check_count(name, value)
-    if eval_every is not None:
-        check_count("eval_every", eval_every)
+def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
+    for name, value in numbers.items() | optional.items():
+        if value is not None or name in numbers:
+            check_count(name, value)
 
 
 def _check_on_bad_step(on_bad_step: object) -> None:
@@ -232,60 +252,95 @@ class Evaluation:
         return {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}
 
 
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """Batches from one evaluation, and from one check of replicas, to the next; None for none."""
+
+    evaluation: int | None
+    replicas: int | None
+
+
 @dataclasses.dataclass
 class _Loop:
     """One call of `fit`, from batch to batch."""
 
+    state: TrainState
+    position: int
+    """Number of batches seen."""
     step: TrainStep
     ahead: Ahead
     steps: int
     proved_until: int
     evaluation: Evaluation | None
-    eval_every: int | None
+    due: Due
     checkpointer: Checkpointer | None
     reports: Reports
     guard: BadStepPolicy
     stop: StopRequest
+    begun: Placed | None = None
+    """The batch of a step that was begun, until the step is dispatched."""
+    stopped: bool = False
+    """Whether a bad step has ended the run."""
+    sound: bool = True
+    """Whether devices hold what they should, as far as is known."""
 
-    def run(self, state: TrainState, position: int) -> TrainState:
+    def run(self) -> TrainState:
         """Train to the end, or until something asks to stop."""
-        stopped = None
+        failed = None
         try:
-            while position < self.steps and not agree(self.stop.received is not None):
-                placed = next(self.ahead)
-                if position < self.proved_until:
-                    self._prove(state, placed, position)
-                state, metrics = self.step(state, placed, max_grad_norm=self.guard.max_grad_norm)
-                position += 1
-                self.reports.flush()  # of the batch before, while this one is computed
-                self.reports.expect(position, placed, metrics)
-                self.ahead.fill()
-                stopped = self.guard.stops(state, metrics, position)
-                if stopped is not None:
-                    state = stopped
-                    break
-                self._between(state, position)
+            while self.position < self.steps and not self.stopped and self.stop.passes(self.position):
+                self._advance(next(self.ahead))
+                # All processes stop before a batch that is missing in one, which goes on with them until then.
+                found = self.ahead.failed() if failed is None else None
+                failed = failed or found
+                if found is not None and self.stop.behind(self.position, found) is None:
+                    raise found
+            if failed is not None:
+                raise failed
         except Exception as error:
-            self._rescue(error.state if isinstance(error, BadStepError) else state, position, error)
+            self._rescue(error)
             raise
-        self._end(state, position)
-        if position < self.steps and stopped is None:
-            self.stop.leave()
-        return state
+        self._end()
+        if self.position < self.steps and not self.stopped:
+            self.stop.leave(self.position)
+        return self.state
 
-    def _prove(self, state: TrainState, placed: Placed, position: int) -> None:
+    def _advance(self, placed: Placed) -> None:
+        """Take a step, and do what is due after it."""
+        self.begun = placed
+        if self.position < self.proved_until:
+            self._prove(placed)
+        self.state, metrics = self.step(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
+        self.begun, self.position = None, self.position + 1
+        self.reports.flush()  # of the batch before, while this one is computed
+        self.reports.expect(self.position, placed, metrics)
+        self.ahead.fill()
+        stopped = self.guard.stops(self.state, metrics, self.position)
+        if stopped is not None:
+            self.state, self.stopped = stopped, True
+        else:
+            self._between()
+
+    def _prove(self, placed: Placed) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
-        found = self.step.prove(state, placed, max_grad_norm=self.guard.max_grad_norm)
+        found = self.step.prove(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
         found.raise_if_different()
         worst = found.rows[0]
         logger.info(
             "fit: step %d is that of %s: the largest difference is %.1e (%s %s).",
-            *(position + 1, found.reference, worst.worst, worst.kind, worst.name),
+            *(self.position + 1, found.reference, worst.worst, worst.kind, worst.name),
         )
 
-    def _between(self, state: TrainState, position: int) -> None:
+    def _between(self) -> None:
         """Do what is due after this batch."""
-        if self.evaluation and (position == self.steps or (self.eval_every and position % self.eval_every == 0)):
+        state, position = self.state, self.position
+        if self.due.replicas and position % self.due.replicas == 0:
+            self.sound = False
+            assert_replica_integrity(state)
+            self.sound = True
+            self.reports.pause()
+        every = self.due.evaluation
+        if self.evaluation and (position == self.steps or (every and position % every == 0)):
             self.reports.flush()
             self.reports.add_evaluation(position, self.evaluation(state))
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
@@ -293,20 +348,38 @@ class _Loop:
             self.checkpointer.save(state, metrics=self.reports.numbers)
             self.reports.pause()
 
-    def _end(self, state: TrainState, position: int) -> None:
+    def _end(self) -> None:
         self.reports.flush(every=True)
         if self.checkpointer is not None:
-            self.checkpointer.save(state, metrics=self.reports.numbers)
+            self.checkpointer.save(self.state, metrics=self.reports.numbers)
             self.checkpointer.wait()
 
-    def _rescue(self, state: TrainState, position: int, error: Exception) -> None:
-        """Save what there is, and say with the error where it happened."""
-        error.add_note(f"fit: after {position} of {self.steps} batches.")
-        if self.checkpointer is None or state.step.is_deleted():
+    def _rescue(self, error: Exception) -> None:
+        """Save what there is, where all processes can come to it, and say with the error where it happened."""
+        error.add_note(f"fit: after {self.position} of {self.steps} batches.")
+        if isinstance(error, BadStepError):
+            self.state = error.state
+        behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
+        ready = self.ahead.num_ready + (self.begun is not None)
+        if behind is None or behind > ready or self.state.step.is_deleted() or not self.sound:
+            self.stop.fail(error)
+            self._name_newest(error)
             return
         try:
-            self._end(state, position)
+            self.reports.close()
+            for _ in range(behind):  # the others had gone further when they heard of it
+                self._advance(self.begun or next(self.ahead))
+            self._end()
         except Exception as second:
+            self.stop.fail(error)
             error.add_note(f"fit: the state could not be saved either: {second}")
         else:
-            error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
+            if self.checkpointer is not None:
+                error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
+
+    def _name_newest(self, error: Exception) -> None:
+        """Say where the run can be taken up again."""
+        if self.checkpointer is not None:
+            steps = self.checkpointer.steps()
+            newest = f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
+            error.add_note(f"fit: the state is not saved; {newest}.")

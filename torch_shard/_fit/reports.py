@@ -192,6 +192,10 @@ class Reports:
         self._show(position)
         self.pause()
 
+    def close(self) -> None:
+        """Write no more, where that may be what has failed; `numbers` goes on."""
+        self._log = None
+
     def pause(self) -> None:
         """Leave out of the speed what took time since the last batch."""
         self._since = self._since[0], time.perf_counter()

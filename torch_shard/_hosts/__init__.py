@@ -1,4 +1,14 @@
 """Several processes that are one program: what they agree on, and how all of them fail where one does."""
 
+from torch_shard._hosts.agreement import Disagreement as Disagreement
+from torch_shard._hosts.agreement import compare as compare
+from torch_shard._hosts.agreement import digest as digest
+from torch_shard._hosts.broadcast import broadcast as broadcast
+from torch_shard._hosts.channel import PeerError as PeerError
+from torch_shard._hosts.channel import describe as describe
 from torch_shard._hosts.processes import agree as agree
+from torch_shard._hosts.processes import begin_run as begin_run
 from torch_shard._hosts.processes import exchange as exchange
+from torch_shard._hosts.processes import follow as follow
+from torch_shard._hosts.processes import is_shared as is_shared
+from torch_shard._hosts.stopping import Gate as Gate

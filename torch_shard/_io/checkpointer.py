@@ -16,7 +16,7 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
-from torch_shard._hosts import agree
+from torch_shard._hosts import PeerError, agree, compare, exchange
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
 from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (
@@ -183,7 +183,8 @@ class Checkpointer:
                 "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
             )
         step = int(state.step)
-        if step in self.steps() and step not in self._damaged:
+        self._agree_on(step, int(state.num_batches))
+        if exchange(lambda: step in self.steps() and step not in self._damaged)[0]:
             return False
         head = head_of(state, _as_numbers({} if metrics is None else metrics))
         self.claim()
@@ -195,6 +196,11 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
         return True
+
+    def _agree_on(self, step: int, num_batches: int) -> None:
+        """See that all processes save one state to one place."""
+        facts = {"directory": self.directory, "step of the state": step, "num_batches of the state": num_batches}
+        compare("a checkpoint", facts, advice=lambda name: "Processes save one state together, into one directory.")
 
     def _finish(self, step: int, partial: Path, head: Head) -> None:
         """In the background: wait for orbax, seal what it wrote, give it its name, remove what is too old."""
@@ -250,8 +256,13 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        try:
+            self.close()
+        except PeerError as second:  # who has failed is told already, by the error that is under way
+            if error is None:
+                raise
+            error.add_note(str(second))
 
     # ---- restoring ----
 
@@ -319,7 +330,7 @@ class Checkpointer:
         """The checkpoint to read: whole."""
         passed: set[int] = set()
         # listed anew each time: another process may write newer ones and remove older ones
-        while candidates := [s for s in (self.steps() if step is None else [step]) if s not in passed]:
+        while candidates := [s for s in (self._first_sees() if step is None else [step]) if s not in passed]:
             path = self.path(candidates[-1])
             if step is not None and not os.path.lexists(path):
                 break
@@ -338,6 +349,10 @@ class Checkpointer:
         there = f"those of steps {self.steps()}" if self.steps() else "none"
         wanted = "no whole checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"Checkpointer: {wanted} in {self.directory}: there are {there}.{damaged}")
+
+    def _first_sees(self) -> list[int]:
+        """The steps that have a checkpoint, as the first process sees them."""
+        return exchange(self.steps)[0]
 
     def _others(self, path: Path) -> str:
         """Say which step to restore instead of one that cannot be read."""

@@ -5,6 +5,8 @@ import collections
 import jax
 from jax.sharding import Mesh
 
+from torch_shard._hosts import follow
+
 _AHEAD = 2
 
 
@@ -24,6 +26,7 @@ class Pace:
 
     def follow(self, loss: jax.Array) -> None:
         """Note a step that was dispatched, by what it gave, and wait for earlier ones if there are too many."""
+        follow(loss)
         if not self._bounded:
             return
         self._running.append(loss)

@@ -12,11 +12,12 @@ from typing import Any, cast
 import jax
 import jax.export
 import torch
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
+from torch_shard._hosts import begin_run, is_shared
 from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
@@ -140,6 +141,8 @@ class StepProgram:
         self.fused: list[str] = []
         self.chosen: list[str] = []
         self._seen: dict[str, jax.Array] = {}  # stored arrays with the values for which the program was made
+        self._is_shared = is_shared(cast(Mesh, sharding.mesh))
+        self.agree: Callable[[TrainState, Sequence[torch.Tensor], jax.stages.Lowered], None] | None = None
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
 
     @property
@@ -232,9 +235,14 @@ class StepProgram:
     def _run(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
         closure = self._closure() if self._tensors else []
         if self._cold is None:
+            if self._is_shared:
+                begin_run()
             return self._jitted(state, arrays, closure)
         structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
         with self._cold.active():
+            if self._is_shared and self.agree is not None:
+                self.agree(state, self._tensors, self.lower(state, arrays))
+                begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
         return out

@@ -40,7 +40,7 @@ def compare_given(rows: HostRows, leaves: Mapping[str, PyTree]) -> None:
     Raises:
         ValueError: Shapes or scalars differ between processes, or rows between those that have the same ones.
     """
-    found = exchange(lambda: {path: _describe(leaf) for path, leaf in leaves.items()})
+    found = exchange(lambda: {path: _describe(leaf) for path, leaf in leaves.items()}, "the rows of a batch")
     everyone = range(len(found))
     sharing: dict[tuple[int, ...], list[int]] = {}
     for process in everyone:

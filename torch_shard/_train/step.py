@@ -1,6 +1,7 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
 import collections
+import functools
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import LossFn, ResolvedPlan, axes_of, check_current_mesh, holdings, shared_memory
 from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.last_used import KEPT, LastUsed
@@ -74,6 +76,7 @@ class Step:
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
+        self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
@@ -115,7 +118,7 @@ class Step:
         """
         self._check_requires_grad()
         check_current_mesh()
-        placed = batch if isinstance(batch, Placed) else self._placer.put(batch, only_shapes=only_shapes)
+        placed = batch if isinstance(batch, Placed) else self._put(batch, only_shapes=only_shapes)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(placed.signature, flags, capture_settings(), max_grad_norm)
         program = self._programs.use(key)
@@ -179,7 +182,13 @@ class Step:
         Raises:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        return self._placer.put(batch)
+        return self._put(batch)
+
+    def _put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
+        placed = self._placer.put(batch, only_shapes=only_shapes)
+        if not only_shapes:
+            self.first_rows.note(batch, placed.signature)
+        return placed
 
     def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
         if list(holdings(self.model).all) != list(self._held.all):
@@ -209,6 +218,7 @@ class Step:
             program = self._within(self.layers.remat, loss, state, placed, max_grad_norm=key.max_grad_norm)
         else:
             program = self._jitted(loss, placed, key.max_grad_norm)
+        program.agree = functools.partial(agree_on_program, self, key)
         program.fused = list(map(str, find_fused(loss, self.plan, self.layout.spec)))
         for finding in program.fused:
             logger.warning("%s: %s", self.caller, finding)

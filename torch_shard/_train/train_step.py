@@ -24,6 +24,7 @@ from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.comparison import Comparison
+from torch_shard._train.facts import agree_on_values
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.metric_updates import update_objects
 from torch_shard._train.optimizer import check_optimizer, in_optimizer
@@ -105,6 +106,7 @@ class TrainStep(Step):
             )
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
+        agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
         let_go = self._let_go if donate else None
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}

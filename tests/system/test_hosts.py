@@ -1,0 +1,196 @@
+"""Several processes: what they must have alike is compared, and the failure of one is the end of all."""
+
+import re
+import signal
+
+import pytest
+
+from tests.oracles.processes import Ended, run_job, run_processes
+
+MISTAKES = """
+import optax, pathlib, re, tempfile
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+mesh, plan = ts.make_mesh(batch=jax.device_count()), ts.ShardingPlan({}, default=P())
+ONES = torch.ones(8, 4)
+
+def model(seed=0, activation=nn.GELU):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 1))
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+def make(optimizer=None, plan=plan, mesh=mesh, **options):
+    return ts.make_train_step(model(**options), squares, optimizer or optax.adamw(1e-3), mesh=mesh, plan=plan)
+
+def first_step(batch=ONES, **options):
+    step = make(**options)
+    step(step.init(seed=0), batch)
+
+def refused(words, call):
+    try:
+        call()
+    except ValueError as error:
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError(f"{words}: was accepted")
+
+step = make()
+state, _ = step(step.init(seed=0), ONES)
+"""
+
+
+def test_mistakes_are_errors_in_all_processes_and_the_job_goes_on():
+    run_processes(
+        MISTAKES
+        + """
+other = bool(rank)
+refused("^init: 0.weight differs between process 0 and 1; 0.bias .*torch.manual_seed", lambda: make(seed=rank).init())
+refused("^init: the optimiser's state differs", lambda: make([optax.adamw(1e-3), optax.sgd(0.1, 0.9)][rank]).init())
+refused("^init: seed differs between process 0 and 1 .0 and 1.", lambda: make().init(seed=rank))
+refused("(?s)the program differs.*process 0: .*1.0*e-03.*optimizer.*process 1: .*2.0*e-03",
+        lambda: first_step(optimizer=optax.adamw(1e-3 * (1 + rank))))
+refused("(?s)the program differs.*1/gelu.*1/relu", lambda: first_step(activation=[nn.GELU, nn.ReLU][rank]))
+refused("state.*learning_rate.* differs", lambda: first_step(
+    optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * (1 + rank))))
+refused("the content of batch differs between process 0 and 1. .*DistributedSampler", lambda: first_step(ONES * rank))
+refused("the shape of batch differs between process 0 and 1 ..8, 4. float32 and .16, 4. float32.",
+        lambda: first_step(torch.ones(8 + 8 * rank, 4)))
+refused("the spec of 0.weight differs", lambda: first_step(
+    plan=[plan, ts.ShardingPlan({"0.weight": P("batch")}, default=P())][rank]))
+twins = {"loader": [ONES] * 9, "progress": False}
+for name, values in {"steps": (2, 3), "seed": (0, 1), "eval_every": (1, 2)}.items():
+    refused(f"^fit: {name} differs between process 0 and 1 .{values[0]} and {values[1]}.",
+            lambda: ts.fit(make(), None, **twins | {"steps": 2, "eval_loader": [ONES], name: values[rank]}))
+refused("^fit: the length of loader differs", lambda: ts.fit(make(), None, [ONES] * (3 + rank), steps=2))
+with tempfile.TemporaryDirectory() as own:
+    refused("^fit: every of the Checkpointer differs", lambda: ts.fit(
+        make(), None, **twins, steps=2, checkpointer=ts.Checkpointer("/tmp", every=3 + rank)))
+    refused("^Checkpointer.save: directory differs", lambda: ts.Checkpointer(own).save(state))
+
+mine = model(seed=rank)
+mine.register_buffer("odd", torch.tensor([-0.0, float("nan"), rank]).bfloat16())
+mine.register_buffer("wide", torch.tensor(2**40 + rank))
+mine.register_buffer("none", torch.zeros(0, 3))
+mine.register_buffer("turned", torch.arange(6.0).mul(1 + rank).reshape(2, 3).T)
+def bits(module):
+    values = module.state_dict().values()
+    return [value.detach().contiguous().view(torch.uint8).tolist() for value in values if value.dim()]
+
+ts.broadcast(mine)
+assert mine.wide == 2**40 and bits(mine)[-4:] == bits(model(seed=0))
+everywhere = ts.gather_from_jax_processes(bits(mine))
+assert everywhere[0] == everywhere[1]
+refused("^broadcast: the shape of weight differs", lambda: ts.broadcast(nn.Linear(2, 2 + rank)))
+
+big = ts.gather_from_jax_processes(torch.full((3_000_000,), rank))  # more than goes over the channel
+assert [row[0].item() for row in big] == [0, 1]
+state, metrics = step(state, ONES)
+assert step.num_compiles == 1
+ts.fit(step, state, [ONES] * 4, steps=4, check_replicas_every=2, progress=False)
+""",
+        2,
+    )
+
+
+TRAINS = """
+import itertools, signal, time
+from tests.tables import runs as t
+
+def batches(position):
+    for number in itertools.count(position):
+        if number == 6 and rank == {rank}:
+            mark()
+            {act}
+        yield t.DATA[:8] * (number + 1)
+
+step = t.make_step(jax.device_count(), 1)
+try:
+    t.run(step, batches, apart, steps=12)
+finally:
+    print("saved", ts.Checkpointer(apart / "checkpoints").steps(), flush=True)
+"""
+TIMES = {"silent": 4, "grace": 2}
+
+
+def failing(act: str, rank: int = 1, num: int = 2, **options: int) -> list[Ended]:
+    """A run in which one process does this as it draws the seventh of twelve batches."""
+    return run_job(TRAINS.format(rank=rank, act=act), num, **TIMES, **options)
+
+
+def saved(end: Ended) -> list[int]:
+    return eval(re.findall(r"saved (\[.*\])", end.output)[-1])
+
+
+def test_an_error_of_one_loader_saves_one_step_on_all():
+    good, bad = failing('raise OSError("no disk")')
+    assert (good.status, bad.status) == (1, 1)
+    last = saved(bad)[-1]  # the other may have begun its sixth step when it heard of it, or not
+    assert saved(good) == saved(bad) == [3, last]
+    assert last in (5, 6)
+    assert f"PeerError: fit: process 1 failed: OSError: no disk. All stopped, after {last} batches." in good.output
+    assert f"OSError: no disk\nfit: after {last} of 12 batches.\nfit: the state is saved in" in bad.output
+    assert max(good.seconds, bad.seconds) < 30
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_process_ends_the_others(rank):
+    ends = failing("os.kill(os.getpid(), signal.SIGKILL)", rank)
+    other = ends[1 - rank]
+    assert ends[rank].status == -signal.SIGKILL
+    assert other.status not in (0, None)
+    # JAX ends a process whose coordinator is gone, at once and by itself
+    words = ["it is gone without a word", "Terminating process because the JAX distributed service detected fatal"]
+    assert any(text in other.output for text in words[: 2 - rank]), other.output
+    assert other.seconds < 30
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_stopped_process_ends_the_others(rank):
+    ends = failing("os.kill(os.getpid(), signal.SIGSTOP)", rank, stopped=rank)
+    other = ends[1 - rank]
+    assert (ends[rank].status, other.status) == (None, 75)
+    assert f"process {rank} failed: it has given no sign of life for 4 s" in other.output
+    assert re.search(
+        r"Process \d is in step \d of fit, and would wait for ever. It ends, with status 75.", other.output
+    )
+    assert other.seconds < 30
+
+
+def test_a_process_that_compiles_alone_is_told_so():
+    """One has another batch in its third step: it waits to compare, and the other for its part of the sum."""
+    ends = run_job(
+        MISTAKES
+        + """
+for number in range(9):
+    if number == 2:
+        mark()
+    batch = torch.ones(16, 4) if number == 2 and rank else ONES
+    state, metrics = step(state, batch)
+    float(metrics["loss"])
+""",
+        2,
+        **TIMES,
+    )
+    words = "process 0 has gone on without it. Process 0 is .*. Process 1 waits in the compilation of make_train_step"
+    assert re.search(words, ends[1].output)
+    assert "process 1 failed: PeerError: make_train_step: the processes do not come together" in ends[0].output
+    assert all(end.status not in (0, None) and end.seconds < 30 for end in ends)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_early_ends_the_others():
+    other, early = failing("sys.exit(0)")
+    assert other.status == 75
+    assert "process 1 has ended (it came to its end) while others go on." in other.output
+    assert early.seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("act", "statuses"), [("SIGTERM", {143}), ("SIGINT", {143, -signal.SIGINT})])
+def test_a_signal_to_one_of_four_saves_one_step_on_all(act, statuses):
+    ends = failing(f"signal.raise_signal(signal.{act})", rank=2, num=4)
+    assert {end.status for end in ends} == statuses
+    assert len({tuple(saved(end)) for end in ends}) == 1

@@ -1,0 +1,85 @@
+"""A thread that gives signs of life, and ends a process that would wait for ever for one that has failed."""
+
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
+from torch_shard._hosts.hub import silent_for
+
+
+def watch(line: Channel) -> None:
+    """Begin to watch, and let the others know of an error that ends this process."""
+    threading.Thread(target=_Watch(line).run, name="torch_shard watch", daemon=True).start()
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        line.fail(describe(error))
+        if isinstance(error, jax.errors.JaxRuntimeError) and _hears_of_failure(line):
+            note = "torch_shard: process {} failed: {}".format(*line.failure or ())
+            if note not in getattr(error, "__notes__", []):
+                error.add_note(note)
+        before(kind, error, where)
+
+    sys.excepthook = tell
+
+
+def _hears_of_failure(line: Channel) -> bool:
+    """Wait a moment for the news that may explain an error of XLA: that a connection is closed."""
+    until = time.monotonic() + 1.0
+    while line.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return line.failure is not None
+
+
+class _Watch:
+    def __init__(self, line: Channel) -> None:
+        self._line = line
+        self._since: float | None = None  # when it was first seen that waiting may be in vain
+
+    def run(self) -> None:
+        line, times = self._line, self._line.times
+        last = time.monotonic()
+        while not line.closing:
+            time.sleep(times.beat)
+            line.wire.send("beat", line.runs, line.where)
+            if line.loop is not None and line.loop.wanted is not None:
+                line.wire.send("stop", line.loop.number, line.loop.wanted)
+                line.loop.wanted = None
+            now = time.monotonic()
+            if now - last > times.silent / 2:  # this process itself was stopped
+                line.heard += now - last
+            last = now
+            if now - line.heard > times.silent and not line.ended:
+                line.failure = line.failure or (0, silent_for(times.silent))
+            if (reason := self._in_vain()) is None:
+                self._since = None
+            elif self._since is None:
+                self._since = now
+            elif now - self._since > times.grace and not line.closing:
+                self._end(reason)
+
+    def _in_vain(self) -> str | None:
+        """Say what this process waits for in vain, as far as can be told."""
+        line = self._line
+        running: Any = line.running  # whose is_ready JAX does not annotate
+        computes = running is not None and not running.is_ready()
+        if line.failure is not None and (computes or not line.told):
+            return f"process {line.failure[0]} failed: {line.failure[1]}"
+        if line.ended and computes:
+            ended, how = next(iter(line.ended.items()))
+            return f"process {ended} has ended ({how}) while others go on."
+        return None
+
+    def _end(self, reason: str) -> None:
+        line = self._line
+        flush_streams()
+        end = f"Process {line.rank} is {line.where}, and would wait for ever. It ends, with status {STATUS}."
+        text = f"\ntorch_shard: {reason}\ntorch_shard: {end}\n"
+        os.write(2, text.encode())
+        os._exit(STATUS)

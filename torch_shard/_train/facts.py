@@ -1,0 +1,229 @@
+"""What all processes of a job must have alike before a step is made, and before it is compiled: facts by name."""
+
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
+import concurrent.futures
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh
+
+from torch_shard._capture import Spec
+from torch_shard._common.caller import caller
+from torch_shard._common.convert import host_array
+from torch_shard._common.types import PyTree
+from torch_shard._device import JaxTensor
+from torch_shard._hosts import Disagreement, compare, digest, exchange, is_shared
+from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
+from torch_shard._train.batch import BatchSignature, flatten_batch
+from torch_shard._train.placing import Given
+from torch_shard._train.programs import ProgramKey
+from torch_shard._train.state import TrainState
+
+if TYPE_CHECKING:
+    from torch_shard._train.step import Step
+
+SMALL = 1 << 20
+"""Bytes up to which an array that each device has whole is compared at a compilation."""
+
+
+def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state: PyTree) -> None:
+    """Compare what a run begins with: initial values, plan, mesh, optimiser, versions.
+
+    Raises:
+        Disagreement: In every process, if any of it differs.
+    """
+    if not is_shared(plan.mesh):
+        return
+    facts = {**_setting(plan), **_shapes(held.all), "seed": seed, **_structs(opt_state), **_values(held.all)}
+    compare(
+        "init", facts, advice=lambda name: _ADVICE.get(name, _OF_VALUES if name.partition("[")[0] in held.all else "")
+    )
+
+
+_OF_VALUES = (
+    "Was the model seeded alike? Call torch.manual_seed(0) before it is made, or ts.broadcast(model) before the step."
+)
+_ADVICE = {
+    "the plan": "Give all processes one plan.",
+    "the mesh": "Make the mesh alike in all processes.",
+    "the optimiser's state": "Make the optimiser alike in all processes.",
+}
+
+
+def _setting(plan: ResolvedPlan) -> dict[str, object]:
+    mesh = plan.mesh
+    devices = digest(repr([device.id for device in mesh.devices.flat]).encode())
+    found: dict[str, object] = {"the version of python": platform.python_version().rpartition(".")[0]}
+    found |= {f"the version of {name}": version(name) for name in ("torch", "jax", "jaxlib", "torch_shard", "optax")}
+    return found | {"the mesh": describe_mesh(mesh), "the order of the mesh's devices": devices}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    names = digest(repr(list(tensors)).encode())
+    found: dict[str, object] = {f"the shape of {n}": f"{tuple(t.shape)} {t.dtype}" for n, t in tensors.items()}
+    return (
+        found | {f"requires_grad of {n}": t.requires_grad for n, t in tensors.items()} | {"the order of entries": names}
+    )
+
+
+def _structs(opt_state: PyTree) -> dict[str, object]:
+    text = str(jax.tree.map(lambda struct: (struct.shape, str(struct.dtype)), opt_state))
+    return {"the optimiser's state": digest(text.encode())}
+
+
+def _values(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """A digest of each entry; of one that lies on devices, of each part that this process has."""
+    pieces: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, JaxTensor):
+            pieces |= {f"{name}{_where(shard.index)}": shard.data for shard in tensor.jax().addressable_shards}
+        else:
+            pieces[name] = tensor
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing large data lets other threads run
+        return dict(zip(pieces, pool.map(_digest_of, pieces.values()), strict=True))
+
+
+def _describe(spec: Spec) -> str:
+    return f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _where(index: tuple[slice, ...]) -> str:
+    whole = all(part == slice(None) for part in index)
+    return "" if whole else "[" + ", ".join(f"{p.start or 0}:{'' if p.stop is None else p.stop}" for p in index) + "]"
+
+
+def _digest_of(value: Any) -> bytes:
+    """Of a tensor or array of this process, its bytes and its kind."""
+    array = np.ascontiguousarray(host_array(value.detach() if isinstance(value, torch.Tensor) else value))
+    return digest(digest(array.reshape(-1).view(np.uint8).data) + f"{array.shape} {array.dtype}".encode())
+
+
+class FirstRows:
+    """Digests of the first batch of each signature, which all processes must give alike.
+
+    Args:
+        mesh: Of the step.
+        local: Each process gives rows of its own instead, which are compared where they are put.
+    """
+
+    def __init__(self, mesh: Mesh, *, local: bool) -> None:
+        self._is_shared, self._local = is_shared(mesh), local
+        self._found: dict[BatchSignature, dict[str, bytes]] = {}
+
+    def note(self, batch: PyTree, signature: BatchSignature) -> None:
+        """Look at a batch, if it is the first one."""
+        given = batch if isinstance(batch, Given) else Given(batch, self._local)
+        if not self._is_shared or given.local or signature in self._found:
+            return
+        leaves = zip(signature.paths, flatten_batch(given.batch)[0], strict=True)
+        on_host = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array | JaxTensor)]
+        self._found[signature] = {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host}
+
+    def of(self, signature: BatchSignature) -> dict[str, bytes]:
+        """The digests, by name."""
+        return self._found.get(signature, {})
+
+
+def agree_on_program(
+    step: "Step", key: ProgramKey, state: TrainState, closure: Sequence[torch.Tensor], lowered: jax.stages.Lowered
+) -> None:
+    """Compare a program that is to be compiled, and what it is given first.
+
+    Raises:
+        Disagreement: In every process, if any of it differs; of programs, it shows the first line that does.
+    """
+    signature = key.signature
+    facts: dict[str, object] = {
+        "the structure of the batch": digest(repr((str(signature.tree), len(signature.leaves))).encode()),
+        **{
+            f"the shape of {path}": _describe(spec) for path, spec in zip(signature.paths, signature.specs, strict=True)
+        },
+        "max_grad_norm": key.max_grad_norm,
+        "train() or eval() of the modules": digest(repr(key.flags).encode()),
+        **_setting(step.plan),
+        **{f"the spec of {name}": describe_spec(step.plan[name].spec) for name in step.plan.entries},
+        **step.first_rows.of(signature),
+        **{f"tensor {n} that loss_fn closes over": _digest_of(tensor) for n, tensor in enumerate(closure)},
+        **_small_parts(state),
+    }
+    subject = f"the compilation of {step.caller}"
+    compare(subject, facts, advice=_advise_on_program)
+    text = _lines(lowered.as_text(debug_info=True))
+    try:
+        compare(subject, {"the program": digest("\n".join(text).encode())})
+    except Disagreement:
+        raise Disagreement(_first_difference(text, lowered)) from None
+
+
+def _advise_on_program(name: str) -> str:
+    if name.startswith("the content of"):
+        return (
+            "Without local_batches, each process gives the same rows, those of the whole batch: leave out the "
+            "DistributedSampler, and shuffle by one seed; or give rows of one's own, make_train_step(..., "
+            "local_batches=True)."
+        )
+    return "Each process gives the same rows, those of the whole batch." if name.endswith("batch") else ""
+
+
+def _small_parts(state: TrainState) -> dict[str, bytes]:
+    """Digests of what each device has whole, where it is small: counts, keys, hyperparameters of an optimiser."""
+    found: dict[str, bytes] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        if array.is_fully_replicated and array.nbytes <= SMALL:
+            found[f"state{jax.tree_util.keystr(path)}"] = _digest_of(np.asarray(array.addressable_data(0)))
+    return found
+
+
+# ---- texts of programs ----
+
+_PLACE = re.compile(r" ?loc\((#loc\d*|unknown)\)")
+
+
+def _lines(text: str) -> list[str]:
+    """Lines of a program without where they come from: paths of files may differ."""
+    return [_PLACE.sub("", line) for line in text.splitlines() if not line.startswith("#loc")]
+
+
+def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
+    """Say where programs differ that were found to differ."""
+    sums = exchange(lambda: [digest(line.encode())[:6] for line in text], "the lines of the program")
+    other = next(process for process, found in enumerate(sums) if found != sums[0])
+    pairs = enumerate(zip(sums[0], sums[other], strict=False))
+    number = next((n for n, (a, b) in pairs if a != b), min(len(sums[0]), len(sums[other])))
+    shown = exchange(lambda: _show(text, number, lowered), "the line that differs")
+    lines = "\n".join(f"  process {process}: {shown[process]}" for process in (0, other))
+    return (
+        f"{caller()}: the program differs between process 0 and {other}, so they would train different models. The "
+        f"first line that does:\n{lines}\nMake model, loss_fn, optimiser and options alike in all processes."
+    )
+
+
+def _show(text: list[str], number: int, lowered: jax.stages.Lowered) -> str:
+    """A line, and from where in the model it comes; of a constant, from where it is used."""
+    if number >= len(text):
+        return "(the program has ended)"
+    line, result = text[number].strip(), text[number].strip().partition(" = ")[0]
+    whole = lowered.as_text(debug_info=True)
+    users = [n for n in range(number, len(text)) if n == number or re.search(rf"{re.escape(result)}\b", text[n])]
+    marked = [each for each in whole.splitlines() if not each.startswith("#loc")]
+    scopes = [_scope(marked[n], whole) for n in users[: 2 if "constant" in line else 1]]
+    shown = line if len(line) < 200 else f"{line[:197]}..."
+    return f"{shown}  (in {max(scopes, key=len)})" if any(scopes) else shown
+
+
+def _scope(line: str, text: str) -> str:
+    """The names in which an operation was traced: modules, and parts of the step."""
+    marks = re.findall(r"loc\((#loc\d*)\)", line)
+    found = re.search(rf'^{re.escape(marks[-1])} = loc\("([^"]*)"', text, re.MULTILINE) if marks else None
+    return found[1] if found else ""
