@@ -1,8 +1,10 @@
 """Several processes: what they must have alike is compared, and the failure of one is the end of all."""
 
+import random
 import re
 import signal
 
+import numpy as np
 import pytest
 
 from tests.oracles.processes import Ended, run_job, run_processes
@@ -194,3 +196,67 @@ def test_a_signal_to_one_of_four_saves_one_step_on_all(act, statuses):
     ends = failing(f"signal.raise_signal(signal.{act})", rank=2, num=4)
     assert {end.status for end in ends} == statuses
     assert len({tuple(saved(end)) for end in ends}) == 1
+
+
+SURVIVES = """
+import threading, time, signal
+import numpy as np
+from tests.tables import runs as t
+
+def batches(position):
+    for number in range(position, 40):
+        time.sleep(0.1)
+        yield t.DATA[:8] * (number + 1)
+
+step = t.make_step(jax.device_count(), 1)
+if rank == {rank}:
+    threading.Timer({after}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+with ts.Checkpointer({directory!r}, every=2) as checkpointer:
+    state = ts.fit(step, None, batches, steps=40, checkpointer=checkpointer, progress=False)
+values = {{name: tensor.numpy() for name, tensor in step.export(state).state_dict().items()}}
+if rank == 0:
+    np.savez({directory!r} + "/values.npz", **values)
+"""
+
+
+def survive(directory, rank: int = -1, after: float = 0, num: int = 2) -> list[Ended]:
+    """One start of a run that goes on from its newest checkpoint, in which one process is killed after some seconds."""
+    program = SURVIVES.format(rank=rank, after=after, directory=str(directory))
+    return run_job(program, num, num_devices=2 // num, timeout_s=120, **TIMES)
+
+
+@pytest.mark.slow
+def test_a_run_survives_twenty_kills(tmp_path):
+    assert [end.status for end in survive(tmp_path / "whole")] == [0, 0]
+    whole = np.load(tmp_path / "whole" / "values.npz")
+    draw, kills = random.Random(0), 0
+    while kills < 20:
+        ends = survive(tmp_path / "killed", draw.randrange(2), draw.uniform(3, 8))
+        if all(end.status == 0 for end in ends):  # it came to its end before
+            assert_equal(np.load(tmp_path / "killed" / "values.npz"), whole)
+            for path in (tmp_path / "killed").glob("step_*"):
+                path.rename(tmp_path / f"{path.name}.{kills}")
+            continue
+        assert all(end.status not in (0, None) for end in ends), ends
+        kills += 1
+    assert [end.status for end in survive(tmp_path / "killed")] == [0, 0]
+    assert_equal(np.load(tmp_path / "killed" / "values.npz"), whole)
+
+
+def assert_equal(found, wanted) -> None:
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_one_process_fewer(tmp_path):
+    survive(tmp_path / "whole")
+    whole = np.load(tmp_path / "whole" / "values.npz")
+    survive(tmp_path / "fewer", rank=1, after=8)
+    (end,) = survive(tmp_path / "fewer", num=1)
+    assert end.status == 0, end.output
+    found = np.load(tmp_path / "fewer" / "values.npz")
+    for name in whole:
+        np.testing.assert_allclose(
+            found[name], whole[name], rtol=1e-3, atol=1e-5, err_msg=name
+        )  # sums in another order

@@ -158,7 +158,7 @@ def agree_on_program(
     }
     subject = f"the compilation of {step.caller}"
     compare(subject, facts, advice=_advise_on_program)
-    text = _lines(lowered.as_text(debug_info=True))
+    text = lowered.as_text().splitlines()
     try:
         compare(subject, {"the program": digest("\n".join(text).encode())})
     except Disagreement:
@@ -186,13 +186,6 @@ def _small_parts(state: TrainState) -> dict[str, bytes]:
 
 
 # ---- texts of programs ----
-
-_PLACE = re.compile(r" ?loc\((#loc\d*|unknown)\)")
-
-
-def _lines(text: str) -> list[str]:
-    """Lines of a program without where they come from: paths of files may differ."""
-    return [_PLACE.sub("", line) for line in text.splitlines() if not line.startswith("#loc")]
 
 
 def _first_difference(text: list[str], lowered: jax.stages.Lowered) -> str:
