@@ -50,7 +50,7 @@ def test_each_process_reads_its_own_rows(num, tmp_path):
         directory = Path({str(tmp_path)!r})
         t.check_dataset(rank, directory)
         t.check_evaluation(rank, directory)
-        t.check_samplers()
+        t.check_samplers(rank)
         """,
         num,
     )

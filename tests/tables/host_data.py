@@ -227,7 +227,7 @@ def check_evaluation(rank, directory):
         np.testing.assert_allclose(found, float(wanted), rtol=1e-5)  # means of batches, averaged
 
 
-def check_samplers():
+def check_samplers(rank):
     """A `DistributedSampler` by `data_shard` gives rows of one batch; by the number of processes it is refused."""
     mesh = ts.make_mesh(batch=len(jax.devices()) // 2, model=2)
     count, index = ts.data_shard(mesh)
@@ -245,3 +245,7 @@ def check_samplers():
     across = ts.make_mesh(batch=1, model=len(jax.devices()))
     with refused(f"num_replicas={count}, rank={index}, but data_shard(mesh) is (1, 0)"):
         ts.fit(make_step(across, mean, local_batches=True), None, loader(index), steps=1)
+    with refused(
+        f"len(dataset) differs between process 0 and 1 ({ROWS} and {ROWS - 4})", "Each process gives the whole"
+    ):
+        ts.fit(make_step(mesh, mean), None, X[: ROWS - 4 * min(rank, 1)], batch_size=8, steps=1)

@@ -13,7 +13,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count, check_kind, is_integer
 from torch_shard._device import HostRows
 from torch_shard._fit.generators import find_generators, reseed
-from torch_shard._hosts import exchange
+from torch_shard._hosts import compare
 from torch_shard._sharding import describe_mesh
 from torch_shard._train import Given, Step
 
@@ -263,14 +263,7 @@ def _own_keys(epoch: int, indices: torch.Tensor, own: HostRows) -> list[_Key]:
 
 def _compare(rows: Rows, seed: int) -> None:
     """Refuse what is not the same in all processes."""
-    facts: dict[str, object] = {"len(dataset)": len(rows.dataset), "seed": seed}
+    facts: dict[str, object] = {"len(dataset)": len(rows.dataset), "the seed of the order": seed}
     facts |= {name: getattr(rows, name) for name in ("batch_size", "shuffle", "drop_last")}
-    found = exchange(lambda: facts)
-    faults = [
-        f"{name} is {first} in process 0 and {other[name]} in process {process}"
-        for name, first in found[0].items()
-        for process, other in enumerate(found)
-        if other[name] != first
-    ]
-    if faults:
-        raise ValueError(f"{caller()}: the data must be the same in all processes, but {'; '.join(faults)}.")
+    advice = "Each process gives the whole dataset, the same as the others, and reads its own rows of it."
+    compare("the dataset", facts, advice=lambda name: advice)

@@ -147,16 +147,16 @@ def fit(
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
     _check_evaluation(eval_loader, eval_every, eval_step)
+    batches, evaluation = _batches("loader", loader, step, seed), None
+    if eval_loader is not None:
+        eval_step = eval_step or step.evaluation()
+        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
     gate = Gate.of(step.mesh)
     if gate is not None:
         names = "steps", "eval_every", "on_bad_step", "max_grad_norm", "seed", "prove_steps", "check_replicas_every"
         values = steps, eval_every, on_bad_step, max_grad_norm, seed, prove_steps, check_replicas_every
         settings = dict(zip(names, values, strict=True)) | {"a given state": state is not None}
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
-    batches, evaluation = _batches("loader", loader, step, seed), None
-    if eval_loader is not None:
-        eval_step = eval_step or step.evaluation()
-        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
     if start > steps:
@@ -183,17 +183,17 @@ def fit(
         ).run()
 
 
-def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
-    for name, value in numbers.items() | optional.items():
-        if value is not None or name in numbers:
-            check_count(name, value)
-
-
 def _batches(argument: str, loader: Any, step: Step, seed: int) -> Batches:
     check_samplers(argument, loader, step)
     if isinstance(loader, Rows):
         loader = TrainingRows(loader, step, seed=seed) if argument == "loader" else EvaluationRows(loader, step)
     return Batches(loader, seed=seed)
+
+
+def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
+    for name, value in numbers.items() | optional.items():
+        if value is not None or name in numbers:
+            check_count(name, value)
 
 
 def _check_on_bad_step(on_bad_step: object) -> None:
