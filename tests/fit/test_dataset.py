@@ -85,7 +85,9 @@ def test_the_end_of_an_epoch_is_filled_up_or_dropped(drop_last, step):
     assert drawn.tolist() == [int(index) for index in wanted]
 
 
-@pytest.mark.parametrize("dataset", [Noisy, Many, lambda: Subset(Noisy(), list(range(1, ROWS)))], ids=str)
+@pytest.mark.parametrize(
+    "dataset", [Noisy, Many, lambda: Subset(Noisy(), list(range(1, ROWS)))], ids=["noisy", "many", "subset"]
+)
 @pytest.mark.parametrize(("num", "share"), [(2, 1), (4, 1), (4, 2)], ids=str)
 def test_processes_together_read_what_one_reads(dataset, num, share, processes, step):
     """The same rows, with the same random numbers, from any position on; processes that share rows read the same."""
