@@ -48,9 +48,10 @@ class _Watch:
         while not line.closing:
             time.sleep(times.beat)
             line.wire.send("beat", line.runs, line.where)
-            if line.loop is not None and line.loop.wanted is not None:
-                line.wire.send("stop", line.loop.number, line.loop.wanted)
-                line.loop.wanted = None
+            loop = line.loop
+            if loop is not None and loop.wanted is not None:
+                line.wire.send("stop", loop.number, loop.wanted)
+                loop.wanted = None
             now = time.monotonic()
             if now - last > times.silent / 2:  # this process itself was stopped
                 line.heard += now - last
