@@ -198,6 +198,17 @@ def test_a_signal_to_one_of_four_saves_one_step_on_all(act, statuses):
     assert len({tuple(saved(end)) for end in ends}) == 1
 
 
+@pytest.mark.slow
+def test_a_signal_before_the_loop_stops_it_at_its_beginning():
+    """JAX has heard it then, and not we."""
+    act = "signal.raise_signal(signal.SIGTERM)"
+    program = f"import signal\nif rank == 1: mark(), {act}\n" + TRAINS.format(rank=-1, act="")
+    ends = run_job(program.replace("yield", "time.sleep(0.3)\n        yield"), 2, **TIMES)
+    assert [end.status for end in ends] == [143, 143]
+    assert saved(ends[0]) == saved(ends[1])
+    assert saved(ends[0])[-1] < 12
+
+
 SURVIVES = """
 import threading, time, signal
 import numpy as np
