@@ -14,7 +14,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, fit
-    from torch_shard._hosts import broadcast
+    from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
         Explanation,
@@ -39,7 +39,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
     from torch_shard._materialize import materialize
-    from torch_shard._sharding import Pieces, ShardingPlan, make_mesh
+    from torch_shard._sharding import Padded, Pieces, ShardingPlan, make_mesh
     from torch_shard._spmd import (
         ArgKind,
         assert_replica_integrity,
@@ -66,6 +66,8 @@ __all__ = [
     "EvalStep",
     "Explanation",
     "Kernel",
+    "Launch",
+    "Padded",
     "Pieces",
     "Preview",
     "ShardingPlan",
@@ -87,6 +89,7 @@ __all__ = [
     "fit",
     "gather",
     "gather_from_jax_processes",
+    "initialize",
     "jax_checkpoint",
     "jax_device",
     "jax_grad",

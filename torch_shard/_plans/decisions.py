@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
-from torch_shard._sharding import Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
+from torch_shard._sharding import Padded, Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Decision:
     spec: PartitionSpec
     reason: str
     fault: str = ""
-    form: Pieces | None = None
+    form: Pieces | Padded | None = None
 
     def say(self, entry: torch.Tensor) -> str:
         """The reason, with the fault, and with the bytes of an entry that stays whole for it."""
@@ -165,8 +165,10 @@ def plan_of(
         {n: (d.spec, d.say(entries[n])) for n, d in decisions.items()}, entries
     ).items():
         rules[key], reasons[key] = spec, reason
-    names = collections.Counter(map(id, entries.values()))  # a tie has several, and torch's form
-    forms = {n: d.form for n, d in decisions.items() if d.form is not None and names[id(entries[n])] == 1}
+    names = collections.Counter(map(id, entries.values()))  # a tie has several, and no pieces
+    tied = {n for n, entry in entries.items() if names[id(entry)] > 1}
+    made = {n: d.form for n, d in decisions.items() if d.form is not None}
+    forms = {n: form for n, form in made.items() if n not in tied or isinstance(form, Padded)}
     stored = with_globs(forms, entries)
     return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored)
 

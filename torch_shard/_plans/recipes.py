@@ -3,6 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import math
 from typing import cast
 
 import torch
@@ -25,7 +26,7 @@ from torch_shard._plans.decisions import (
 from torch_shard._plans.layers import experts_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
-from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
+from torch_shard._sharding import Padded, Pieces, ShardingPlan, check_mesh
 
 SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
@@ -99,7 +100,9 @@ def hsdp(
 
 
 @speaks_as("plans.tp")
-def tp(model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", strict: bool = False) -> ShardingPlan:
+def tp(
+    model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", pad_vocab: bool = False, strict: bool = False
+) -> ShardingPlan:
     """Split layers by their features, in pairs: tensor parallelism as Megatron has it.
 
     A layer that widens (q, k, v, gate, up) is split by its output, one that narrows (o, down) by its input, embeddings
@@ -110,6 +113,8 @@ def tp(model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", strict: bool =
         model: As `fsdp` takes it.
         mesh: Where it will lie.
         tp: The axis.
+        pad_vocab: Whether a vocabulary that does not divide is stored with rows of zeros behind it, `ts.Padded`; else
+            it stays whole. What a model sees, and what is written to files, has torch's shape.
         strict: As `fsdp` takes it; it is also a fault if heads would be cut, which keeps a layer whole.
 
     Raises:
@@ -122,7 +127,8 @@ def tp(model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", strict: bool =
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
     _check(model, mesh, strict, tp=tp)
-    return plan_of(model, _decide(model, mesh, tp=tp), strict=strict)
+    check_kind("pad_vocab", pad_vocab, bool)
+    return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
 @speaks_as("plans.fsdp_tp")
@@ -133,6 +139,7 @@ def fsdp_tp(
     fsdp: Axes = "batch",
     tp: Axes = "model",
     sequence: bool = False,
+    pad_vocab: bool = False,
     strict: bool = False,
 ) -> ShardingPlan:
     """Split layers by their features over one axis, and what each device then has over that of the batch.
@@ -145,6 +152,7 @@ def fsdp_tp(
         sequence: Whether the residual stream, (batch, sequence, features), is split along its sequence over `tp`
             (Korthikanti et al., 2022): each device normalises its part, and the two all-reduces of a layer become
             reduce-scatters and all-gathers.
+        pad_vocab: As `tp` takes it.
         strict: As `tp` takes it.
 
     Raises:
@@ -160,7 +168,8 @@ def fsdp_tp(
     """
     _check(model, mesh, strict, fsdp=fsdp, tp=tp)
     check_kind("sequence", sequence, bool)
-    decisions = _decide(model, mesh, fsdp=fsdp, tp=tp)
+    check_kind("pad_vocab", pad_vocab, bool)
+    decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, pad_vocab=pad_vocab)
     activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
     return plan_of(model, decisions, strict=strict, activations=activations)
 
@@ -217,7 +226,13 @@ def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> No
 
 
 def _decide(
-    model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes | None = None, tp: Axes | None = None, ep: Axes | None = None
+    model: torch.nn.Module,
+    mesh: Mesh,
+    *,
+    fsdp: Axes | None = None,
+    tp: Axes | None = None,
+    ep: Axes | None = None,
+    pad_vocab: bool = False,
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
@@ -233,6 +248,8 @@ def _decide(
             made = _by_experts(entry, ep, mesh)
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
+            if made.fault and pad_vocab and roles[name].is_vocabulary:
+                made = _padded(entry, roles[name], tp, mesh)
         decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh)
     return decisions
 
@@ -253,15 +270,25 @@ def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decis
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)
     form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None
-    spec = PartitionSpec(*(tp if dim == role.dim else None for dim in range(entry.ndim)))
-    return Decision(spec, role.reason, form=form)
+    return Decision(_along(role.dim, entry.ndim, tp), role.reason, form=form)
+
+
+def _padded(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
+    """Split with as many rows of zeros behind as it takes."""
+    dim, shards = role.dim or 0, size_of(tp, mesh)
+    form = Padded(math.ceil(entry.shape[dim] / shards) * shards, dim=dim)
+    return Decision(_along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)
+
+
+def _along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
+    return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
 
 
 def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
     """The decision with one more split, for storage: none of what is small."""
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
-    spec = add_axis(made.spec, entry.shape if made.form is None else made.form.piece_shape(entry.shape), fsdp, mesh)
+    spec = add_axis(made.spec, entry.shape if made.form is None else made.form.split_shape(entry.shape), fsdp, mesh)
     why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
     fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))

@@ -10,7 +10,7 @@ by its vocabulary. Whatever the choice, the numbers are the same.
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -67,6 +67,7 @@ class Role:
         side: Of a product: how it is split.
         heads: The split dim holds so many heads, which are better not cut; 0 if it is not known to hold any.
         pieces: The split dim is so many pieces, of which each device is to have its part: of a fused projection.
+        is_vocabulary: The split dim has as many rows as the table of words, and may be padded.
     """
 
     dim: int | None
@@ -74,6 +75,7 @@ class Role:
     side: Side = "whole"
     heads: int = 0
     pieces: int = 1
+    is_vocabulary: bool = False
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
@@ -87,7 +89,9 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     by_tensor: dict[int, Role] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in found:
-            by_tensor.setdefault(id(p), found[name])
+            role = found[name]
+            by_words = role.dim is not None and p.shape[role.dim] == most_rows
+            by_tensor.setdefault(id(p), replace(role, is_vocabulary=by_words))
     return {name: by_tensor[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 

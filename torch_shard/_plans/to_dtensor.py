@@ -158,7 +158,7 @@ def _differences(asked: ResolvedPlan, read: ResolvedPlan) -> Iterator[str]:
         if not entry.tied_to and trimmed(spec) != trimmed(other):
             yield f"  {name} {entry.shape}: {describe_spec(spec)}; the styles give {describe_spec(other)}"
         if entry.form is not None:
-            yield f"  {name} {entry.shape}: stored as {entry.form}, of which a style splits the whole dim"
+            yield f"  {name} {entry.shape}: stored as {entry.form}; a style splits what torch has"
     given = {str(c.place): c.spec for c in read.activations}
     for constraint in asked.activations:
         place = str(constraint.place)

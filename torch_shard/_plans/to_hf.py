@@ -140,7 +140,7 @@ def _unsaid(
         others = [axis for axis in axes_of(spec) if axis not in (tp, *fsdp)]
         if not entry.tied_to and (others or dim != wanted.get(name) or (name not in wanted and any(spec))):
             told[name] = f"{entry.shape}: {describe_spec(spec)}; its rules give {describe_spec(_spec(dim, tp))}"
-        elif entry.form is not None and packed.get(name) != entry.form.num:
+        elif entry.form is not None and packed.get(name) != getattr(entry.form, "num", None):
             told[name] = f"{entry.shape}: stored as {entry.form}"
     for name, text in with_globs(told, resolved.entries).items():
         yield f"  {name} {text}"

@@ -23,7 +23,7 @@ from torch_shard._sharding.entries import (
     unsaved_buffers,
     with_values,
 )
-from torch_shard._sharding.forms import Kept, Pieces
+from torch_shard._sharding.forms import Kept, Padded, Pieces
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -42,7 +42,6 @@ from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
     as_dicts,
-    bare_stacks,
     describe_group,
     keep_stacks,
     row_sharding,
@@ -61,6 +60,7 @@ __all__ = [
     "Kept",
     "Layout",
     "LossFn",
+    "Padded",
     "Pieces",
     "ResolvedEntry",
     "ResolvedPlan",
@@ -70,7 +70,6 @@ __all__ = [
     "as_devices",
     "as_dicts",
     "axes_of",
-    "bare_stacks",
     "check_current_mesh",
     "check_mesh",
     "describe_group",

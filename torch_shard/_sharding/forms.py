@@ -7,8 +7,9 @@
 # pyright: reportUnknownMemberType=false
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
+from torch_shard._sharding.mesh import axes_of
 
 Shape: TypeAlias = tuple[int, ...]
 A = TypeVar("A", torch.Tensor, jax.Array, np.ndarray)
@@ -66,8 +68,8 @@ class Pieces:
         dim = self.dim % len(shape)
         return (*shape[:dim], self.num, shape[dim] // self.num, *shape[dim + 1 :])
 
-    def piece_shape(self, shape: Shape) -> Shape:
-        """The shape of one piece.
+    def split_shape(self, shape: Shape) -> Shape:
+        """The shape that a spec splits: of one piece.
 
         Args:
             shape: Torch's.
@@ -133,6 +135,10 @@ class Padded:
         dim = self.dim % len(shape)
         return (*shape[:dim], self.size, *shape[dim + 1 :])
 
+    def split_shape(self, shape: Shape) -> Shape:
+        """The shape that a spec for torch's `shape` splits: the one that is kept."""
+        return self.stored_shape(shape)
+
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
         """The spec that is kept for that of torch's shape: the same."""
         return PartitionSpec(*_parts(spec, ndim))
@@ -155,20 +161,25 @@ Form: TypeAlias = Pieces | Padded
 
 @dataclass(frozen=True)
 class Kept:
-    """An entry that is kept in pieces: what its arrays, shapes and shardings are in either form.
+    """An entry that is kept in another form: what its arrays, shapes and shardings are in either.
 
     Args:
         form: Of an entry of this shape.
         shape: Torch's.
     """
 
-    form: Pieces
+    form: Form
     shape: Shape
 
+    @functools.cached_property
+    def _form(self) -> Form:
+        """The form by its dim from the end, so that it is that of a stack of such rows too."""
+        return replace(self.form, dim=self.form.dim % len(self.shape) - len(self.shape))
+
     @property
-    def cut(self) -> tuple[int, int]:
-        """Number of pieces, and the fused dim from the end."""
-        return self.form.num, self.form.dim % len(self.shape) - len(self.shape)
+    def cut(self) -> tuple[int, int] | None:
+        """Number of pieces, and the fused dim from the end; None if it is in one."""
+        return (self._form.num, self._form.dim) if isinstance(self._form, Pieces) else None
 
     @property
     def stored_shape(self) -> Shape:
@@ -177,15 +188,16 @@ class Kept:
 
     def stored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
         """The sharding that is kept, for that of torch's shape; of rows that are stacked, too."""
-        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + is_stack)
-        parts.insert(len(parts) + dim, None)
-        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+        return _with_spec(sharding, self._form.stored_spec(sharding.spec, ndim=len(self.shape) + is_stack))
 
     def restored_sharding(self, sharding: NamedSharding, *, is_stack: bool = False) -> NamedSharding:
-        """The inverse."""
-        (_, dim), parts = self.cut, _parts(sharding.spec, len(self.shape) + 1 + is_stack)
-        del parts[len(parts) + dim - 1]
-        return NamedSharding(sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind)
+        """The inverse, as far as torch's shape divides."""
+        parts, dim = _parts(sharding.spec, len(self.stored_shape) + is_stack), self._form.dim
+        if isinstance(self._form, Pieces):
+            del parts[len(parts) + dim - 1]
+        elif self.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes_of((cast(Any, parts[dim]),))):
+            parts[dim] = None
+        return _with_spec(sharding, PartitionSpec(*parts))
 
     def is_whole(self, leaf: object, *, is_stack: bool) -> bool:
         """Tell whether a leaf has torch's shape, or is a stack of such rows."""
@@ -198,14 +210,15 @@ class Kept:
     def store(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """A tensor, array or struct in torch's shape, or a stack of such rows, as it is kept."""
         if isinstance(leaf, InPieces):
-            return InPieces.of(leaf, *self.cut).array
-        shape = (*leaf.shape[:is_stack], *self.stored_shape)
+            leaf, cut = (leaf, self.cut) if self.cut else (leaf.whole(), None)
+            return self._form.store(leaf) if cut is None else InPieces.of(leaf, *cut).array
         if isinstance(leaf, jax.ShapeDtypeStruct):
+            shape = self._form.stored_shape(leaf.shape)
             return _struct(leaf, shape, lambda sharding: self.stored_sharding(sharding, is_stack=is_stack))
-        return leaf.reshape(shape)
+        return self._form.store(leaf)
 
     def restore(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
-        """The inverse; each shard of an array stays where the spec of torch's shape has it."""
+        """The inverse; each shard of an array stays where the spec of torch's shape has it, as far as that divides."""
         if isinstance(leaf, NamedSharding):
             return self.restored_sharding(leaf, is_stack=is_stack)
         if not self.is_stored(leaf, is_stack=is_stack):  # what else there is for each entry, such as a number
@@ -214,8 +227,17 @@ class Kept:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return _struct(leaf, shape, lambda sharding: self.restored_sharding(sharding, is_stack=is_stack))
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and isinstance(leaf.sharding, NamedSharding):
-            return _reshaper(shape, self.restored_sharding(leaf.sharding, is_stack=is_stack))(leaf)
-        return leaf.reshape(shape)
+            sharding = self.restored_sharding(leaf.sharding, is_stack=is_stack)
+            return _restorer(self._form, shape, sharding)(leaf)
+        return self._form.restore(cast(Any, leaf), shape)
+
+    def apart(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+        """What is kept, as a program takes it: in pieces, or in torch's shape."""
+        return self.restore(leaf, is_stack=is_stack) if self.cut is None else InPieces(leaf, self.cut[1])
+
+
+def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def _struct(
@@ -226,11 +248,11 @@ def _struct(
 
 
 @functools.cache
-def _reshaper(shape: Shape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    def reshape(array: jax.Array) -> jax.Array:
-        return array.reshape(shape)
+def _restorer(form: Form, shape: Shape, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def restore(array: jax.Array) -> jax.Array:
+        return form.restore(array, shape)
 
-    return jax.jit(reshape, out_shardings=sharding)
+    return jax.jit(restore, out_shardings=sharding)
 
 
 def _find_dim_fault(form: Form, shape: Shape) -> str | None:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import Device
+from torch_shard._hosts import check_started
 from torch_shard._sharding.topology import is_compile_only, topology_devices
 
 
@@ -38,7 +39,8 @@ def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None =
     Raises:
         TypeError: A size is not an int.
         ValueError: No axis, a size that is neither positive nor -1, sizes that do not fit the devices, what is no
-            sequence of different devices, or no such topology.
+            sequence of different devices, or no such topology; or a launcher has started several processes, and
+            `initialize` was not called.
         ModuleNotFoundError: The compiler for the topology is not installed.
 
     Example:
@@ -66,6 +68,7 @@ def make_mesh(devices: Sequence[Device] | None = None, *, topology: str | None =
 
 def _available(devices: object, topology: str | None) -> list[Device]:
     if topology is None:
+        check_started()
         return list(cast(Sequence[Device], jax.devices())) if devices is None else as_devices(devices)
     if devices is not None:
         raise ValueError("make_mesh: give devices or a topology, not both.")
@@ -110,7 +113,7 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
 
     Raises:
         TypeError: It is not a `jax.sharding.Mesh`.
-        ValueError: Some axis is Explicit or Manual.
+        ValueError: Some axis is Explicit or Manual; or JAX has one process of several that were launched.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
@@ -124,6 +127,8 @@ def check_mesh(mesh: object, *, where: str = "") -> Mesh:
             f"torch_shard.make_mesh{describe_mesh(mesh)} "
             f"or pass axis_types=(AxisType.Auto,) * {len(mesh.axis_names)}."
         )
+    if not is_compile_only(mesh.devices.flat[0]):
+        check_started()
     return mesh
 
 

@@ -21,14 +21,14 @@ from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.entries import group_ties
-from torch_shard._sharding.forms import Pieces
+from torch_shard._sharding.forms import Form, Padded, Pieces
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
 
-Forms: TypeAlias = Mapping[str, Pieces] | Mapping[str | re.Pattern[str], Pieces]
+Forms: TypeAlias = Mapping[str, Form] | Mapping[str | re.Pattern[str], Form]
 
 _Rule: TypeAlias = str | re.Pattern[str]
 
@@ -55,8 +55,9 @@ class ShardingPlan:
             argument of its forward; `"encoder:return.last_hidden_state"`, `"block:states.0"`: a part of either, by
             the names of attributes, keys or numbers. The others are the compiler's choice.
         stored: Entries of which a step keeps another form than torch's, by rule: `Pieces(3, dim=0)` for a fused
-            projection, of which every device then has its part of each piece. Specs, files and what
-            `state.params[name]` gives are for torch's shape; only the arrays within a state have the other one.
+            projection, of which every device then has its part of each piece; `Padded(50304, dim=0)` for a vocabulary
+            that does not divide. Specs, files and what `state.params[name]` gives are for torch's shape; only the
+            arrays within a state have the other one.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -76,7 +77,7 @@ class ShardingPlan:
     activations: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], kw_only=True)
     reasons: Mapping[_Rule, str] = field(default_factory=dict[_Rule, str], kw_only=True)
     ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
-    stored: Forms = field(default_factory=dict[str, Pieces], kw_only=True)
+    stored: Forms = field(default_factory=dict[str, Form], kw_only=True)
 
     def __post_init__(self):
         for what in ("rules", "activations", "reasons", "ranks", "stored"):
@@ -99,8 +100,8 @@ class ShardingPlan:
         return cast(Mapping[_Rule, PartitionSpec], self.rules)  # its keys may all be strings
 
     @property
-    def _forms(self) -> Mapping[_Rule, Pieces]:
-        return cast(Mapping[_Rule, Pieces], self.stored)
+    def _forms(self) -> Mapping[_Rule, Form]:
+        return cast(Mapping[_Rule, Form], self.stored)
 
     def __or__(self, other: "ShardingPlan | Rules") -> "ShardingPlan":
         """This plan, edited: where a rule of `other` matches, those of this plan do not count.
@@ -189,9 +190,14 @@ class ShardingPlan:
         for names in group_ties(values, by_identity=isinstance(source, torch.nn.Module)):
             name, key, spec, clash = self._choose(names, hits)
             shape = _get_shape(values[name])
-            found = [clash] if clash else _find_faults(name, key, spec, shape=shape, mesh=mesh)
             form, wrong_form = self._choose_form(names, formed)
-            found += [wrong_form] if wrong_form else [] if clash else _find_form_faults(form, spec, shape, mesh)
+            wrong_form = wrong_form or (form and form.find_fault(shape))
+            found = [fault for fault in (clash, wrong_form) if fault]
+            if not clash:
+                split = form.stored_shape(shape) if isinstance(form, Padded) and not wrong_form else shape
+                found += _find_faults(name, key, spec, shape=split, mesh=mesh)
+            if not found and form is not None:
+                found = _find_form_faults(form, spec, shape, mesh)
             if found:
                 faults[f"{name} {shape}"] = found
                 continue
@@ -212,14 +218,14 @@ class ShardingPlan:
         ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
         return resolve_activations(self.activations, model, mesh, ranks)
 
-    def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Pieces | None, str | None]:
+    def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Form | None, str | None]:
         """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""
         keys = list(dict.fromkeys(key for name in names for key in formed[name]))
         ranks = {key: self.ranks.get(("stored", key), 0) for key in keys}
         keys = [key for key in keys if ranks[key] == max(ranks.values())]
         keys = [key for key in keys if key in names] or keys
         forms = list(dict.fromkeys(self._forms[key] for key in keys))
-        if forms and len(names) > 1:
+        if len(names) > 1 and any(isinstance(form, Pieces) for form in forms):
             return None, f"{forms[0]}: it is tied to {names[1]}, and a tie is stored in torch's form. Leave it out."
         if len(forms) > 1:
             asked = " and ".join(f"{_quote(key)}: {self._forms[key]}" for key in keys)
@@ -259,19 +265,13 @@ def _hits(rules: Mapping[_Rule, object], names: Iterable[str]) -> dict[str, list
 def _find_form_type_fault(key: object, form: object) -> str | None:
     if not isinstance(key, str | re.Pattern):
         return f"stored {key!r}: a rule is a name, a glob or a compiled regex, got {type(key).__name__}."
-    if not isinstance(form, Pieces):
-        return f"stored {_quote(cast(object, key))}: expected Pieces, got {form!r}."
+    if not isinstance(form, Form):
+        return f"stored {_quote(cast(object, key))}: expected Pieces or Padded, got {form!r}."
     return None
 
 
-def _find_form_faults(form: Pieces | None, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
-    """What keeps an entry of this shape from being stored so, split so."""
-    if form is None:
-        return []
-    if fault := form.find_fault(shape):
-        return [fault]
-    if len(spec) > len(shape):
-        return []
+def _find_form_faults(form: Form, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
+    """What keeps an entry that has this form from being split so."""
     stored, kept = form.stored_shape(shape), form.stored_spec(spec, ndim=len(shape))
     return [f"{form}: {fault}. {remedy}" for fault, remedy in find_spec_faults(kept, stored, mesh)]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._sharding.activations import Constraint
-from torch_shard._sharding.forms import Kept, Pieces
+from torch_shard._sharding.forms import Form, Kept, Padded
 from torch_shard._sharding.mesh import describe_mesh, describe_spec
 
 
@@ -28,7 +28,7 @@ class ResolvedEntry:
         shape: Global shape.
         dtype: As found, torch's or numpy's; None where only a shape was given.
         rule: The rule that decided, quoted, or `default`.
-        sharding: The sharding.
+        sharding: The sharding, of what is stored if that is padded.
         tied_to: The first name of the same tensor, where this is another one.
         reason: Why the rule is as it is, if the plan says it.
         form: How a step stores it, if not in torch's form.
@@ -40,7 +40,7 @@ class ResolvedEntry:
     sharding: NamedSharding
     tied_to: str | None = None
     reason: str = ""
-    form: Pieces | None = None
+    form: Form | None = None
 
     @property
     def kept(self) -> Kept | None:
@@ -50,7 +50,8 @@ class ResolvedEntry:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's shard."""
-        return self.sharding.shard_shape(self.shape)
+        shape = self.form.stored_shape(self.shape) if isinstance(self.form, Padded) else self.shape
+        return self.sharding.shard_shape(shape)
 
     @property
     def padded_spec(self) -> PartitionSpec:
@@ -81,12 +82,16 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
     activations: tuple[Constraint, ...] = ()
 
     def __getitem__(self, name: str) -> NamedSharding:
-        return self.entries[name].sharding
-
-    def stored(self, name: str) -> NamedSharding:
-        """The sharding of an entry in the form in which a step keeps it."""
         entry = self.entries[name]
-        return entry.sharding if entry.kept is None else entry.kept.stored_sharding(entry.sharding)
+        if entry.kept is None or entry.kept.cut is not None:
+            return entry.sharding
+        return entry.kept.restored_sharding(entry.sharding)
+
+    def stored(self, name: str, form: Kept | None = None) -> NamedSharding:
+        """The sharding of an entry in the form in which a step keeps it, which another plan may say."""
+        entry = self.entries[name]
+        form = form or entry.kept
+        return entry.sharding if form is None else form.stored_sharding(entry.sharding)
 
     @property
     def kept(self) -> dict[str, Kept]:

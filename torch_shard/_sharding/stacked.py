@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._common.pieces import InPieces, whole
+from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.forms import Kept
 
@@ -167,21 +167,23 @@ class Stacks(Mapping[str, PyTree]):
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
 
-    def in_pieces(self, name: str) -> PyTree:
+    def apart(self, name: str) -> PyTree:
         """An entry, as a program takes it: in pieces, if it is kept so."""
         form, array = self.layout.forms.get(name), self.kept(name)
-        return array if form is None else InPieces(array, form.cut[1])
+        return array if form is None else form.apart(array)
 
-    def whole(self) -> "Stacks":
-        """The same in torch's form."""
+    def whole(self, *, but_pieces: bool = False) -> "Stacks":
+        """The same in torch's form; with `but_pieces`, what is in pieces as it is kept."""
         if not self.layout.kept:
             return self
         pairs = zip(self.layout.groups, self.arrays, strict=True)
-        return Stacks(self.layout.plain, (self._whole(group, array) for group, array in pairs))
+        return Stacks(self.layout.plain, (self._whole(group, array, but_pieces) for group, array in pairs))
 
-    def _whole(self, group: Group, array: PyTree) -> PyTree:
+    def _whole(self, group: Group, array: PyTree, but_pieces: bool) -> PyTree:
         form = self.layout.forms.get(group[0])
-        return array if form is None else form.restore(array, is_stack=len(group) > 1)
+        if form is None or (but_pieces and form.cut is not None):
+            return array
+        return form.restore(array, is_stack=len(group) > 1)
 
     def _rows(self, number: int, start: int, stop: int) -> PyTree:
         array, size = self.arrays[number], len(self.layout.groups[number])
@@ -319,38 +321,34 @@ def as_dicts(tree: PyTree) -> PyTree:
     return jax.tree.map(as_dict, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
-def keep_as(stacks: Stacks, layout: Layout, *, is_stored: bool = False) -> Stacks:
+def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stacks:
     """Arrays in torch's form, in the form that a layout has for their names, if they have torch's shape.
 
     Args:
-        stacks: In torch's form; or
+        stacks: In torch's form.
         layout: Has the names.
-        is_stored: the arrays are already as they are kept.
+        but_pieces: What the layout has in pieces is so already.
     """
     forms: dict[str, Kept] = {}
     arrays: list[PyTree] = []
     for group, array in zip(stacks.layout.groups, stacks.arrays, strict=True):
         form, is_stack = layout.forms.get(group[0]), len(group) > 1
-        if form is not None and (form.is_stored if is_stored else form.is_whole)(array, is_stack=is_stack):
+        is_kept = form is not None and but_pieces and form.cut is not None
+        if form is not None and (form.is_stored if is_kept else form.is_whole)(array, is_stack=is_stack):
             forms |= dict.fromkeys(group, form)
-            array = array if is_stored else form.store(array, is_stack=is_stack)
+            array = array if is_kept else form.store(array, is_stack=is_stack)
         arrays.append(array)
     return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms), arrays)
 
 
-def whole_stacks(tree: PyTree) -> PyTree:
-    """A pytree with its `Stacks` in torch's form."""
-    return _map_stacks(Stacks.whole, tree)
+def whole_stacks(tree: PyTree, *, but_pieces: bool = False) -> PyTree:
+    """A pytree with its `Stacks` as `Stacks.whole` gives each."""
+    return _map_stacks(lambda stacks: stacks.whole(but_pieces=but_pieces), tree)
 
 
-def bare_stacks(tree: PyTree) -> PyTree:
-    """A pytree whose `Stacks` take the arrays that they keep for entries, in whatever form these are."""
-    return _map_stacks(lambda stacks: Stacks(stacks.layout.plain, stacks.arrays), tree)
-
-
-def keep_stacks(tree: PyTree, layout: Layout, *, is_stored: bool = False) -> PyTree:
+def keep_stacks(tree: PyTree, layout: Layout, *, but_pieces: bool = False) -> PyTree:
     """A pytree with its `Stacks` as `keep_as` gives each."""
-    return _map_stacks(lambda stacks: keep_as(stacks, layout, is_stored=is_stored), tree)
+    return _map_stacks(lambda stacks: keep_as(stacks, layout, but_pieces=but_pieces), tree)
 
 
 def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import Layout, Stacks, as_dicts, bare_stacks, keep_stacks, stack_dicts, whole_stacks
+from torch_shard._sharding import Layout, Stacks, as_dicts, keep_stacks, stack_dicts, whole_stacks
 from torch_shard._train.elementwise import works_by_element
 from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
@@ -25,7 +25,7 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
     """Call `fn` as if every `Stacks` were a plain dict, at the price of the stored arrays.
 
     It sees entries in torch's shape; but where that makes no difference to it, as each element goes by itself, those
-    that are kept in another form in that form, so that nothing moves between devices.
+    that are kept in pieces as these, so that nothing moves between devices.
 
     Args:
         fn: A function of pytrees that JAX can trace; it is traced once, with dicts by name.
@@ -45,10 +45,10 @@ def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyT
     """
     if not layout.kept:
         return _run(fn, args, layout)
-    whole, stored = whole_stacks(args), bare_stacks(args)
-    shapes = {form.shape: form.stored_shape for form in layout.forms.values()}
-    if works_by_element(fn, as_dicts(whole), as_dicts(stored), shapes):
-        return keep_stacks(_run(fn, stored, layout.plain), layout, is_stored=True)
+    whole, apart = whole_stacks(args), whole_stacks(args, but_pieces=True)
+    shapes = {form.shape: form.stored_shape for form in layout.forms.values() if form.cut is not None}
+    if shapes and works_by_element(fn, as_dicts(whole), as_dicts(apart), shapes):
+        return keep_stacks(_run(fn, apart, layout.plain), layout, but_pieces=True)
     return keep_stacks(_run(fn, whole, layout.plain), layout)
 
 

@@ -141,7 +141,8 @@ def _splits(names: Iterable[str], plan: ResolvedPlan, batch_spec: PartitionSpec)
             if len(shape) > 1 and num_shards > 1 and not taken.intersection(axes):
                 shown = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
                 kept = plan.entries[name].kept
-                num_pieces = kept.form.num if kept is not None and kept.form.dim % len(shape) == dim else 1
+                num_pieces, cut_dim = (kept and kept.cut) or (1, None)
+                num_pieces = num_pieces if cut_dim == dim - len(shape) else 1
                 found.append(Split(name, shape, spec, dim, shown, num_shards, num_pieces))
     return found
 

@@ -229,7 +229,7 @@ class _Inputs:
 
     def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
         self._named, self._tensors, self._others = named, tensors, others
-        self._stacks: dict[int, InPieces] = {}
+        self._stacks: dict[int, InPieces | jax.Array] = {}
 
     def _name(self, at: tuple[int, ...]) -> str | None:
         number, *member = at
@@ -240,7 +240,7 @@ class _Inputs:
         name = self._name(at)
         if name is None:
             return self._others[at[0] - len(self._named)]
-        return self._tensors.in_pieces(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
+        return self._tensors.apart(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
 
     def all(self) -> list[jax.Array]:
         return [self[number,] for number in range(len(self._named) + len(self._others))]
@@ -254,7 +254,9 @@ class _Inputs:
         if found is None or (form := self._tensors.layout.forms.get(name)) is None:
             return None if found is None else StackRow(*found)
         stack, row = found
-        return StackRow(self._stacks.setdefault(id(stack), InPieces(stack, form.cut[1])), row)
+        if id(stack) not in self._stacks:
+            self._stacks[id(stack)] = form.apart(stack, is_stack=True)
+        return StackRow(self._stacks[id(stack)], row)
 
 
 _CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()

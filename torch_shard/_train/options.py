@@ -83,7 +83,7 @@ class StepOptions:
         """
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
-        cuts = tuple((name, kept.cut) for name, kept in plan.kept.items())
+        cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
         return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts)  # layers differ where any of the two does
 
     def for_evaluation(self) -> "StepOptions":

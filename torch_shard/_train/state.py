@@ -143,7 +143,7 @@ class StateLayout:
 
     def _structs(self) -> TrainState:
         def stored(layout: Layout) -> Stacks:
-            entries = {n: self._tensors[n].update(sharding=self._plan[n]) for n in layout.names}
+            entries = {n: self._tensors[n].update(sharding=self._plan.entries[n].sharding) for n in layout.names}
             return Stacks.from_dict(entries, layout)
 
         def scalar(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -159,9 +159,7 @@ class StateLayout:
         )
 
     def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
-        names = (group[0] for group in layout.groups)
-        whole = ((plan[name], layout.forms.get(name)) for name in names)
-        stored = (s if form is None else form.stored_sharding(s) for s, form in whole)
+        stored = (plan.stored(group[0], layout.forms.get(group[0])) for group in layout.groups)
         firsts = zip(stored, map(len, layout.groups), strict=True)
         return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
 
@@ -174,7 +172,7 @@ class StateLayout:
                 str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey) and entry.key in params
             ]
             fits = names and params[names[-1]].shape == leaf.shape
-            sharding = self._moments[names[-1]] if fits else replicated
+            sharding = self._moments.entries[names[-1]].sharding if fits else replicated
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         with in_optimizer("init"):
@@ -269,7 +267,7 @@ def _refuse_moments(moments: ResolvedPlan, forms: Mapping[str, Kept]) -> None:
     """Refuse an `optimizer_plan` that the form in which parameters are kept cannot follow."""
     faults: list[str] = []
     for name, form in forms.items():
-        spec = form.stored_sharding(moments[name]).spec
+        spec = moments.stored(name, form).spec
         found = find_spec_faults(spec, form.stored_shape, moments.mesh)
         faults += [f"  {name}: {form.form}: {fault}. {remedy}" for fault, remedy in found]
     if faults:

@@ -1,0 +1,193 @@
+"""`ts.initialize()`: one call that starts JAX's processes as one job, whatever has launched them."""
+
+# JAX annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
+
+import dataclasses
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from torch_shard._common.caller import caller, public
+from torch_shard._common.validate import check_count
+from torch_shard._hosts.asked import Asked, find, of_variables
+from torch_shard._hosts.devices import share_devices
+from torch_shard._hosts.launchers import HOW, Found, read_launchers
+
+logger = logging.getLogger(__name__)
+
+_launch: "Launch | None" = None  # what initialize has found, or was told
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The start of a job of one or several processes, as `initialize` has found it.
+
+    Attributes:
+        launcher: Who has started them, in words; None where nobody says so.
+        process_id: Of this process, from 0.
+        num_processes: Of the job.
+        coordinator: `host:port` where they meet; None for one process, and where JAX has found it by itself.
+        local_device_ids: Numbers of the GPUs that are this process's own, among those that it sees; None for all.
+
+    Example:
+        >>> print(Launch("SLURM", process_id=1, num_processes=4, coordinator="node001:62464", local_device_ids=(2, 3)))
+        process 1 of 4 (SLURM), meeting at node001:62464, with GPUs 2, 3
+    """
+
+    launcher: str | None
+    process_id: int
+    num_processes: int
+    coordinator: str | None = None
+    local_device_ids: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        by = f" ({self.launcher})" if self.launcher else ""
+        if self.num_processes == 1:
+            return f"one process{by}"
+        parts = [f"process {self.process_id} of {self.num_processes}{by}"]
+        parts += [f"meeting at {self.coordinator}"] if self.coordinator else []
+        ids = self.local_device_ids
+        parts += [f"with GPU{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"] if ids else []
+        return ", ".join(parts)
+
+
+@public
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    initialization_timeout: int = 300,
+    heartbeat_timeout_seconds: int = 100,
+) -> Launch:
+    """Start JAX's processes as one job, from what the launcher has given them.
+
+    Knows torchrun, SLURM, Open MPI, MPICH and others with PMI, SkyPilot, TPU pods, JobSets of GKE, and the variables
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Nothing is done where JAX's processes are
+    started already, as by Ray's JaxTrainer, and where there is one process. Call it first, before JAX is asked for
+    devices; it waits until all processes have come. The processes of a host divide its GPUs.
+
+    Args:
+        coordinator_address: `host:port` of process 0, where a port is free. By default what the launcher says.
+        num_processes: Of the job. 1 makes this process a run of its own, whatever has launched it.
+        process_id: Of this process, from 0.
+        local_device_ids: Numbers of the GPUs that are this process's own, among those that it sees. By default an equal
+            share.
+        initialization_timeout: Seconds to wait for the other processes.
+        heartbeat_timeout_seconds: After so many seconds without a sign of life JAX takes a process for dead, and ends
+            the others.
+
+    Returns:
+        What was found, to print; it is logged too, at level INFO.
+
+    Raises:
+        ValueError: Variables contradict each other or are incomplete, or nothing says where process 0 runs.
+        RuntimeError: JAX has started its devices before, or the processes did not meet.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> print(ts.initialize())
+        one process
+    """
+    global _launch
+    check_count("initialization_timeout", initialization_timeout)
+    check_count("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
+    asked = Asked(
+        coordinator=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        says=", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None),
+        by_arguments=num_processes is not None,
+    )
+    if jax.distributed.is_initialized():
+        _launch = _launch or Launch("jax.distributed.initialize", jax.process_index(), jax.process_count())
+        _refuse_other(_launch, asked)
+        return _launch
+    found = find(os.environ, asked.or_else(of_variables(os.environ)))
+    if found is None or found.num_processes == 1:
+        _launch = Launch(found and found.launcher, 0, 1)
+    else:
+        devices = _own_devices(found) if local_device_ids is None else tuple(local_device_ids)
+        _start(found, devices, initialization_timeout, heartbeat_timeout_seconds)
+        index, count = found.process_id, found.num_processes
+        if index is None or count is None:
+            index, count = jax.process_index(), jax.process_count()
+        _launch = Launch(found.launcher, index, count, found.coordinator, devices)
+    logger.info("%s", _launch)
+    return _launch
+
+
+def _refuse_other(launch: Launch, asked: Asked) -> None:
+    pairs = ((asked.num_processes, launch.num_processes), (asked.process_id, launch.process_id))
+    if any(one not in (None, other) for one, other in pairs):
+        raise ValueError(f"{caller()}: JAX's processes are started already, as {launch}; found {asked.says}.")
+
+
+def _own_devices(found: Found) -> tuple[int, ...] | None:
+    """This process's share of the GPUs of the host; None for all, and where JAX uses none or is told which."""
+    platforms = (jax.config.values["jax_platforms"] or "gpu").split(",")
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ or not {"gpu", "cuda", "rocm"} & set(platforms):
+        return None
+    return share_devices(os.environ, found.local, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbeat: int) -> None:
+    if found.launcher == "Kubernetes" and found.by_jax and importlib.util.find_spec("kubernetes") is None:
+        raise ValueError(
+            f"{caller()}: this is an indexed job of Kubernetes ({found.says}), and JAX needs the package kubernetes to "
+            "ask how many processes it has. Install it, or set JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES in the "
+            f"pods, or {HOW}."
+        )
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:  # CPU devices of others would be out of reach
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    logger.info("waiting for %s at %s", found.says, found.coordinator or "the place that JAX finds")
+    try:
+        jax.distributed.initialize(
+            found.coordinator,
+            found.num_processes,
+            found.process_id,
+            devices,
+            None if found.by_jax else "deactivate",  # which would give each process one GPU
+            timeout,
+            heartbeat,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"{caller()}: all processes must reach the one that has the number 0, found that they did not meet at "
+            f"{found.coordinator} within {timeout} s ({found.says}). See that all have started, and that the port is "
+            f"open there and reachable; or give another coordinator_address=. JAX says: {error}"
+        ) from error
+    except RuntimeError as error:  # the only plain one
+        raise RuntimeError(
+            f"{caller()}: must be called before JAX starts its devices, found them started already: by jax.devices(), "
+            "ts.make_mesh, an array or a tensor on the device jax. Call it first of all."
+        ) from error
+
+
+def check_started() -> None:
+    """Refuse several processes of a launcher that JAX knows nothing of: each would train by itself.
+
+    Raises:
+        ValueError: Variables of a launcher say several processes, and JAX has one.
+    """
+    if _launch is not None or jax.process_count() > 1:
+        return
+    asked = of_variables(os.environ)
+    own = Found("variables of JAX", asked.says, asked.num_processes, asked.process_id)
+    found = read_launchers(os.environ)[0] if asked.num_processes is None else [own]
+    several = next((one for one in found if (one.num_processes or 1) > 1), None)
+    if several is not None:
+        raise ValueError(
+            f"{caller()}: this is one of {several.num_processes} processes ({several.launcher}: {several.says}), but "
+            "JAX has one: each would train by itself. Call ts.initialize() first, before JAX is asked for devices. If "
+            "each is meant to be a run of its own: ts.initialize(num_processes=1), or JAX_NUM_PROCESSES=1 in the "
+            "environment."
+        )
