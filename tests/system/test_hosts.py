@@ -139,6 +139,7 @@ def test_an_error_of_one_loader_saves_one_step_on_all():
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others(rank):
+    """Whatever they wait for: a step, or a checkpoint of which it was to write a part."""
     ends = failing("os.kill(os.getpid(), signal.SIGKILL)", rank)
     other = ends[1 - rank]
     assert ends[rank].status == -signal.SIGKILL

@@ -68,6 +68,7 @@ class Channel:
         ended: Those that have ended in order.
         failed: Whether this one has.
         told: Whether the main thread knows that a process has failed.
+        saved: Whether all have stopped at one step, so that it waits for nobody any more.
         running: What the last program gives, perhaps not yet computed.
         loop: The loop that is under way.
         heard: When process 0 gave the last sign of life.
@@ -79,7 +80,7 @@ class Channel:
         self.runs, self.where = 0, "at its beginning"
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
-        self.failed = self.told = self.closing = False
+        self.failed = self.told = self.saved = self.closing = False
         self.running: jax.Array | None = None
         self.loop: Loop | None = None
         self.heard = time.monotonic()

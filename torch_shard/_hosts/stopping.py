@@ -83,7 +83,7 @@ class Gate:
 
     def leave(self) -> tuple[int, str] | None:
         """Which process asked for the stop that has ended the loop, and why; None if it was JAX."""
-        self._line.told = True
+        self._line.told = self._line.saved = True
         return self.reason
 
     def close(self) -> None:
