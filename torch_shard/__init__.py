@@ -13,7 +13,7 @@ _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shar
 if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
-    from torch_shard._fit import BadStepError, fit
+    from torch_shard._fit import BadStepError, Rows, fit
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
@@ -70,6 +70,7 @@ __all__ = [
     "Padded",
     "Pieces",
     "Preview",
+    "Rows",
     "ShardingPlan",
     "TrainState",
     "TrainStep",

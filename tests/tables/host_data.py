@@ -1,6 +1,7 @@
-"""A step and the rows that each of several processes gives it, and what each checks."""
+"""A step and the rows that each of several processes gives it or reads, and what each checks."""
 
 import contextlib
+import json
 import logging
 
 import jax
@@ -10,10 +11,15 @@ import pytest
 import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import torch_shard as ts
+from torch_shard._fit.dataset import order_of
 
 ROWS, FEATURES = 16, 4
+
+STOPS = 3, 7, 9
+"""Batches after which a run goes on with another number of processes; two make an epoch."""
 
 X = torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(0))
 
@@ -28,7 +34,11 @@ def batch_of(x, num=ROWS):
     return {"x": x, "scale": 1 / num}
 
 
-def make_step(mesh, **options):
+def mean(model, x):
+    return model(x).square().mean()
+
+
+def make_step(mesh, loss_fn=loss_fn, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
     plan = ts.ShardingPlan({"0.weight": P("model"), "2.weight": P(None, "model")}, default=P())
@@ -169,3 +179,73 @@ def check_shards(rank):
             ts.data_shard(alone)
     else:
         assert ts.data_shard(alone) == (1, 0)
+
+
+class Noted(Dataset):
+    """Rows with noise; notes which were read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return X[index] + 0.1 * torch.rand(())
+
+
+def fit_dataset(mesh, dataset, directory, steps):
+    step = make_step(mesh, mean)
+    with ts.Checkpointer(directory, every=100) as checkpointer:
+        return ts.fit(step, None, dataset, batch_size=8, steps=steps, checkpointer=checkpointer, progress=False)
+
+
+def check_dataset(rank, directory):
+    """Goes on where another number of processes was, and reads each row once, or where another reads it too."""
+    num, devices = jax.process_count(), jax.devices()
+    dataset = Noted()
+    fit_dataset(ts.make_mesh(batch=len(devices), model=1), dataset, directory / "checkpoints", STOPS[1])
+    (directory / f"read{rank}").write_text(json.dumps(dataset.read))
+    shared, wanted = Noted(), Noted()
+    mesh = ts.make_mesh(batch=max(1, num // 2), model=len(devices) // max(1, num // 2))
+    ts.fit(make_step(mesh, mean), None, shared, batch_size=8, steps=2, progress=False)
+    count, index = ts.data_shard(mesh)
+    order = order_of(ts.Rows(wanted, batch_size=8), 0, 0).view(2, count, -1)
+    assert shared.read == order[:, index].flatten().tolist()
+
+
+def check_evaluation(rank, directory):
+    """The mean over all rows of a dataset, of which the last ones do not divide over the mesh."""
+    mesh = ts.make_mesh(batch=len(jax.devices()), model=1)
+    step, rows = make_step(mesh, mean), Subset(X, range(13))
+    state = ts.fit(step, None, X, batch_size=8, steps=1, eval_loader=rows, log=directory / "log", progress=False)
+    wanted = step.evaluation()(state, X[:13])["loss"]
+    if rank == 0:
+        lines = (directory / "log" / "metrics.jsonl").read_text().splitlines()
+        (found,) = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "eval"]
+        np.testing.assert_allclose(found, float(wanted), rtol=1e-5)  # means of batches, averaged
+
+
+def check_samplers(rank):
+    """A `DistributedSampler` by `data_shard` gives rows of one batch; by the number of processes it is refused."""
+    mesh = ts.make_mesh(batch=len(jax.devices()) // 2, model=2)
+    count, index = ts.data_shard(mesh)
+
+    def loader(rank, num=count):
+        return DataLoader(X, batch_size=8 // count, sampler=DistributedSampler(X, num_replicas=num, rank=rank))
+
+    whole = [torch.cat(parts) for parts in zip(*map(loader, range(count)), strict=True)]
+    local = ts.fit(make_step(mesh, mean, local_batches=True), None, loader(index), steps=2, progress=False)
+    known = ts.fit(make_step(mesh, mean), None, whole, steps=2, progress=False)
+    for mine, theirs in zip(shards(local), shards(known), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with refused("fit: the DistributedSampler of loader has num_replicas=", "but without local_batches"):
+        ts.fit(make_step(mesh, mean), None, loader(index), steps=1)
+    across = ts.make_mesh(batch=1, model=len(jax.devices()))
+    with refused(f"num_replicas={count}, rank={index}, but data_shard(mesh) is (1, 0)"):
+        ts.fit(make_step(across, mean, local_batches=True), None, loader(index), steps=1)
+    with refused(
+        f"len(dataset) differs between process 0 and 1 ({ROWS} and {ROWS - 4})", "Each process gives the whole"
+    ):
+        ts.fit(make_step(mesh, mean), None, X[: ROWS - 4 * min(rank, 1)], batch_size=8, steps=1)

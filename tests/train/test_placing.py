@@ -42,7 +42,7 @@ def test_what_processes_give_is_compared(monkeypatch):
     rows = HostRows(2, {0: (0,), 1: (0,), 2: (1,)}, 0, "(batch=2)")
 
     def given(*others):
-        def exchange(make):
+        def exchange(make, subject):
             mine, *found = make(), *({path: _describe(leaf) for path, leaf in other.items()} for other in others)
             return [mine, *found]
 

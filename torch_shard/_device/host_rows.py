@@ -109,9 +109,10 @@ class HostRows:
             raise ValueError(
                 f"{caller()}: two processes must have the same rows of a batch or none in common, and each as many as "
                 f"the others. Mesh {self.where} splits a batch into {self.num_blocks} blocks of rows, of which they "
-                "have\n\n" + "\n".join(listed) + "\n\nChoose sizes so that the devices of a process hold whole blocks "
-                "of its own; or let each process give the whole batch (local_batches=False), or fit read the dataset: "
-                "fit(step, state, dataset, batch_size=...)."
+                "have\n\n"
+                + "\n".join(listed)
+                + "\n\nChoose sizes of axes so that each process holds whole blocks of its "
+                "own, or let each give the whole batch (without local_batches, by a DataLoader of all rows)."
             )
         return len(distinct), distinct.index(self.own)
 

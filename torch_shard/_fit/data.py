@@ -114,7 +114,7 @@ class Batches:
         with streams:
             if getattr(self._loader, "_iterator", None) is not None:  # workers that persist
                 _draw_seed_of_workers(self._loader)
-            for owner in _parts(self._loader):
+            for owner in parts_of(self._loader):
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(number)
             batches = iter(self._loader if loader is None else loader)
@@ -145,8 +145,8 @@ def _draw_seed_of_workers(loader: Any) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def _parts(loader: Any) -> list[object]:
-    """Parts that may hold an epoch's number."""
+def parts_of(loader: Any) -> list[object]:
+    """Parts that may hold an epoch's number, or choose rows."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     parts = [loader, *samplers, getattr(loader, "dataset", None)]

@@ -5,11 +5,13 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
+from torch.utils.data import Dataset
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
@@ -17,12 +19,14 @@ from torch_shard._common.validate import check_count, check_directory, check_kin
 from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
+from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
+from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
-from torch_shard._train import EvalStep, Placed, TrainState, TrainStep, check_max_grad_norm
+from torch_shard._train import EvalStep, Placed, Step, TrainState, TrainStep, check_max_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +35,11 @@ logger = logging.getLogger(__name__)
 def fit(
     step: TrainStep,
     state: TrainState | None,
-    loader: Iterable[PyTree] | Callable[[int], Iterable[PyTree]],
+    loader: Iterable[PyTree] | Callable[[int], Iterable[PyTree]] | Rows | Dataset[Any] | Sequence[Any],
     *,
     steps: int,
-    eval_loader: Iterable[PyTree] | None = None,
+    batch_size: int | None = None,
+    eval_loader: Iterable[PyTree] | Rows | Dataset[Any] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
     checkpointer: Checkpointer | None = None,
@@ -54,16 +59,22 @@ def fit(
         step: From `make_train_step`.
         state: Where to begin; donated. If `checkpointer` has a checkpoint that has seen more batches, that is taken
             instead. None stands for the checkpoint, and without one for `step.init(seed=0)`.
-        loader: Batches on the host, of global sizes: an iterable that starts anew with each `iter` (a list, a torch
-            `DataLoader` with or without workers), taken epoch after epoch, or a function from a position (the number
-            of batches seen) to an iterable of those that follow. An iterator will do for a run from its beginning.
-            JAX is multithreaded, so start workers by `DataLoader(..., multiprocessing_context="forkserver")`: after a
-            plain fork, of which JAX warns, they must not touch JAX.
+        loader: Batches on the host, of global sizes (with `local_batches=True`, the rows of this process's devices): an
+            iterable that starts anew with each `iter` (a list, a torch `DataLoader` with or without workers), taken
+            epoch after epoch, or a function from a position (the number of batches seen) to an iterable of those that
+            follow. An iterator will do for a run from its beginning. JAX is multithreaded, so start workers by
+            `DataLoader(..., multiprocessing_context="forkserver")`: after a plain fork, of which JAX warns, they must
+            not touch JAX. Or, with `batch_size`, a dataset: what has `len(dataset)` and `dataset[index]`, the same in
+            all processes, of which each reads the rows of its devices.
         steps: Number of batches of the whole run, not of this call.
+        batch_size: Rows of a batch, over all processes, where `loader` is a dataset. It is shuffled for each epoch, and
+            an epoch's last batch is filled up with its first rows, both as by a `DistributedSampler`; `Rows` has other
+            ways, and workers.
         eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
             metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
             mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
-            mesh is evaluated whole on each device, for one compilation more.
+            mesh is evaluated whole on each device, for one compilation more. Or a dataset, taken in order
+            in batches of `batch_size`.
         eval_every: Batches from one evaluation to the next; None for the end alone.
         eval_step: By default the loss of `step` in eval mode.
         checkpointer: Saves every `checkpointer.every` batches, at the end, when `SIGTERM` or `SIGINT` asks to stop, and
@@ -117,6 +128,12 @@ def fit(
         >>> state = ts.fit(step, step.init(seed=0), data, steps=20, progress=False)
         >>> int(state.step)
         20
+
+        Of a dataset, each of several processes reads the rows of its own devices:
+
+        >>> state = ts.fit(step, state, torch.randn(64, 4), batch_size=8, steps=30, progress=False)
+        >>> int(state.step)
+        30
     """
     counts = {"steps": steps, "log_every": log_every, "prefetch": prefetch}
     _check_numbers(counts, eval_every=eval_every, check_replicas_every=check_replicas_every)
@@ -127,11 +144,13 @@ def fit(
     check_max_grad_norm(max_grad_norm)
     _check_kinds(step, state, checkpointer, log)
     check_kind("progress", progress, bool | Console)
+    loader = as_rows("loader", loader, batch_size, shuffle=True)
+    eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
     _check_evaluation(eval_loader, eval_every, eval_step)
-    batches = Batches(loader, seed=seed)
-    evaluation = None
+    batches, evaluation = _batches("loader", loader, step, seed), None
     if eval_loader is not None:
-        evaluation = Evaluation(eval_step or step.evaluation(), Batches(eval_loader, seed=seed))
+        eval_step = eval_step or step.evaluation()
+        evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
     gate = Gate.of(step.mesh)
     if gate is not None:
         names = "steps", "eval_every", "on_bad_step", "max_grad_norm", "seed", "prove_steps", "check_replicas_every"
@@ -164,6 +183,13 @@ def fit(
         ).run()
 
 
+def _batches(argument: str, loader: Any, step: Step, seed: int) -> Batches:
+    check_samplers(argument, loader, step)
+    if isinstance(loader, Rows):
+        loader = TrainingRows(loader, step, seed=seed) if argument == "loader" else EvaluationRows(loader, step)
+    return Batches(loader, seed=seed)
+
+
 def _check_numbers(numbers: dict[str, int], **optional: int | None) -> None:
     for name, value in numbers.items() | optional.items():
         if value is not None or name in numbers:
@@ -186,7 +212,8 @@ def _check_kinds(step: object, state: object, checkpointer: object, log: object)
 def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object) -> None:
     check_kind("eval_step", eval_step, EvalStep | None, hint="make_eval_step gives one.")
     if eval_loader is not None:
-        check_kind("eval_loader", eval_loader, Iterable, hint="All of its batches are taken each time.")
+        hint = "All of its batches are taken each time."
+        check_kind("eval_loader", eval_loader, Rows if isinstance(eval_loader, Rows) else Iterable, hint=hint)
     elif eval_every is not None or eval_step is not None:
         raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 

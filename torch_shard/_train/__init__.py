@@ -7,7 +7,7 @@ from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.optimizer import check_optimizer
-from torch_shard._train.placing import Placed
+from torch_shard._train.placing import Given, Placed
 from torch_shard._train.preview import Preview
 from torch_shard._train.state import KINDS, TrainState
 from torch_shard._train.step import Step
@@ -20,6 +20,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "EvalStep",
+    "Given",
     "JointLoss",
     "LossShape",
     "Placed",

@@ -29,6 +29,8 @@ class Placed:
 
     arrays: list[jax.Array]
     signature: BatchSignature
+    local: bool = False
+    """Whether each process gave the rows of its own devices alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +84,9 @@ class Placer:
         way = self._way_of(given, leaves, signature, only_shapes)
         if only_shapes:
             structs: Any = way.layout.structs(leaves)
-            return Placed(structs, way.signature)
+            return Placed(structs, way.signature, given.local)
         try:
-            return Placed(way.layout.put(leaves), way.signature)
+            return Placed(way.layout.put(leaves), way.signature, given.local)
         except (TypeError, OverflowError, NotImplementedError):
             for leaf, path in zip(leaves, array_paths(given.batch), strict=True):
                 with named(path):

@@ -13,7 +13,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import HostRows
-from torch_shard._hosts import exchange
+from torch_shard._hosts import PeerError, exchange
 from torch_shard._train.comparison import array_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,13 @@ def compare_given(rows: HostRows, leaves: Mapping[str, PyTree]) -> None:
     Raises:
         ValueError: Shapes or scalars differ between processes, or rows between those that have the same ones.
     """
-    found = exchange(lambda: {path: _describe(leaf) for path, leaf in leaves.items()})
+    mine = {path: _describe(leaf) for path, leaf in leaves.items()}
+    try:
+        found = exchange(lambda: mine, "the rows of a batch, which all compare where its shape is new")
+    except PeerError as error:
+        listed = ", ".join(f"{path} {leaf}" for path, leaf in mine.items())
+        error.add_note(f"Here the batch is {listed}. In each step all processes must give as many rows.")
+        raise
     everyone = range(len(found))
     sharing: dict[tuple[int, ...], list[int]] = {}
     for process in everyone:
