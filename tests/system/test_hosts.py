@@ -139,6 +139,7 @@ def test_an_error_of_one_loader_saves_one_step_on_all():
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others(rank):
+    """Whatever they wait for: a step, or a checkpoint of which it was to write a part."""
     ends = failing("os.kill(os.getpid(), signal.SIGKILL)", rank)
     other = ends[1 - rank]
     assert ends[rank].status == -signal.SIGKILL
@@ -196,6 +197,17 @@ def test_a_signal_to_one_of_four_saves_one_step_on_all(act, statuses):
     ends = failing(f"signal.raise_signal(signal.{act})", rank=2, num=4)
     assert {end.status for end in ends} == statuses
     assert len({tuple(saved(end)) for end in ends}) == 1
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_loop_stops_it_at_its_beginning():
+    """JAX has heard it then, and not we."""
+    act = "signal.raise_signal(signal.SIGTERM)"
+    program = f"import signal\nif rank == 1: mark(), {act}\n" + TRAINS.format(rank=-1, act="")
+    ends = run_job(program.replace("yield", "time.sleep(0.3)\n        yield"), 2, **TIMES)
+    assert [end.status for end in ends] == [143, 143]
+    assert saved(ends[0]) == saved(ends[1])
+    assert saved(ends[0])[-1] < 12
 
 
 SURVIVES = """

@@ -89,7 +89,7 @@ class StopRequest:
             SystemExit: For `SIGTERM`, with the status that a shell gives it; also where another process got a signal.
             PeerError: Another process has failed.
         """
-        rank, reason = (self._gate and self._gate.reason) or (0, signal.SIGTERM.name)
+        rank, reason = (self._gate and self._gate.leave()) or (0, signal.SIGTERM.name)
         if reason not in [number.name for number in SIGNALS]:
             raise PeerError(f"fit: process {rank} failed: {reason}. All stopped, after {position} batches.")
         if self.received is signal.SIGINT:

@@ -11,6 +11,7 @@ from torch_shard._hosts.initialize import check_started as check_started
 from torch_shard._hosts.initialize import initialize as initialize
 from torch_shard._hosts.processes import agree as agree
 from torch_shard._hosts.processes import begin_run as begin_run
+from torch_shard._hosts.processes import check_peers as check_peers
 from torch_shard._hosts.processes import exchange as exchange
 from torch_shard._hosts.processes import follow as follow
 from torch_shard._hosts.processes import is_shared as is_shared

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import queue
 import secrets
@@ -27,6 +28,8 @@ from jax.experimental import multihost_utils
 from torch_shard._common.caller import caller
 from torch_shard._hosts.hub import Hub
 from torch_shard._hosts.wire import Times, Wire, call
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = 1024
 """Bytes of what is made known at the beginning."""
@@ -65,6 +68,7 @@ class Channel:
         ended: Those that have ended in order.
         failed: Whether this one has.
         told: Whether the main thread knows that a process has failed.
+        saved: Whether all have stopped at one step, so that it waits for nobody any more.
         running: What the last program gives, perhaps not yet computed.
         loop: The loop that is under way.
         heard: When process 0 gave the last sign of life.
@@ -76,12 +80,12 @@ class Channel:
         self.runs, self.where = 0, "at its beginning"
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
-        self.failed = self.told = self.closing = False
+        self.failed = self.told = self.saved = self.closing = False
         self.running: jax.Array | None = None
         self.loop: Loop | None = None
         self.heard = time.monotonic()
         self.patience = times.wait
-        self._number = 0
+        self._number, self._one_at_a_time = 0, threading.Lock()
         self._answers: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="torch_shard channel", daemon=True).start()
 
@@ -101,9 +105,7 @@ class Channel:
         if kind in ("result", "error"):
             self._answers.put((kind, *given))
         elif kind == "notice":
-            import logging
-
-            logging.getLogger(__name__).warning("%s", given[0])
+            logger.warning("%s", given[0])
         elif kind == "failed" and given[0] != self.rank:
             self.failure = self.failure or (given[0], given[1])
         elif kind == "ended":
@@ -124,6 +126,10 @@ class Channel:
         Raises:
             PeerError: In every process that waits: another has failed, is elsewhere, or does not come.
         """
+        with self._one_at_a_time:
+            return self._exchange(data, subject)
+
+    def _exchange(self, data: bytes, subject: str) -> list[bytes]:
         self.check()
         self._number += 1
         self.wire.send("exchange", self._number, subject, self.runs, data, self.patience)
@@ -182,7 +188,7 @@ def opened() -> Channel | None:
 def _open() -> Channel:
     times = Times.of_environment()
     rank, num = jax.process_index(), jax.process_count()
-    known = b""
+    known, hub = b"", None
     if rank == 0:
         secret = secrets.token_bytes(16)
         hub = Hub(num, secret, times)
@@ -204,9 +210,17 @@ def _open() -> Channel:
 
     line = Channel(rank, wire, times)
     watch(line)
-    os.register_at_fork(after_in_child=lambda: (wire.abandon(), _open.cache_clear()))
     atexit.register(line.leave)
+    os.register_at_fork(after_in_child=functools.partial(_forget, line, hub))
     return line
+
+
+def _forget(line: Channel, hub: Hub | None) -> None:
+    """Leave the channel to the process from which this one was forked, and let its end be seen there."""
+    line.closing = True
+    for wire in [line.wire, *(hub.wires if hub is not None else [])]:
+        wire.abandon()
+    _open.cache_clear()
 
 
 def _addresses() -> list[str]:

@@ -68,6 +68,11 @@ class Hub:
         for work in (self._accept, self._judge):
             threading.Thread(target=work, name="torch_shard hub", daemon=True).start()
 
+    @property
+    def wires(self) -> list[Wire]:
+        """To the processes that have called."""
+        return [peer.wire for peer in self._peers if peer.wire is not None]
+
     def _accept(self) -> None:
         while any(peer.wire is None for peer in self._peers):
             with contextlib.suppress(OSError, IndexError):
@@ -110,9 +115,8 @@ class Hub:
             self._decide(loop)
 
     def _tell(self, *message: object) -> None:
-        for peer in self._peers:
-            if peer.wire is not None:
-                peer.wire.send(*message)
+        for wire in self.wires:
+            wire.send(*message)
 
     def _is_over(self, rank: int, kind: str, text: str) -> None:
         """Note that nobody need wait for this process: it has `failed`, or `ended`."""
@@ -138,7 +142,7 @@ class Hub:
 
     def _judge(self) -> None:
         last = time.monotonic()
-        while True:
+        while any(peer.over is None for peer in self._peers):
             time.sleep(self._times.beat)
             now = time.monotonic()
             with self._lock:

@@ -84,6 +84,16 @@ def begin_run() -> None:
         line.runs += 1
 
 
+def check_peers() -> None:
+    """Raise if another process has failed.
+
+    Raises:
+        PeerError: It has.
+    """
+    if (line := opened()) is not None:
+        line.check()
+
+
 def follow(array: jax.Array) -> None:
     """Note what the last program gives: as long as it is not there, this process waits for it."""
     if (line := opened()) is not None:

@@ -81,6 +81,11 @@ class Gate:
         """Let the others know that this process can go on no more."""
         self._line.fail(text)
 
+    def leave(self) -> tuple[int, str] | None:
+        """Which process asked for the stop that has ended the loop, and why; None if it was JAX."""
+        self._line.told = self._line.saved = True
+        return self.reason
+
     def close(self) -> None:
         """Leave the loop."""
         with self._changed:

@@ -12,6 +12,9 @@ import jax
 from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
 from torch_shard._hosts.hub import silent_for
 
+SLOW_END = 6
+"""So many times as long has a process to come to its end that knows of the failure: to write out, or to clean up."""
+
 
 def watch(line: Channel) -> None:
     """Begin to watch, and let the others know of an error that ends this process."""
@@ -48,32 +51,34 @@ class _Watch:
         while not line.closing:
             time.sleep(times.beat)
             line.wire.send("beat", line.runs, line.where)
-            if line.loop is not None and line.loop.wanted is not None:
-                line.wire.send("stop", line.loop.number, line.loop.wanted)
-                line.loop.wanted = None
+            loop = line.loop
+            if loop is not None and loop.wanted is not None:
+                line.wire.send("stop", loop.number, loop.wanted)
+                loop.wanted = None
             now = time.monotonic()
             if now - last > times.silent / 2:  # this process itself was stopped
                 line.heard += now - last
             last = now
             if now - line.heard > times.silent and not line.ended:
                 line.failure = line.failure or (0, silent_for(times.silent))
-            if (reason := self._in_vain()) is None:
+            if (found := self._in_vain()) is None:
                 self._since = None
             elif self._since is None:
                 self._since = now
-            elif now - self._since > times.grace and not line.closing:
-                self._end(reason)
+            elif now - self._since > found[1] and not line.closing:
+                self._end(found[0])
 
-    def _in_vain(self) -> str | None:
-        """Say what this process waits for in vain, as far as can be told."""
-        line = self._line
+    def _in_vain(self) -> tuple[str, float] | None:
+        """Say what this process waits for in vain, as far as can be told, and how many seconds it may."""
+        line, grace = self._line, self._line.times.grace
         running: Any = line.running  # whose is_ready JAX does not annotate
         computes = running is not None and not running.is_ready()
-        if line.failure is not None and (computes or not line.told):
-            return f"process {line.failure[0]} failed: {line.failure[1]}"
+        if line.failure is not None and (computes or not line.saved):
+            reason = f"process {line.failure[0]} failed: {line.failure[1]}"
+            return reason, grace if computes or not line.told else SLOW_END * grace
         if line.ended and computes:
             ended, how = next(iter(line.ended.items()))
-            return f"process {ended} has ended ({how}) while others go on."
+            return f"process {ended} has ended ({how}) while others go on.", grace
         return None
 
     def _end(self, reason: str) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import threading
+from collections.abc import Generator
 from typing import Any
 
 SIZE = 36
@@ -64,11 +65,14 @@ class Wire:
         """
         try:
             return pickle.load(self._in)
-        except (OSError, ValueError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            for end in (self._in, self._out, self._socket):
+                with contextlib.suppress(OSError):
+                    end.close()
             raise EOFError from error
 
     def close(self) -> None:
-        """Let go of it; the other end hears of that."""
+        """Let go of it: both ends hear of that, this one too, where it waits for a message."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -84,12 +88,11 @@ def call(address: tuple[str, int], secret: bytes, rank: int, timeout_s: float) -
     Raises:
         OSError: Nobody is there, or somebody else.
     """
-    connection = socket.create_connection(address, timeout_s)
-    connection.sendall(_digest(secret, b"call") + rank.to_bytes(4, "big"))
-    if _read(connection, 32) != _digest(secret, b"answer"):
-        connection.close()
-        raise ConnectionError(f"another program answers at {address[0]}:{address[1]}")
-    return Wire(connection)
+    with _closing_if_it_fails(socket.create_connection(address, timeout_s)) as connection:
+        connection.sendall(_digest(secret, b"call") + rank.to_bytes(4, "big"))
+        if _read(connection, 32) != _digest(secret, b"answer"):
+            raise ConnectionError(f"another program answers at {address[0]}:{address[1]}")
+        return Wire(connection)
 
 
 def answer(connection: socket.socket, secret: bytes, timeout_s: float) -> tuple[Wire, int]:
@@ -99,12 +102,21 @@ def answer(connection: socket.socket, secret: bytes, timeout_s: float) -> tuple[
         OSError: It is a stranger.
     """
     connection.settimeout(timeout_s)
-    heard = _read(connection, SIZE)
-    if heard[:32] != _digest(secret, b"call"):
+    with _closing_if_it_fails(connection):
+        heard = _read(connection, SIZE)
+        if heard[:32] != _digest(secret, b"call"):
+            raise ConnectionError("a stranger called")
+        connection.sendall(_digest(secret, b"answer"))
+        return Wire(connection), int.from_bytes(heard[32:], "big")
+
+
+@contextlib.contextmanager
+def _closing_if_it_fails(connection: socket.socket) -> Generator[socket.socket, None, None]:
+    try:
+        yield connection
+    except OSError:
         connection.close()
-        raise ConnectionError("a stranger called")
-    connection.sendall(_digest(secret, b"answer"))
-    return Wire(connection), int.from_bytes(heard[32:], "big")
+        raise
 
 
 def _digest(secret: bytes, purpose: bytes) -> bytes:

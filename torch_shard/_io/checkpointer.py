@@ -16,7 +16,7 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
-from torch_shard._hosts import PeerError, agree, compare, exchange
+from torch_shard._hosts import PeerError, agree, check_peers, compare, exchange
 from torch_shard._io.integrity import Unreadable, find_damage, seal, sync_directory
 from torch_shard._io.interrupts import finish_at_exit, uninterrupted
 from torch_shard._io.manifest import (
@@ -233,7 +233,7 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        error = self._pending.exception()  # an interrupt leaves it pending
+        error = self._outcome(self._pending)  # an interrupt leaves it pending
         self._pending = None
         if agree(error is not None):
             self._orbax = make_orbax()
@@ -243,6 +243,14 @@ class Checkpointer:
                 f"{error or 'another process failed'}. "
                 + (f"The newest whole one is that of step {steps[-1]}." if steps else "There is none yet.")
             ) from error
+
+    def _outcome(self, writing: concurrent.futures.Future[None]) -> BaseException | None:
+        """Wait for what is written; each process writes a part, so not for one that has failed."""
+        while True:
+            try:
+                return writing.exception(0.5)
+            except concurrent.futures.TimeoutError:
+                check_peers()
 
     def close(self) -> None:
         """Wait for the last checkpoint, and let others save to the directory."""
