@@ -123,7 +123,11 @@ class Padded:
     dim: int
 
     def find_fault(self, shape: Shape) -> str | None:
-        """What keeps this form from an entry of `shape`, and what to do; None if it fits."""
+        """Say what keeps this form from an entry, and what to do; None if it fits.
+
+        Args:
+            shape: Torch's.
+        """
         if fault := _find_dim_fault(self, shape):
             return fault
         if self.size < (found := shape[self.dim]):
@@ -131,20 +135,37 @@ class Padded:
         return None
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """The shape that is kept for torch's `shape`."""
+        """The shape that is kept.
+
+        Args:
+            shape: Torch's.
+        """
         dim = self.dim % len(shape)
         return (*shape[:dim], self.size, *shape[dim + 1 :])
 
     def split_shape(self, shape: Shape) -> Shape:
-        """The shape that a spec for torch's `shape` splits: the one that is kept."""
+        """The shape that a spec splits: the one that is kept.
+
+        Args:
+            shape: Torch's.
+        """
         return self.stored_shape(shape)
 
     def stored_spec(self, spec: PartitionSpec, *, ndim: int) -> PartitionSpec:
-        """The spec that is kept for that of torch's shape: the same."""
+        """The spec that is kept: the same.
+
+        Args:
+            spec: For torch's shape.
+            ndim: Number of dims of that.
+        """
         return PartitionSpec(*_parts(spec, ndim))
 
     def store(self, array: A) -> A:
-        """The stored form of an array in torch's shape: zeros behind it."""
+        """The stored form of an array: zeros behind it.
+
+        Args:
+            array: In torch's shape.
+        """
         shape = tuple(array.shape)
         widths = [(0, new - old) for old, new in zip(shape, self.stored_shape(shape), strict=True)]
         if isinstance(array, torch.Tensor):
@@ -152,7 +173,12 @@ class Padded:
         return cast(A, np.pad(array, widths) if isinstance(array, np.ndarray) else jnp.pad(array, widths))
 
     def restore(self, array: A, shape: Shape) -> A:
-        """The array in torch's `shape` of a stored one: without the padding."""
+        """The array in torch's shape of a stored one: without the padding.
+
+        Args:
+            array: As `store` gives it.
+            shape: Torch's.
+        """
         return cast(A, array[tuple(slice(size) for size in shape)])
 
 
