@@ -172,8 +172,8 @@ def run(
 ) -> None:
     """Run a command, and start it again when it fails: to go on from its newest checkpoint.
 
-    Signals are passed on; a command that SIGINT or SIGTERM has ended is not started again. Exits with the status of the
-    last start: of the process that failed first.
+    Signals are passed on; a command that SIGINT, SIGTERM or SIGHUP has ended is not started again. Exits with the
+    status of the last start: of the process that failed first.
     """
 
     def say(line: str) -> None:

@@ -12,7 +12,11 @@ import pytest
 COMMAND = (
     "import sys\nfrom torch_shard.cli import main\ntry:\n    main()\nfinally:\n    assert 'jax' not in sys.modules\n"
 )
-LIFE = "import os, signal, sys, time\nlife = int(os.environ['TORCH_SHARD_RESTART_COUNT'])\nprint('life', life, flush=True)\n"
+LIFE = """
+import os, signal, sys, time
+life = int(os.environ["TORCH_SHARD_RESTART_COUNT"])
+print("life", life, flush=True)
+"""
 RANK = "rank = int(os.environ['JAX_PROCESS_ID'])\n"
 HEARS = """
 def hear(number, _):
@@ -76,11 +80,23 @@ def test_signals_are_passed_on_once(start, number, processes):
     running = start(HEARS, "--restarts", "3", "--processes", processes, "--grace", "0")
     seen = ""
     while seen.count("ready") < int(processes):
-        seen += running.stdout.readline()
+        line = running.stdout.readline()
+        assert line, running.stderr.read()
+        seen += line
     os.killpg(running.pid, number)  # as a terminal does
     status, out, _ = ended(running)
     assert status == 128 + number
     assert [line[-len("heard 15") :].strip() for line in out] == [f"heard {number}"] * int(processes)
+
+
+def test_what_is_ignored_stays_ignored(start):
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        running = start("print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended(running)[:2] == (0, ["life 0", "True"])
 
 
 def test_several_are_one_job_and_end_together(start):

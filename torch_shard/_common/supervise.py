@@ -18,7 +18,7 @@ RESTARTS = "TORCH_SHARD_RESTART_COUNT"
 """The variable that tells a command how often it was started again; processes of another life meet on another port."""
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def supervise(
@@ -31,8 +31,8 @@ def supervise(
 ) -> int:
     """Run a command to its end, and again where it fails.
 
-    It is not started again where it was asked to stop: by `SIGINT` or `SIGTERM`, sent to it or to this process, which
-    passes signals on.
+    It is not started again where it was asked to stop: by `SIGINT`, `SIGTERM` or `SIGHUP`, sent to it or to this
+    process, which passes signals on.
 
     Args:
         command: The program and its arguments.
@@ -46,7 +46,8 @@ def supervise(
         The status of the last life, as a shell says it: of the process that failed first.
     """
     group = _Group(say, grace_s)
-    before = {number: signal.signal(number, group.pass_on) for number in PASSED_ON}
+    heeded = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, group.pass_on) for number in heeded}
     status = 0
     try:
         for life in range(restarts + 1):

@@ -41,7 +41,7 @@ class Asked:
         fault = None
         if self.num_processes is not None and (self.process_id or 0) >= self.num_processes:
             fault = "processes are numbered from 0: the number of one must be less than the number of all"
-        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
+        if self.coordinator is not None and not re.fullmatch(r".+:\d+", str(self.coordinator)):
             fault = "the coordinator's address must be host:port"
         if self.num_processes is not None and not (is_integer(self.num_processes) and self.num_processes >= 1):
             fault = "the number of processes must be a positive integer"

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from torch_shard._common.caller import caller, public
-from torch_shard._common.validate import check_count
+from torch_shard._common.validate import check_count, is_integer
 from torch_shard._hosts.asked import Asked, find, of_variables
 from torch_shard._hosts.devices import share_devices
 from torch_shard._hosts.launchers import HOW, Found, read_launchers
@@ -88,6 +88,7 @@ def initialize(
         What was found, to print; it is logged too, at level INFO.
 
     Raises:
+        TypeError: `local_device_ids` are not integers.
         ValueError: Variables contradict each other or are incomplete, or nothing says where process 0 runs.
         RuntimeError: JAX has started its devices before, or the processes did not meet.
 
@@ -99,6 +100,9 @@ def initialize(
     global _launch
     check_count("initialization_timeout", initialization_timeout)
     check_count("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    ids = local_device_ids
+    if ids is not None and not (isinstance(ids, Sequence) and all(map(is_integer, ids))):
+        raise TypeError(f"{caller()}: local_device_ids must be a sequence of integers, got {ids!r}. As in [0, 1].")
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     asked = Asked(
         coordinator=coordinator_address,
@@ -115,7 +119,7 @@ def initialize(
     if found is None or found.num_processes == 1:
         _launch = Launch(found and found.launcher, 0, 1)
     else:
-        devices = _own_devices(found) if local_device_ids is None else tuple(local_device_ids)
+        devices = _own_devices(found) if ids is None else tuple(ids)
         _start(found, devices, initialization_timeout, heartbeat_timeout_seconds)
         index, count = found.process_id, found.num_processes
         if index is None or count is None:

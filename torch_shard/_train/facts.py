@@ -135,7 +135,7 @@ class FirstRows:
 
 
 def agree_on_program(
-    step: "Step", key: ProgramKey, state: TrainState, closure: Sequence[torch.Tensor], lowered: jax.stages.Lowered
+    step: "Step", key: ProgramKey, state: TrainState, *, closure: Sequence[torch.Tensor], lowered: jax.stages.Lowered
 ) -> None:
     """Compare a program that is to be compiled, and what it is given first.
 

@@ -142,7 +142,7 @@ class StepProgram:
         self.chosen: list[str] = []
         self._seen: dict[str, jax.Array] = {}  # stored arrays with the values for which the program was made
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
-        self.agree: Callable[[TrainState, Sequence[torch.Tensor], jax.stages.Lowered], None] | None = None
+        self.agree: Callable[..., None] | None = None
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
 
     @property
@@ -241,7 +241,7 @@ class StepProgram:
         structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
         with self._cold.active():
             if self._is_shared and self.agree is not None:
-                self.agree(state, self._tensors, self.lower(state, arrays))
+                self.agree(state, closure=self._tensors, lowered=self.lower(state, arrays))
                 begin_run()
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
