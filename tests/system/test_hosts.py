@@ -10,7 +10,8 @@ import pytest
 from tests.oracles.processes import Ended, run_job, run_processes
 
 MISTAKES = """
-import optax, pathlib, re, tempfile
+import dataclasses, optax, re, tempfile
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -31,13 +32,10 @@ def first_step(batch=ONES, **options):
     step = make(**options)
     step(step.init(seed=0), batch)
 
-def refused(words, call):
-    try:
+def refused(words, call, kind=ValueError):
+    with pytest.raises(kind) as found:
         call()
-    except ValueError as error:
-        assert re.search(words, str(error)), error
-    else:
-        raise AssertionError(f"{words}: was accepted")
+    assert re.search(words, str(found.value)), found.value
 
 step = make()
 state, _ = step(step.init(seed=0), ONES)
@@ -67,6 +65,8 @@ for name, values in {"steps": (2, 3), "seed": (0, 1), "eval_every": (1, 2)}.item
     refused(f"^fit: {name} differs between process 0 and 1 .{values[0]} and {values[1]}.",
             lambda: ts.fit(make(), None, **twins | {"steps": 2, "eval_loader": [ONES], name: values[rank]}))
 refused("^fit: the length of loader differs", lambda: ts.fit(make(), None, [ONES] * (3 + rank), steps=2))
+refused("^fit: batch_size.* differs between process 0 and 1 .8 and 16.", lambda: ts.fit(
+    make(), None, torch.ones(64, 4), batch_size=8 * (1 + rank), steps=2, progress=False))
 with tempfile.TemporaryDirectory() as own:
     refused("^fit: every of the Checkpointer differs", lambda: ts.fit(
         make(), None, **twins, steps=2, checkpointer=ts.Checkpointer("/tmp", every=3 + rank)))
@@ -91,7 +91,12 @@ big = ts.gather_from_jax_processes(torch.full((3_000_000,), rank))  # more than 
 assert [row[0].item() for row in big] == [0, 1]
 state, metrics = step(state, ONES)
 assert step.num_compiles == 1
-ts.fit(step, state, [ONES] * 4, steps=4, check_replicas_every=2, progress=False)
+state = ts.fit(step, state, [ONES] * 4, steps=4, check_replicas_every=2, progress=False)
+parts = [jax.device_put(np.full(1, 1.0 + rank, np.float32), device) for device in jax.local_devices()]
+flawed = jax.make_array_from_single_device_arrays((1,), state.params["2.bias"].sharding, parts)
+state = dataclasses.replace(state, params={**dict(state.params), "2.bias": flawed})
+refused(r"(?s)replicas differ .*params.*2.bias.*process 1", lambda: ts.fit(
+    step, state, [ONES] * 6, steps=6, check_replicas_every=1, progress=False), AssertionError)
 """,
         2,
     )

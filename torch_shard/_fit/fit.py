@@ -359,12 +359,13 @@ class _Loop:
         error.add_note(f"fit: after {self.position} of {self.steps} batches.")
         if isinstance(error, BadStepError):
             self.state = error.state
+        if not self.sound:  # all have found that
+            return self._name_newest(error)
         behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
         ready = self.ahead.num_ready + (self.begun is not None)
-        if behind is None or behind > ready or self.state.step.is_deleted() or not self.sound:
+        if behind is None or behind > ready or self.state.step.is_deleted():
             self.stop.fail(error)
-            self._name_newest(error)
-            return
+            return self._name_newest(error)
         try:
             self.reports.close()
             for _ in range(behind):  # the others had gone further when they heard of it
