@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Several hosts
 #
-# With several hosts each runs the same script, and JAX makes one program of them. This tutorial plays two hosts with two
-# processes of this one, two CPU devices each, which talk to each other over the loopback. It starts them by itself; with
-# real hosts a launcher does (torchrun, SLURM, mpirun, Kubernetes), and the script stays as it is.
+# With several hosts each runs the same script, and JAX makes one program of them. This tutorial plays two hosts with
+# two processes of this one, two CPU devices each, which talk to each other over the loopback. It starts them by
+# itself; with real hosts a launcher does (torchrun, SLURM, mpirun, Kubernetes), and the script stays as it is.
 
 # %%
 import os
@@ -19,9 +19,10 @@ FOLDER = pathlib.Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## The script
 #
-# Three things are there for several hosts. `ts.initialize()` starts the job from what the launcher says, and does nothing
-# in one process. `fit` is given the dataset itself: each host reads the rows of its own devices and no others, in an order
-# that does not depend on how many hosts there are. And checkpoints are in a folder that all of them see.
+# Three things are there for several hosts. `ts.initialize()` starts the job from what the launcher says, and does
+# nothing in one process. `fit` is given the dataset itself: each host reads the rows of its own devices and no
+# others, in an order that does not depend on how many hosts there are. And checkpoints are in a folder that all of
+# them see.
 #
 # Two mistakes are built in, to be seen further down: with `MISTAKE=seed` each process makes another model, and with
 # `MISTAKE=dies` process 1 is killed, in its first life, in the middle of the run.
@@ -74,8 +75,8 @@ ts.export_safetensors(state, FOLDER / "trained.safetensors")
 # ## One process, and two
 #
 # `torch-shard run --processes 2` starts two processes here, with the variables `JAX_COORDINATOR_ADDRESS`,
-# `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` that `ts.initialize()` reads. The two train what one trains: the same rows in the
-# same order, up to the rounding of sums that are taken in another order.
+# `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` that `ts.initialize()` reads. The two train what one trains: the same rows
+# in the same order, up to the rounding of sums that are taken in another order.
 
 
 # %%
@@ -100,8 +101,9 @@ assert all(abs(one[name] - two[name]).max() < 1e-5 for name in one)
 # %% [markdown]
 # ## A mistake is an error, on every host
 #
-# Each process draws another model: the most common mistake, with which frameworks of one process for each device train to
-# the end. Here all processes compare what they begin with, and both say what is wrong before a step is taken.
+# Each process draws another model: the most common mistake, with which frameworks of one process for each device
+# train to the end. Here all processes compare what they begin with, and both say what is wrong before a step is
+# taken.
 
 # %%
 done = train("seeds", processes=2, mistake="seed")
@@ -111,9 +113,9 @@ assert done.stdout.count("0.weight differs between process 0 and 1") >= 2
 # %% [markdown]
 # ## A host is lost
 #
-# Process 1 is killed while it reads its ninth batch. The other one does not wait for ever in the middle of a step: it says who is gone
-# and ends, so that the supervisor starts the job again. It goes on from the newest whole checkpoint, and comes to the same
-# parameters, bit for bit.
+# Process 1 is killed while it reads its ninth batch. The other one does not wait for ever in the middle of a step: it
+# says who is gone and ends, so that the supervisor starts the job again. It goes on from the newest whole checkpoint,
+# and comes to the same parameters, bit for bit.
 
 # %%
 done = train("lost", processes=2, restarts=1, mistake="dies")

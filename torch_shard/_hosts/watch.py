@@ -75,7 +75,7 @@ class _Watch:
         computes = running is not None and not running.is_ready()
         if line.failure is not None and (computes or not line.saved):
             reason = f"process {line.failure[0]} failed: {line.failure[1]}"
-            return reason, grace if computes or not line.told else SLOW_END * grace
+            return reason, SLOW_END * grace if line.told and not (computes or line.failed) else grace
         if line.ended and computes:
             ended, how = next(iter(line.ended.items()))
             return f"process {ended} has ended ({how}) while others go on.", grace
