@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -15,6 +16,7 @@ from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
 from torch_shard._device.tensor import JaxTensor, wrap_array
+from torch_shard._hosts import exchange
 from torch_shard._sharding import (
     ShardingPlan,
     Stacks,
@@ -192,12 +194,18 @@ def _gather_node(node: PyTree) -> PyTree:
 
 
 def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
-    """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is."""
+    """A torch tensor or an array as an ordinary CPU tensor; one that is on the CPU already, as it is.
+
+    Of an array that lies on several processes each gets the whole, and all of them must ask for it.
+    """
     if isinstance(value, torch.Tensor) and not isinstance(value, JaxTensor):
         return value.cpu()
     array = value.jax() if isinstance(value, JaxTensor) else value
     if isinstance(array, jax.Array) and array.is_deleted():
         raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        exchange(lambda: None)  # nobody waits for ever for one that does not ask
+        array = multihost_utils.process_allgather(array, tiled=True)
     return to_host(array)
 
 

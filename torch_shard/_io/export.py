@@ -10,7 +10,6 @@ from typing import BinaryIO
 
 import jax
 import torch
-from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import struct_of
@@ -18,7 +17,7 @@ from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
-from torch_shard._device import JaxTensor, refuse_meta, to_cpu
+from torch_shard._device import refuse_meta, to_cpu
 from torch_shard._hosts import agree
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
@@ -209,7 +208,7 @@ def export_safetensors(
     values, structs = _collect(state)
     stored = {name: Stored(tuple(s.shape), _dtype_of(state, name, s)) for name, s in structs.items()}
     export = Export(path, stored, max_shard_bytes, strings)
-    _write_once(export.write, (_whole(values[name]).to(stored[name].dtype) for name in export.names))
+    _write_once(export.write, (to_cpu(values[name]).detach().to(stored[name].dtype) for name in export.names))
     return export.result
 
 
@@ -237,7 +236,7 @@ def export_torch(state: TrainState | torch.nn.Module | Mapping[str, PyTree], pat
     """
     path = check_file("path", path)
     values, structs = _collect(state)
-    tensors = (_whole(values[name]).to(_dtype_of(state, name, struct)) for name, struct in structs.items())
+    tensors = (to_cpu(values[name]).detach().to(_dtype_of(state, name, struct)) for name, struct in structs.items())
     _write_once(lambda found: write_torch(path, dict(zip(structs, found, strict=True))), tensors)
     return path
 
@@ -287,14 +286,6 @@ def _dtype_of(state: object, name: str, struct: PyTree) -> torch.dtype:
     if isinstance(state, TrainState) and name in state.wide:
         return torch.int64
     return struct.dtype if isinstance(struct.dtype, torch.dtype) else torch_dtype(struct.dtype)
-
-
-def _whole(value: PyTree) -> torch.Tensor:
-    """The global value of a tensor or array, which other processes may hold parts of, on the CPU."""
-    array = value.jax() if isinstance(value, JaxTensor) else value
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    return to_cpu(array).detach()
 
 
 def _write_once(write: Callable[[Iterator[torch.Tensor]], object], tensors: Iterator[torch.Tensor]) -> None:
