@@ -77,10 +77,10 @@ def test_an_interrupted_wait_forgets_nothing(step, tmp_path, monkeypatch):
     pending, interrupts = checkpointer._pending, iter([KeyboardInterrupt])
 
     class Interrupted:
-        def exception(self):
+        def exception(self, timeout=None):
             for interrupt in interrupts:
                 raise interrupt
-            return pending.exception()
+            return pending.exception(timeout)
 
     checkpointer._pending = Interrupted()
     with pytest.raises(KeyboardInterrupt):

@@ -170,6 +170,7 @@ ROWS = [
     Row("SkyPilot", SKYPILOT, "SkyPilot", (1, 2), "10.0.0.7"),
     Row("TPU of GKE", TPU, "Cloud TPU", (3, 4)),
     Row("TPU of GKE, slices", TPU_SLICES, "Cloud TPU", (7, 8)),
+    Row("TPU, compiled for alone", {"TPU_WORKER_HOSTNAMES": "localhost"}, "Cloud TPU", (0, 1)),
     Row("TPU of GKE, one host", {**TPU, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "t-0"}, "Cloud TPU", (0, 1)),
     Row("TPU VM", TPU_VM, "Cloud TPU", (None, None)),
     Row("JobSet", JOBSET, "Kubernetes", (1, None)),

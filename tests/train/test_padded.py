@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of, count_collectives
+from tests.oracles.steps import check_same, run_steps
 
 VOCAB, D = 13, 8
 
@@ -58,16 +59,7 @@ def make_step(
 
 
 def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) -> tuple[ts.TrainState, list[float]]:
-    state, losses = state or step.init(seed=0), []
-    for seed in range(num):
-        state, metrics = step(state, make_batch(seed))
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
-    for name in wanted.params:
-        np.testing.assert_allclose(found.params[name], wanted.params[name], rtol=2e-4, atol=1e-5, err_msg=name)
+    return run_steps(step, make_batch, state, num)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -367,7 +367,7 @@ class _Loop:
             self.stop.fail(error)
             return self._name_newest(error)
         try:
-            self.reports.close()
+            self._flush_if_possible()
             for _ in range(behind):  # the others had gone further when they heard of it
                 self._advance(self.begun or next(self.ahead))
             self._end()
@@ -377,6 +377,13 @@ class _Loop:
         else:
             if self.checkpointer is not None:
                 error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
+
+    def _flush_if_possible(self) -> None:
+        """Tell of the last batch, unless that is what has failed: a disk that is full still has room elsewhere."""
+        try:
+            self.reports.flush(every=True)
+        except Exception:
+            self.reports.close()
 
     def _name_newest(self, error: Exception) -> None:
         """Say where the run can be taken up again."""

@@ -272,7 +272,9 @@ def _cloud_tpu(env: Environment) -> Found | None:
         return Found(launcher="Cloud TPU", says=says_so, num_processes=None, process_id=None, by_jax=True)
     hosts = len(env[name].split(","))
     slices, slice_id = (number({other: default, **env}, other) for other, default in _SLICES.items())
-    worker, _ = _ranks({"the number of hosts": str(hosts), **env}, "TPU_WORKER_ID", "the number of hosts") or (0, 1)
+    alone = {"TPU_WORKER_ID": "0"} if hosts == 1 else {}  # which libtpu leaves out where it compiles for others' chips
+    known = {"the number of hosts": str(hosts), **alone, **env}
+    worker, _ = _ranks(known, "TPU_WORKER_ID", "the number of hosts") or (0, 1)
     return Found(
         launcher="Cloud TPU",
         says=says(env, "TPU_WORKER_ID", name, *_SLICES),
