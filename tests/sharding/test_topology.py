@@ -1,6 +1,7 @@
 """Meshes of accelerators that are not there; nothing is put on them."""
 
 import importlib.util
+import os
 
 import jax
 import numpy as np
@@ -19,12 +20,13 @@ NUM_CHIPS = {name: int(np.prod([int(size) for size in name.split(":")[1].split("
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_topology_has_its_devices(name: str) -> None:
-    per_chip = 2 if name.startswith("tpu7x") else 1  # as JAX counts them
+    per_chip, before = 2 if name.startswith("tpu7x") else 1, dict(os.environ)  # as JAX counts them
     mesh = ts.make_mesh(topology=name, batch=NUM_CHIPS[name] * per_chip)
     assert {device.platform for device in mesh.devices.flat} == {"tpu"}
     assert mesh.axis_types == (AxisType.Auto,)
     assert memory_of(mesh.devices.flat[0]) == TPUS[name.split(":")[0]].memory
     assert {device.platform for device in jax.devices()} == {"cpu"}
+    assert dict(os.environ) == before  # what is started later does not take this machine for a TPU's
 
 
 def test_an_axis_may_run_along_a_part_of_an_axis_of_the_machine() -> None:

@@ -7,10 +7,12 @@ GPUs are described by what XLA's own `xla/backends/gpu/target_config/specs` says
 # JAX has no stubs for its ahead-of-time topologies.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -164,15 +166,27 @@ def _tpus(chip: str, shape: str) -> list[Device]:
     name, options = f"{chip}:{shape}", dict[str, Any](TPUS[chip].options)
     if jax.default_backend() != "tpu":  # there, libtpu is loaded and knows where it is
         _require("libtpu", "tpu", name)
-        os.environ.update({key: value for key, value in _LIBTPU.items() if key not in os.environ})
     sizes = [int(size) for size in shape.split("x")]
     if math.prod(sizes) == 1:
         options["chips_per_host_bounds"] = tuple(sizes)
     try:
-        found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        with _told_where():
+            found: Any = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except RuntimeError as error:  # JAX's
         raise _unknown(name, f" ({error})") from error
     return list(found.devices)
+
+
+@contextlib.contextmanager
+def _told_where() -> Generator[None]:
+    """Let libtpu find in the environment, while it is loaded, that this machine has no TPUs."""
+    added = {} if jax.default_backend() == "tpu" else {n: v for n, v in _LIBTPU.items() if n not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _gpus(gpu: GpuChip, count: int) -> list[Device]:
