@@ -77,7 +77,11 @@ def test_what_was_asked_to_stop_is_not_started_again(start, script):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_signals_are_passed_on_once(start, number, processes):
-    running = start(HEARS, "--restarts", "3", "--processes", processes, "--grace", "0")
+    before = signal.signal(number, signal.SIG_DFL)  # a shell lets what it runs in the background ignore SIGINT
+    try:
+        running = start(HEARS, "--restarts", "3", "--processes", processes, "--grace", "0")
+    finally:
+        signal.signal(number, before)
     seen = ""
     while seen.count("ready") < int(processes):
         line = running.stdout.readline()

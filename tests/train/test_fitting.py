@@ -1,7 +1,9 @@
-"""Programs that a compiler refuses for want of memory."""
+"""What programs take of a device's memory, and those that a compiler refuses for want of it."""
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import torch
@@ -9,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from torch_shard._sharding import memory_of
 from torch_shard._train import programs
-from torch_shard._train.fitting import TooLarge, compile_or_refuse
+from torch_shard._train.fitting import TooLarge, compile_or_refuse, memory_of_program
 
 
 class Lowered:
@@ -60,3 +63,37 @@ def test_what_the_compiler_refuses_does_not_fit_into_any_budget(monkeypatch: pyt
         ValueError, match=r"'none' takes more than the device has, \d+, 'dots' takes more than the device"
     ):
         step.preview(torch.empty(16, 8))
+
+
+def test_a_program_for_tpus_takes_what_their_compiler_counts() -> None:
+    """It refuses a program by this number, and not by the sum of its parts, which is larger."""
+    device = ts.make_mesh(topology="v5e:2x2", batch=1).devices.flat[0]
+    limit = memory_of(device)
+    assert limit is not None
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ weight.astype(jnp.bfloat16)), None
+
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), x, weights)[0].astype(jnp.float32)).mean()
+
+    optimizer = optax.adamw(1e-3)
+
+    def step(weights: jax.Array, moments: optax.OptState, x: jax.Array) -> Any:
+        grads = jax.grad(loss)(weights, x)
+        updates, moments = optimizer.update(grads / jnp.linalg.norm(grads), moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    def compiled(num_layers: int) -> jax.stages.Compiled | TooLarge:
+        on_one = jax.sharding.SingleDeviceSharding(device)
+        shapes = jax.eval_shape(lambda: (jnp.zeros((num_layers, 2048, 2048)), jnp.zeros((8192, 2048), jnp.bfloat16)))
+        given = (shapes[0], jax.eval_shape(optimizer.init, shapes[0]), shapes[1])
+        given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_one), given)
+        return compile_or_refuse(jax.jit(step, donate_argnums=(0, 1)).lower(*given))
+
+    fits, too_large = compiled(150), compiled(160)
+    assert isinstance(fits, jax.stages.Compiled)
+    assert isinstance(too_large, TooLarge)
+    memory, of_parts = (memory_of_program(fits, platform) for platform in ("tpu", "any other"))
+    assert memory.peak <= limit < of_parts.peak
+    assert too_large.num_bytes == pytest.approx(memory.peak * 160 / 150, rel=0.01)  # the compiler says two decimals

@@ -1,10 +1,11 @@
-"""Programs that may be too large for the devices that they are compiled for."""
+"""What programs take of the memory of the devices that they are compiled for, which may be too much."""
 
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 
@@ -23,6 +24,53 @@ class TooLarge:
 
     def __str__(self) -> str:
         return "more than the device has" + ("" if self.num_bytes is None else f", {self.num_bytes}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramMemory:
+    """Bytes of one device while a program runs, by what XLA says of it.
+
+    Attributes:
+        arguments: Of the program.
+        outputs: Of the program.
+        temporaries: What is in between.
+        aliased: Of the outputs, what has the place of an argument.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+
+    @property
+    def held(self) -> int:
+        """Arguments and results, what is donated counted once."""
+        return self.arguments + self.outputs - self.aliased
+
+    @property
+    def peak(self) -> int:
+        """Everything together."""
+        return self.held + self.temporaries
+
+
+def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMemory:
+    """What a program takes of one device.
+
+    Args:
+        compiled: The program.
+        platform: That of its devices. The compiler for TPUs refuses what is too large by its own account of the peak,
+            which is less than the sum of its parts, as temporaries take the place of others; so that is what counts.
+    """
+    found: Any = compiled.memory_analysis()
+    memory = ProgramMemory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+    )
+    if platform != "tpu":
+        return memory
+    return dataclasses.replace(memory, temporaries=max(found.peak_memory_in_bytes - memory.held, 0))
 
 
 def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooLarge:

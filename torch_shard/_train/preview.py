@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich import box
@@ -18,7 +18,7 @@ from rich.text import Text
 from torch_shard._common.types import PyTree
 from torch_shard._cost import COMPILER, KINDS, Cost, ModuleCost, ModulePaths, costs_of, saved_bytes
 from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of
-from torch_shard._train.fitting import TooLarge, compile_or_refuse
+from torch_shard._train.fitting import TooLarge, compile_or_refuse, memory_of_program
 
 _SHOWN, _WIDEST = 24, 8
 
@@ -35,7 +35,7 @@ class PreviewMemory:
         batch: And what else the program is given.
         saved: Values that the forward pass leaves for the backward pass.
         temporaries: All others that are made on the way.
-        peak: Everything together, what is donated counted once.
+        peak: Everything together, what is donated counted once; for TPUs by their compiler's own account.
     """
 
     parameters: int
@@ -286,16 +286,10 @@ def preview_of(
         left = max(needed - sum(parts.values()), 0)
         memory = PreviewMemory(**parts, saved=0, temporaries=left, peak=needed)
         return Preview(about, memory, limit, (), (), whole, None, compiled.message, said)
-    text, found = compiled.as_text() or "", cast(Any, compiled.memory_analysis())
+    text, found = compiled.as_text() or "", memory_of_program(compiled, device.platform)
     costs, modules = costs_of(text), ModulePaths(paths)
-    saved = min(int(saved_bytes(text)), found.temp_size_in_bytes)
-    aliased = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    memory = PreviewMemory(
-        **parts,
-        saved=saved,
-        temporaries=found.temp_size_in_bytes - saved,
-        peak=aliased + found.temp_size_in_bytes,
-    )
+    saved = min(int(saved_bytes(text)), found.temporaries)
+    memory = PreviewMemory(**parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak)
     widest = tuple(_widest(costs, modules))
     return Preview(about, memory, limit, tuple(modules.by_module(costs)), widest, whole, compiled, notes=said)
 

@@ -22,7 +22,7 @@ from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.fitting import TooLarge, compile_or_refuse
+from torch_shard._train.fitting import ProgramMemory, TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
 
@@ -99,21 +99,6 @@ class ProgramLoop:
     is_backward: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramMemory:
-    """Bytes of one device while a program runs, by what XLA says of it."""
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    aliased: int
-
-    @property
-    def peak(self) -> int:
-        """Arguments, results and what is in between, what is donated counted once."""
-        return self.arguments + self.outputs + self.temporaries - self.aliased
-
-
 class StepProgram:
     """One compiled program of a step, of `step.programs`.
 
@@ -167,7 +152,7 @@ class StepProgram:
         Raises:
             ValueError: The program has not run yet.
         """
-        return _memory(self.compiled)
+        return memory_of_program(self.compiled, self._platform)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -179,6 +164,10 @@ class StepProgram:
         if self._structs is None:
             raise ValueError("step.programs: the program has not run yet. Call the step, or use step.lower.")
         return self.lower(*self._structs).compile()
+
+    @property
+    def _platform(self) -> str:
+        return cast(Mesh, self._sharding.mesh).devices.flat[0].platform
 
     def lower(self, state: TrainState, arrays: Sequence[PyTree]) -> jax.stages.Lowered:
         """JAX's lowered program for a state, as the program takes it, and a batch on the mesh, or structs of them."""
@@ -199,7 +188,7 @@ class StepProgram:
     def num_bytes(self, state: TrainState, arrays: Sequence[jax.Array]) -> int | TooLarge:
         """Memory of one device while the program runs, or why it cannot."""
         compiled = compile_or_refuse(self.lower(state, arrays))
-        return compiled if isinstance(compiled, TooLarge) else _memory(compiled).peak
+        return compiled if isinstance(compiled, TooLarge) else memory_of_program(compiled, self._platform).peak
 
     def unfit(self, state: TrainState) -> str | None:
         """Say which buffer of a state has another value than that for which the program was made.
@@ -256,13 +245,3 @@ def _stored(state: TrainState, name: str) -> Any:
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _memory(compiled: jax.stages.Compiled) -> ProgramMemory:
-    found: Any = compiled.memory_analysis()
-    return ProgramMemory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-    )

@@ -1,12 +1,17 @@
 """Normalisation, attention's softmax and embeddings, with the statistics and masks that PyTorch returns."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._common.axes import manual_axes
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import current_rows
 
 aten = torch.ops.aten
 
@@ -166,6 +171,7 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
 
 @lowers(aten.embedding_dense_backward.default)
 def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq):
+    grad = _by_features(grad, num_weights)
     flat, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
     if scale_grad_by_freq:
         counts = jnp.zeros((num_weights,), grad.dtype).at[flat].add(1)
@@ -173,6 +179,21 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
     if padding_idx >= 0:
         rows = jnp.where((flat == padding_idx)[:, None], 0, rows)
     return jnp.zeros((num_weights, grad.shape[-1]), grad.dtype).at[flat].add(rows)
+
+
+def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
+    """The gradient of what was looked up, split along its features over the devices that share the batch (FSDP).
+
+    Each then adds up its own features of all tokens. With more tokens than the table has rows, XLA's partitioner lets
+    each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them likewise.
+    """
+    split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
+    if split is None or not split.kept or manual_axes() or grad.shape[-1] % split.num_shards:
+        return grad
+    if not num_weights <= num_tokens <= num_weights * split.num_shards:  # of more tokens, tables are fewer bytes
+        return grad
+    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), split.axes)
+    return jax.lax.with_sharding_constraint(grad, NamedSharding(split.mesh, by_features))
 
 
 @lowers(aten.embedding_renorm.default)
