@@ -444,7 +444,7 @@ class Dropping(nn.Module):
         return x + out[:, :2].transpose(1, 2).flatten(-2)
 
 
-@pytest.mark.parametrize(("is_causal", "remat"), [(True, "none"), (False, "block")])
+@pytest.mark.parametrize(("is_causal", "remat"), [(True, "block"), pytest.param(False, "none", marks=pytest.mark.slow)])
 def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, remat: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal) for _ in range(3)))

@@ -131,6 +131,7 @@ def saved(end: Ended) -> list[int]:
     return eval(re.findall(r"saved (\[.*\])", end.output)[-1])
 
 
+@pytest.mark.slow
 def test_an_error_of_one_loader_saves_one_step_on_all():
     good, bad = failing('raise OSError("no disk")')
     assert (good.status, bad.status) == (1, 1)
@@ -155,7 +156,8 @@ def test_a_killed_process_ends_the_others(rank):
     assert other.seconds < 30
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_stopped_process_ends_the_others(rank):
     ends = failing("os.kill(os.getpid(), signal.SIGSTOP)", rank, stopped=rank)
     other = ends[1 - rank]
@@ -167,6 +169,7 @@ def test_a_stopped_process_ends_the_others(rank):
     assert other.seconds < 30
 
 
+@pytest.mark.slow
 def test_a_process_that_compiles_alone_is_told_so():
     """One has another batch in its third step: it waits to compare, and the other for its part of the sum."""
     ends = run_job(

@@ -96,8 +96,11 @@ def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"remat": "block"}, {"accumulate_steps": 2}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)],
-    ids=["loop", "remat", "accumulate", "apart"],
+    [
+        pytest.param({"remat": "block", "accumulate_steps": 2}, id="remat, accumulate"),
+        pytest.param({}, id="loop", marks=pytest.mark.slow),
+        pytest.param({"scan_layers": False}, id="apart", marks=pytest.mark.slow),
+    ],
 )
 def test_pieces_train_as_torchs_form_does_and_nothing_moves(options: dict[str, Any]):
     step = make_step(**options)
@@ -137,7 +140,7 @@ def test_a_state_reads_in_torchs_shape_and_keeps_pieces():
     [
         optax.adafactor(1e-2, min_dim_size_to_factor=4),
         pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
-        optax.contrib.muon(1e-2),
+        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
         pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
     ],
     ids=["adafactor", "lamb", "muon", "lion"],
@@ -149,7 +152,7 @@ def test_optimizers_that_look_at_shapes_see_torchs(optimizer: optax.GradientTran
     check_same(state, wanted)
 
 
-@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("is_written", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_checkpoints_are_of_torchs_form(tmp_path, is_written: bool):
     forms = [STORED, {}] if is_written else [{}, STORED]
     first, second = make_step(stored=forms[0]), make_step(stored=forms[1], sizes=(2, 2))
