@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import optax
 import torch
 from jax.sharding import Mesh
@@ -136,14 +137,19 @@ RECIPES |= {
 }
 
 
-def measure(name: str, sizes: Sizes) -> float:
-    """Bytes that each device receives from others in one step."""
+def compiled(name: str, sizes: Sizes) -> jax.stages.Compiled:
+    """The step of a recipe."""
     recipe = RECIPES[name]
     model = sizes.model(recipe.fused)
     mesh = ts.make_mesh(topology=TOPOLOGY, **recipe.axes)
     step = ts.make_train_step(model, models.token_loss, optax.adamw(1e-3), mesh=mesh, **recipe.options(model, mesh))
     batch = tuple(torch.empty(sizes.rows, sizes.length, dtype=torch.int64, device="meta") for _ in range(2))
-    return counts_of(step.lower(step.structs, batch).compile()).wire
+    return step.lower(step.structs, batch).compile()
+
+
+def measure(name: str, sizes: Sizes) -> float:
+    """Bytes that each device receives from others in one step."""
+    return counts_of(compiled(name, sizes)).wire
 
 
 def rows(quick: bool) -> Iterator[Row]:

@@ -77,6 +77,19 @@ def test_division_equals_torch(x: torch.Tensor, y: torch.Tensor | float, mode: s
     torch.testing.assert_close(found.to(wanted.dtype), wanted, equal_nan=True)
 
 
+@pytest.mark.parametrize(("x", "y"), [*itertools.product([INTEGERS, FLOATS], [*DIVISORS[:4], DIVISORS[4] % 7])])
+def test_the_remainder_of_a_truncated_division_equals_torch(x: torch.Tensor, y: torch.Tensor | float) -> None:
+    wanted = torch.fmod(x, y)
+    found = ts.jax_jit(lambda x: torch.fmod(x, y))(x).cpu()
+    assert found.dtype.is_floating_point == wanted.dtype.is_floating_point
+    torch.testing.assert_close(found.to(wanted.dtype), wanted)
+
+
+def test_integers_are_rolled() -> None:
+    x = torch.arange(12).reshape(3, 4)
+    assert torch.equal(ts.jax_jit(lambda x: x.roll((1, 2), (0, 1)))(x).cpu().long(), x.roll((1, 2), (0, 1)))
+
+
 VALUES = {
     "float": torch.tensor([0.5, -2.0, 3.0]),
     "bfloat16": torch.tensor([0.5, -2.0, 3.0]).bfloat16(),

@@ -70,6 +70,12 @@ def _round(x, y, quotient, mode):
     return jnp.where(y == 0, quotient, jnp.floor_divide(x, jnp.where(y == 0, 1, y)))
 
 
+@lowers(aten.fmod.Tensor, aten.fmod.Scalar)
+def fmod(x, y):
+    """The remainder that has the sign of x."""
+    return jnp.fmod(x, y)
+
+
 @lowers(aten.max.dim)
 def max_dim(x, dim, keepdim=False):
     """Returns `(values, indices)`; a NaN wins, and of equals the first."""
