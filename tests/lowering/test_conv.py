@@ -54,3 +54,21 @@ def test_a_batch_norm_of_bfloat16_has_the_variance_of_values_that_hardly_vary() 
     wanted, found = normed(x, mean, var), ts.jax_jit(normed)(x, mean, var)
     # one rounding of the result to bfloat16
     torch.testing.assert_close(found.cpu(), wanted, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", [P(), P(("model", "batch")), P(("batch", "model"))], ids=str)
+def test_grouped_convolutions_on_a_mesh_equal_eager_torch(spec: P) -> None:
+    """However weights are split: XLA's partitioner errs where it splits groups, forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3, groups=4, padding=1),
+        nn.Conv2d(16, 8, 1, groups=4),
+        nn.Tanh(),
+        nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, output_padding=1, groups=4),
+        nn.ConvTranspose2d(8, 16, 2, dilation=2, groups=2),
+        nn.Conv2d(16, 16, 3, groups=16),
+    )
+    plan = ts.ShardingPlan({"*.weight": spec}, default=P())
+    mesh = ts.make_mesh(batch=4, model=2)
+    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    step.prove(step.init(), torch.randn(8, 8, 5, 5)).raise_if_different()

@@ -1,6 +1,7 @@
 """Bugs of the libraries beneath, as small as they get. When one of these passes, its guard in torch_shard can go."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -67,6 +68,21 @@ def test_recurrent_gradients_are_right_when_sharded(rows: int, pad: bool) -> Non
     for name, parameter in model.named_parameters():
         wanted = (parameter - parameter.grad).detach().numpy()
         np.testing.assert_allclose(state.params[name], wanted, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.xfail(strict=True, reason="Shardy (jaxlib 0.10.2): an axis that it splits between two dims is put wrongly")
+def test_a_dim_that_is_put_together_may_have_axes_in_another_order_than_the_meshs() -> None:
+    mesh = ts.make_mesh(batch=4, model=2)
+    rng = np.random.default_rng(0)
+    grad, x = (rng.standard_normal((8, 8, 16)).astype("float32") for _ in range(2))
+
+    def of_weight(grad: jax.Array, x: jax.Array) -> jax.Array:
+        grouped = (array.reshape(8, 4, 2, 16) for array in (grad, x))
+        return jnp.einsum("ngos,ngis->goi", *grouped).reshape(8, 2)
+
+    rows, out = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("batch"), P(("model", "batch"))))
+    found = jax.jit(of_weight, in_shardings=(rows, rows), out_shardings=out)(grad, x)
+    np.testing.assert_allclose(found, of_weight(grad, x), rtol=1e-5, atol=1e-5)  # sums of 128 in another order
 
 
 @pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): twice the gradient, once per `model` device")

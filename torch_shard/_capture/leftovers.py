@@ -33,13 +33,19 @@ def give_values() -> None:
 def _give_values() -> None:
     if all(value is None for value in constants_of(left_over())):
         return
-    gc.collect()  # what only cycles hold
-    old: list[Any] = left_over()
-    new: list[Any] = constants_of(old)
-    for _ in range(_DEPTH):
-        if not old:
-            return
-        old, new = _replace(old, new)
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # what is frozen is not found
+    try:
+        gc.collect()  # what only cycles hold
+        old: list[Any] = left_over()
+        new: list[Any] = constants_of(old)
+        for _ in range(_DEPTH):
+            if not old:
+                return
+            old, new = _replace(old, new)
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _replace(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:

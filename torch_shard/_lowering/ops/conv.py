@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._common.axes import local_vjp
+from torch_shard._common.axes import local_vjp, manual_axes
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import current_rows
 
 aten = torch.ops.aten
 
@@ -24,13 +26,21 @@ def convolution(x, weight, bias, stride, padding, dilation, transposed, output_p
     rank = weight.ndim - 2
     stride, padding, dilation = (_per_dim(v, rank) for v in (stride, padding, dilation))
     unbatched = x.ndim == rank + 1
-    x = x[None] if unbatched else x
+    x, weight = x[None] if unbatched else x, weight if groups == 1 else _whole(weight)
     if transposed:
         out = _transposed(x, weight, stride, padding, dilation, _per_dim(output_padding, rank), groups)
     else:
         out = _correlate(x, weight, stride, [(p, p) for p in padding], (1,) * rank, dilation, groups)
     out = out if bias is None else out + bias.reshape(1, -1, *(1,) * rank)
     return out[0] if unbatched else out
+
+
+def _whole(weight):
+    """What belongs to a grouped convolution, on each device: XLA's partitioner errs where groups are split."""
+    split = current_rows()
+    if split is None or manual_axes():
+        return weight
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
 
 
 def _correlate(x, weight, stride, padding, x_dilation, dilation, groups):
@@ -58,8 +68,10 @@ def convolution_backward(
         return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
 
     grad_x, grad_weight = local_vjp(forward, x, weight, cotangent=grad)[1]
-    if groups > 1 and not transposed and output_mask[1]:
-        grad_weight = _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups)
+    if groups > 1 and output_mask[1]:
+        steps, windowed = (x, grad) if transposed else (grad, x)
+        found = _grouped_weight_gradient(steps, windowed, weight, stride, padding, dilation, groups)
+        grad_weight = _whole(found)
     batch_and_space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
     grads = (grad_x, grad_weight, jnp.sum(grad, batch_and_space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
@@ -69,6 +81,7 @@ def _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups)
     """By windows of x, not by a convolution: XLA's partitioner multiplies that one by the size of the other mesh axes.
 
     (jaxlib 0.10.2, a convolution with batch_group_count whose batch is split; tests/system/test_upstream.py.)
+    Of a transposed convolution x and the gradient change places.
     """
     kernel, space = weight.shape[2:], grad.shape[2 - weight.ndim :]
     rank = len(kernel)
