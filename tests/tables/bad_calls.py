@@ -236,7 +236,10 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.plans.from_dtensor(model, mesh, {"layer": 5}, tp="batch")': "TypeError: plans.from_dtensor: parallelize_plan maps names of modules to styles, got 'layer': int.",
         'ts.plans.from_dtensor(model, mesh, {}, tp="x")': 'ValueError: plans.from_dtensor: on the mesh (batch=2): tp="x" names no axis of it.',
         'ts.plans.from_dtensor(model, mesh, {}, tp="batch", batch_spec="batch")': "TypeError: plans.from_dtensor: batch_spec must be a P or None, got str.",
-        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim="3")': "ValueError: plans.from_dtensor: 1 thing cannot be read. ndim='3' must be a positive integer.",
+        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim="3")': "TypeError: plans.from_dtensor: ndim must be a whole number, or some by names or globs of modules; got '3'.",
+        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim={7: 2})': "TypeError: plans.from_dtensor: ndim must be a whole number, or some by names or globs of modules; got 7: 2.",
+        'ts.plans.from_dtensor(model, mesh, {}, tp="batch", ndim=0)': "ValueError: plans.from_dtensor: 1 thing cannot be read. ndim=0 must be a positive integer.",
+        "ts.plans.from_dtensor(model, mesh, {}, tp=None)": "TypeError: plans.from_dtensor: tp must be a str, got NoneType.",
     },
     "plans.from_accelerate": {
         "ts.plans.from_accelerate(5)": "TypeError: plans.from_accelerate: model must be a Module, got int.",
@@ -253,6 +256,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "ts.plans.from_logical(model, mesh, [], activations=[])": "TypeError: plans.from_logical: activations must be a Mapping or None, got list.",
         'ts.plans.from_logical(model, mesh, [], names={"layer.bias": 5})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer.bias': 5",
         'ts.plans.from_logical(model, mesh, [], names={"layer.bias": "embed"})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer.bias': 'embed'",
+        "ts.plans.from_logical(model, mesh, [], names={7: ()})": "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 7: ()",
         'ts.plans.from_logical(model, mesh, [], activations={"layer": (5,)})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer': (5,)",
     },
     "plans.to_logical": {

@@ -1,9 +1,11 @@
 """Optimizers of optax on a mesh: what they do unsharded."""
 
+import jax
 import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
+from torch import nn
 
 import torch_shard as ts
 from tests.tables.cases import CASE, GPT, chosen, make_mesh, make_step
@@ -73,3 +75,30 @@ def test_layers_whose_moments_are_split_differently_are_not_stored_together() ->
     assert not first[apart.replace(".3.", ".0.")].sharding.is_fully_replicated
     sizes = sorted(len(group) for group in state.params.layout.groups if apart.replace(".3.", ".0.") in group)
     assert sizes == [3]
+
+
+def test_moments_are_stored_in_the_form_of_their_parameters() -> None:
+    """A plan for moments alone may be a recipe's, which keeps fused projections in pieces."""
+    mesh = make_mesh((4, 2))
+    model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
+    moments = ts.ShardingPlan({"0.weight": P("model")}, default=P(), stored={"0.weight": ts.Pieces(3, dim=0)})
+    step = ts.make_train_step(
+        model,
+        lambda model, x: model(x).square().mean(),
+        optax.adamw(1e-2),
+        mesh=mesh,
+        plan=ts.plans.replicated(),
+        optimizer_plan=moments,
+    )
+    step.prove(step.init(), torch.randn(8, 8)).raise_if_different()
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(step.init().opt_state) if leaf.shape == (24, 8)} == {
+        P("model")
+    }
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ts.Pieces("3", dim=0), lambda: ts.Pieces(3, dim=0.0), lambda: ts.Padded(17.0, 0)]
+)
+def test_forms_are_of_whole_numbers(make) -> None:
+    with pytest.raises(TypeError, match=r"P\w+: \w+ must be a whole number, got"):
+        make()

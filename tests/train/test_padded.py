@@ -130,6 +130,38 @@ def test_files_are_of_torchs_form(tmp_path, is_written: bool):
     check_same(after, wanted)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Words, blocks and a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCAB, D), nn.Linear(D, VOCAB)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_the_stream_may_be_split_along_its_sequence():
+    model, mesh = Stack(), ts.make_mesh(batch=4, model=2)
+    plan = ts.plans.fsdp_tp(model, mesh, sequence=True, pad_vocab=True)
+    assert plan.activations["words"] == P("batch", "model", None)
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    step.prove(step.init(seed=0), make_batch()).raise_if_different()
+
+
 def test_what_does_not_fit_is_refused():
     model, mesh = Tied(), ts.make_mesh(batch=4, model=2)
     for form, says in ((ts.Padded(12, dim=0), "dim 0 = 13 is larger"), (ts.Padded(15, dim=0), "15 is not a multiple")):

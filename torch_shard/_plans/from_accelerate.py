@@ -61,6 +61,11 @@ def from_accelerate(
     sizes = {axis: size for axis, size in _sizes(parallelism_config).items() if size > 1}
     mesh = make_mesh(devices, topology=topology, **(sizes or {"dp_replicate": -1}))
     stored = tuple(axis for axis in ("dp_shard", "cp", "sp") if axis in mesh.shape)
+    if "tp" in mesh.shape and not getattr(model, "tp_plan", None):
+        raise ValueError(
+            f"{caller()}: tp_size={mesh.shape['tp']}, and {type(model).__name__} has no tp_plan, as models of "
+            "transformers have one. Use tp_size=1, or make_mesh and a recipe: ts.plans.fsdp_tp(model, mesh)."
+        )
     if "tp" in mesh.shape:
         plan = from_hf(model, mesh, tp="tp", fsdp=stored or None, strict=strict)
     else:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
-from torch_shard._common.validate import check_kind
+from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
 from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import ShardingPlan, check_mesh
@@ -64,7 +64,7 @@ def from_dtensor(
             last device has less.
 
     Raises:
-        TypeError: `parallelize_plan` is neither a style nor a mapping of them.
+        TypeError: `parallelize_plan` is neither a style nor a mapping of them; `tp` is no name, `ndim` no number.
         ValueError: The mesh lacks an axis; a style has no meaning here or for a module of this class, or two split one
             parameter; a layout does not fit the module's arguments or `ndim`; or what `strict` refuses. All together.
 
@@ -78,7 +78,9 @@ def from_dtensor(
         (P(None, 'model'), P('batch', None, 'model'))
     """
     check_kind("model", model, nn.Module)
+    check_kind("tp", tp, str)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
+    _check_ndim(ndim)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
     reader = _Reader(model, parallelize_plan, layouts_of(mesh, tp, batch_spec, ndim))
     faults = [*reader.layouts.find_faults(model, mesh), *reader.faults]
@@ -92,6 +94,14 @@ def from_dtensor(
     decisions = reader.decide(mesh, fsdp)
     activations = places_with_globs(reader.constraints, model)
     return plan_of(model, decisions, strict=strict, activations=activations)
+
+
+def _check_ndim(ndim: object) -> None:
+    ranks = dict(cast(Mapping[object, object], ndim)) if isinstance(ndim, Mapping) else {"": ndim}
+    odd = [(key, num) for key, num in ranks.items() if not isinstance(key, str) or not is_integer(num)]
+    if odd:
+        shown = ", ".join(f"{key!r}: {num!r}" if key != "" else repr(num) for key, num in odd)
+        raise TypeError(f"{caller()}: ndim must be a whole number, or some by names or globs of modules; got {shown}.")
 
 
 def layouts_of(mesh: Mesh, tp: str, batch_spec: PartitionSpec | None, ndim: int | Mapping[str, int]) -> "Layouts":

@@ -85,7 +85,8 @@ def from_logical(
 def _check_names(argument: str, given: object) -> None:
     """Refuse what is no mapping to names of dims."""
     check_kind(argument, given, Mapping | None)
-    odd = {key: dims for key, dims in cast(Mapping[object, object], given or {}).items() if not _are_names(dims)}
+    items = cast(Mapping[object, object], given or {}).items()
+    odd = {key: dims for key, dims in items if not (isinstance(key, str) and _are_names(dims))}
     if odd:
         shown = "\n".join(f"  {key!r}: {dims!r}" for key, dims in odd.items())
         raise TypeError(

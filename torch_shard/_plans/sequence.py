@@ -17,7 +17,7 @@ from torch_shard._common.caller import caller
 from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_globs
 from torch_shard._plans.layers import LORA, experts_of, is_norm, is_table, layers_of, product_of
 from torch_shard._plans.roles import roles_of
-from torch_shard._sharding import axes_of
+from torch_shard._sharding import Padded, axes_of
 
 
 def sequence_constraints(
@@ -47,6 +47,8 @@ def sequence_constraints(
     stream = _Stream(model, blocks, sharded)
     found = dict.fromkeys(stream.split(), split) | dict.fromkeys(stream.whole(), whole)
     found |= dict.fromkeys(stream.inner(), inner)
+    padded = [name.removesuffix(".weight") for name, made in decisions.items() if isinstance(made.form, Padded)]
+    found = {place: spec for place, spec in found.items() if place not in padded or spec != inner}  # has torch's words
     return places_with_globs(found, model)
 
 

@@ -36,7 +36,7 @@ from torch_shard._sharding.mesh import (
     refuse_compile_only,
 )
 from torch_shard._sharding.patterns import make_matcher
-from torch_shard._sharding.plan import ShardingPlan
+from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stacked import (
     Layout,
@@ -81,6 +81,7 @@ __all__ = [
     "find_spec_faults",
     "group_ties",
     "holdings",
+    "in_form_of",
     "keep_stacks",
     "make_matcher",
     "make_mesh",

@@ -9,7 +9,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import is_integer
 from torch_shard._sharding.mesh import axes_of
 
 Shape: TypeAlias = tuple[int, ...]
@@ -35,6 +36,9 @@ class Pieces:
         num: How many pieces of one size the dim has, such as 3 of query, key and value.
         dim: The fused dim of torch's shape; from the end where it is negative.
 
+    Raises:
+        TypeError: One of them is no whole number.
+
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> form = Pieces(3, dim=0)
@@ -44,6 +48,9 @@ class Pieces:
 
     num: int
     dim: int
+
+    def __post_init__(self) -> None:
+        _check_integers(self)
 
     def find_fault(self, shape: Shape) -> str | None:
         """Say what keeps this form from an entry, and what to do; None if it fits.
@@ -113,6 +120,9 @@ class Padded:
         size: Of the dim as it is kept.
         dim: The padded dim; from the end where it is negative.
 
+    Raises:
+        TypeError: One of them is no whole number.
+
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> Padded(50258, dim=0).stored_shape((50257, 768))
@@ -121,6 +131,9 @@ class Padded:
 
     size: int
     dim: int
+
+    def __post_init__(self) -> None:
+        _check_integers(self)
 
     def find_fault(self, shape: Shape) -> str | None:
         """Say what keeps this form from an entry, and what to do; None if it fits.
@@ -279,6 +292,12 @@ def _restorer(form: Form, shape: Shape, sharding: NamedSharding) -> Callable[[ja
         return form.restore(array, shape)
 
     return jax.jit(restore, out_shardings=sharding)
+
+
+def _check_integers(form: Form) -> None:
+    for field in fields(form):
+        if not is_integer(value := getattr(form, field.name)):
+            raise TypeError(f"{type(form).__name__}: {field.name} must be a whole number, got {value!r}.")
 
 
 def _find_dim_fault(form: Form, shape: Shape) -> str | None:

@@ -375,3 +375,10 @@ def _list(header: str, lines: list[str]) -> str:
 
 def _count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
+def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:
+    """The rules of a plan for entries that are stored as another plan has them."""
+    ranks = {key: rank for key, rank in plan.ranks.items() if key[0] == "rules"}
+    ranks |= {key: rank for key, rank in other.ranks.items() if key[0] == "stored"}
+    return replace(plan, stored=other.stored, ranks=ranks, activations={})

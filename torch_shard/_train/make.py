@@ -48,7 +48,8 @@ def make_train_step(
         plan: Which parameter and buffer is split how, by name.
         optimizer_plan: The same for what the optimiser keeps of each parameter, its moments, where that is split
             further: with `plan=ts.plans.replicated()` and `optimizer_plan=ts.plans.fsdp(model, mesh)` each device
-            updates its share of the parameters, which are then gathered (ZeRO-1). By default as `plan` has it.
+            updates its share of the parameters, which are then gathered (ZeRO-1). By default as `plan` has it. Only
+            its rules count: moments have the stored form of their parameters, activations are split as `plan` says.
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
         local_batches: Of several processes, each gives the rows of its own devices alone, in every leaf but the

@@ -17,7 +17,15 @@ from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._lowering import RowSplit, capture_settings
-from torch_shard._sharding import LossFn, ResolvedPlan, axes_of, check_current_mesh, holdings, shared_memory
+from torch_shard._sharding import (
+    LossFn,
+    ResolvedPlan,
+    axes_of,
+    check_current_mesh,
+    holdings,
+    in_form_of,
+    shared_memory,
+)
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
@@ -56,7 +64,9 @@ class Step:
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
         asked = options.optimizer_plan
-        self.optimizer_plan = self.plan if asked is None else asked.resolve(model, options.mesh)
+        self.optimizer_plan = (
+            self.plan if asked is None else in_form_of(asked, options.plan).resolve(model, options.mesh)
+        )
         self._held = holdings(model)
         self.layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
         self.layout = options.batch_layout()
