@@ -1,5 +1,7 @@
 """Optimizers of optax on a mesh: what they do unsharded."""
 
+from typing import Any
+
 import jax
 import optax
 import pytest
@@ -96,9 +98,7 @@ def test_moments_are_stored_in_the_form_of_their_parameters() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: ts.Pieces("3", dim=0), lambda: ts.Pieces(3, dim=0.0), lambda: ts.Padded(17.0, 0)]
-)
-def test_forms_are_of_whole_numbers(make) -> None:
+@pytest.mark.parametrize(("form", "given"), [(ts.Pieces, ("3", 0)), (ts.Pieces, (3, 0.0)), (ts.Padded, (17.0, 0))])
+def test_forms_are_of_whole_numbers(form: Any, given: tuple[Any, ...]) -> None:
     with pytest.raises(TypeError, match=r"P\w+: \w+ must be a whole number, got"):
-        make()
+        form(*given)
