@@ -59,7 +59,8 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
     Args:
         compiled: The program.
         platform: That of its devices. The compiler for TPUs refuses what is too large by its own account of the peak,
-            which is less than the sum of its parts, as temporaries take the place of others; so that is what counts.
+            which for large programs is less than the sum of its parts, as temporaries take the place of others; of small
+            ones it is more, as memory on the chip counts there.
     """
     found: Any = compiled.memory_analysis()
     memory = ProgramMemory(
@@ -70,7 +71,8 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
     )
     if platform != "tpu":
         return memory
-    return dataclasses.replace(memory, temporaries=max(found.peak_memory_in_bytes - memory.held, 0))
+    by_peak = max(found.peak_memory_in_bytes - memory.held, 0)
+    return dataclasses.replace(memory, temporaries=min(memory.temporaries, by_peak))
 
 
 def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooLarge:
