@@ -59,8 +59,8 @@ def memory_of_program(compiled: jax.stages.Compiled, platform: str) -> ProgramMe
     Args:
         compiled: The program.
         platform: That of its devices. The compiler for TPUs refuses what is too large by its own account of the peak,
-            which for large programs is less than the sum of its parts, as temporaries take the place of others; of small
-            ones it is more, as memory on the chip counts there.
+            which for large programs is less than the sum of its parts, as temporaries take the place of others; for
+            small ones it is more, as memory on the chip counts there.
     """
     found: Any = compiled.memory_analysis()
     memory = ProgramMemory(
