@@ -268,3 +268,9 @@ def test_recipes_are_written_with_the_names_that_models_have():
     assert dict(rules)["mlp"] == dict(rules)["vocab"] == ("model",)
     assert names["model.layers.*.mlp.up_proj.weight"] == ("mlp", "embed")
     assert dict(rules)["embed"] == ("batch",)
+
+
+def test_rules_that_split_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ts.plans.from_logical(nn.Linear(4, 16), ts.make_mesh(batch=4, model=2), [("mpl", "model")])
+    assert "from_logical: no rule splits a parameter of this model. Its dims are called: embed, mlp." in caplog.text

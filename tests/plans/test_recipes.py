@@ -257,3 +257,24 @@ def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
     assert {asked[f"model.layers.*.{name}"] for name in ("self_attn:hidden_states", "mlp:x")} == {whole}
     assert {asked[f"model.layers.*.{name}"] for name in ("self_attn.q_proj", "mlp.down_proj:input")} == {inner}
     assert asked["lm_head:input"] == whole
+
+
+def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
+    mesh = ts.make_mesh(batch=4, model=2)
+    plan = ts.plans.tp(nn.MultiheadAttention(8, 2), mesh)
+    assert plan.rules["in_proj_weight"] == P("model", None)
+    assert plan.stored == {"in_proj_weight": ts.Pieces(3, dim=0), "in_proj_bias": ts.Pieces(3, dim=0)}
+    apart = ts.plans.tp(nn.MultiheadAttention(8, 2, kdim=4, vdim=6), mesh)
+    assert [apart.rules[f"{name}_proj_weight"] for name in "qkv"] == [P("model", None)] * 3
+    assert not any(ts.plans.tp(nn.MultiheadAttention(6, 3), mesh).rules["in_proj_weight"])  # a head would be cut
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    step = ts.make_train_step(
+        model,
+        lambda model, x: model(x).square().mean(),
+        optax.sgd(0.1),
+        mesh=mesh,
+        plan=ts.plans.fsdp_tp(model, mesh),
+    )
+    assert "moves" not in step.report()
+    step.prove(step.init(), torch.randn(8, 4, 8)).raise_if_different()

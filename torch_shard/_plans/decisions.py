@@ -181,7 +181,7 @@ def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decisi
             entry = entries[name]
             split = "whole" if not any(decision.spec) else describe_spec(decision.spec)
             held = f"  {name} {tuple(entry.shape)}, {describe_bytes(entry)}, {split}"
-            lines.setdefault(id(entry), f"{held}: {decision.reason}: {decision.fault}")
+            lines.setdefault(id(entry), ": ".join(filter(None, (held, decision.reason, decision.fault))))
     return list(lines.values())
 
 

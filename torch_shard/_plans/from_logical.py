@@ -3,6 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -12,11 +13,22 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
-from torch_shard._plans.decisions import Axes, Decision, entries_of, find_uneven, plan_of, size_of, with_sizes
+from torch_shard._plans.decisions import (
+    Axes,
+    Decision,
+    entries_of,
+    find_uneven,
+    names_of,
+    plan_of,
+    size_of,
+    with_sizes,
+)
 from torch_shard._plans.logical_names import logical_names
 from torch_shard._plans.logical_rules import Dim, LogicalRules, read_rules
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._sharding import ShardingPlan, check_mesh, make_matcher
+
+logger = logging.getLogger(__name__)
 
 
 @speaks_as("plans.from_logical")
@@ -73,6 +85,10 @@ def from_logical(
     asked = {key: _spec(f'activations "{key}"', given, read, faults) for key, given in (activations or {}).items()}
     if faults:
         raise ValueError("\n".join([f"{caller()}: names cannot be read.", "", *(f"  {fault}" for fault in faults)]))
+    if read.names and not any(any(spec) for spec in specs.values()):
+        called = [dim for of_one in dims.values() for dim in of_one if isinstance(dim, str | tuple)]
+        known = ", ".join(sorted({name for dim in called for name in names_of(dim)}))
+        logger.warning("%s: no rule splits a parameter of this model. Its dims are called: %s.", caller(), known)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     roles = roles_of(model)
     decisions = dict.fromkeys(buffers, Decision(PartitionSpec(), "a buffer"))

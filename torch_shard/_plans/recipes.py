@@ -266,7 +266,7 @@ def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decis
         return Decision(PartitionSpec(), role.reason)
     fault = find_uneven(entry, role.dim, tp, mesh, pieces=role.pieces)
     if not fault and role.heads % (size_of(tp, mesh) * role.pieces):
-        fault = f"{role.heads} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
+        fault = f"{role.heads // role.pieces} heads are not a multiple of {with_sizes(tp, mesh)}, and would be cut"
     if fault:
         return Decision(PartitionSpec(), role.reason, fault)
     form = Pieces(role.pieces, dim=role.dim) if role.pieces > 1 else None

@@ -105,10 +105,11 @@ def _roles(path: str, layer: nn.Module, sides: "_Sides", most_rows: int) -> Iter
     elif (product := product_of(layer)) is not None:
         yield from _of_product(path, product, held, sides)
     elif isinstance(layer, nn.MultiheadAttention):
-        heads = {"in_proj_weight": 0, "in_proj_bias": 0}
+        pieces = {"in_proj_weight": 3, "in_proj_bias": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
+        why = f"column: {layer.num_heads} heads"
         for name in held:
-            reason = f"column: {layer.num_heads} heads" if name in heads else "small"
-            yield name, Role(heads.get(name), reason, "column", layer.num_heads)
+            num = pieces.get(name, 0)  # none: the bias of keys and values that are added to all others
+            yield name, Role(0, why, "column", num * layer.num_heads, num) if num else Role(None, "small", "column")
     elif is_table(layer):
         for name, p in held.items():
             is_large = 4 * p.shape[0] >= most_rows
@@ -125,7 +126,7 @@ def _of_product(
     path: str, product: Product, held: Mapping[str, torch.Tensor], sides: "_Sides"
 ) -> Iterator[tuple[str, Role]]:
     side, why = sides.of(path)
-    heads = sides.heads(path, product) if side != "whole" else 0
+    heads = sides.heads(path) if side != "whole" else 0
     pieces = sides.pieces(path) if side == "column" else 1
     for name, p in held.items():
         if name == "weight":
@@ -145,7 +146,8 @@ def _of_adapter(path: str, held: Mapping[str, torch.Tensor], sides: "_Sides") ->
     pieces = sides.pieces(base_of(path)) if dim == 0 else 1
     for name, p in held.items():
         split, turn = dim if p.ndim == 2 else None, "column" if dim == 0 else "row" if dim == 1 else "whole"
-        yield name, Role(split, f"LoRA of a {side} layer", turn, pieces=1 if split is None else pieces)
+        heads = 0 if split is None else sides.heads(path)
+        yield name, Role(split, f"LoRA of a {side} layer", turn, heads, 1 if split is None else pieces)
 
 
 def _of_experts(layer: nn.Module, experts: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Role]]:
@@ -212,8 +214,9 @@ class _Sides:
         times = product.num_out // product.num_in if name in FUSED and product.num_out % product.num_in == 0 else 1
         return times if times in (2, 3) else 1
 
-    def heads(self, path: str, product: Product) -> int:
+    def heads(self, path: str) -> int:
         """So many heads are in the split dim; 0 if none are known."""
+        product = self._products[base_of(path)]
         parent = self._model.get_submodule(base_of(path).rpartition(".")[0])
         split = product.num_out if self.of(path)[0] == "column" else product.num_in
         if product.groups > 1:
