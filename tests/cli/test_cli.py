@@ -76,6 +76,7 @@ def quickly(monkeypatch):
     return ["demo", "--quick", "--steps", "5", "--seed", "3"]
 
 
+@pytest.mark.slow
 def test_interrupted_demo_goes_on_to_the_bit(finished, quickly, tmp_path, monkeypatch):
     batch = running.Run.batch
 

@@ -444,7 +444,7 @@ class Dropping(nn.Module):
         return x + out[:, :2].transpose(1, 2).flatten(-2)
 
 
-@pytest.mark.parametrize(("is_causal", "remat"), [(True, "block"), pytest.param(False, "none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("is_causal", "remat"), [(True, "none"), pytest.param(False, "block", marks=pytest.mark.slow)])
 def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, remat: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal) for _ in range(3)))
@@ -462,6 +462,7 @@ def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, r
     step.prove(step.init(seed=3), x).raise_if_different()  # eager torch draws by the key of the step
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
     def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

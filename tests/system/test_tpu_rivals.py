@@ -140,6 +140,7 @@ def test_a_rival_computes_what_the_model_computes(name: str) -> None:
         np.testing.assert_allclose(kept[entry], buffer, rtol=1e-4, atol=1e-5, err_msg=entry)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_split_over_time_is_scattered_and_gathered() -> None:
     """Under TPU's compiler: attention and MLP gather what they take, once, and scatter what they give."""
     case = tpu_cases.find("llama block", quick=True)
