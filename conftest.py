@@ -16,6 +16,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu
 
 @pytest.fixture(autouse=True, scope="module")
 def _leave_alone_what_is_there() -> None:
-    """What earlier files have left is not looked through at each collection, which grows to a third of the time."""
+    """What earlier files have left is not looked through at each collection, which takes longer with each of them."""
     gc.collect()
     gc.freeze()

@@ -66,6 +66,9 @@ def test_tensor_parallelism_is_that_of_the_model():
     assert plan == ts.plans.from_hf(model, mesh, tp="tp", fsdp=("dp_shard", "cp"))
     assert plan.resolve(model, mesh)["model.layers.0.mlp.up_proj.weight"].spec == P("tp", ("dp_shard", "cp"))
     assert batch_spec == P("dp_shard", "cp")
+    wrapped = nn.ModuleDict({"within": model})  # whose own attributes have no plan
+    within = ts.plans.from_accelerate(wrapped, config)[1].resolve(wrapped, mesh)
+    assert within["within.model.layers.0.mlp.up_proj.weight"].spec == P("tp", ("dp_shard", "cp"))
 
 
 def test_a_step_of_it_gives_what_eager_torch_gives():

@@ -276,5 +276,6 @@ def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
         mesh=mesh,
         plan=ts.plans.fsdp_tp(model, mesh),
     )
-    assert "moves" not in step.report()
+    step.lower(step.structs, torch.empty(8, 4, 8, device="meta"))
+    assert "pieces" not in step.report()  # which says what each pass moves
     step.prove(step.init(), torch.randn(8, 4, 8)).raise_if_different()

@@ -10,7 +10,6 @@ from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from torch_shard._common.validate import is_integer
 from torch_shard._sharding import axes_of, describe_spec, make_matcher
 
 
@@ -33,7 +32,7 @@ class Layouts:
         asked = self.ndim if isinstance(self.ndim, Mapping) else {}
         names = [name for name, _ in model.named_modules()]
         ranks = [*asked.values()] if isinstance(self.ndim, Mapping) else [self.ndim]
-        faults = [f"ndim={num!r} must be a positive integer." for num in ranks if not is_integer(num) or num < 1]
+        faults = [f"ndim={num!r} must be a positive integer." for num in ranks if num < 1]
         faults += [f'ndim["{key}"] matches no module.' for key in asked if not any(map(make_matcher(key), names))]
         taken = [axis for axis in axes_of(self.batch_spec) if axis == self.tp or axis not in mesh.shape]
         return faults + [

@@ -10,6 +10,7 @@ from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.types import Device
 from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._plans.from_hf import from_hf
+from torch_shard._plans.hf_rules import Rules
 from torch_shard._plans.recipes import fsdp, replicated
 from torch_shard._sharding import ShardingPlan, make_mesh
 
@@ -61,7 +62,7 @@ def from_accelerate(
     sizes = {axis: size for axis, size in _sizes(parallelism_config).items() if size > 1}
     mesh = make_mesh(devices, topology=topology, **(sizes or {"dp_replicate": -1}))
     stored = tuple(axis for axis in ("dp_shard", "cp", "sp") if axis in mesh.shape)
-    if "tp" in mesh.shape and not getattr(model, "tp_plan", None):
+    if "tp" in mesh.shape and not Rules.of(model, "tp_plan").all:
         raise ValueError(
             f"{caller()}: tp_size={mesh.shape['tp']}, and {type(model).__name__} has no tp_plan, as models of "
             "transformers have one. Use tp_size=1, or make_mesh and a recipe: ts.plans.fsdp_tp(model, mesh)."

@@ -80,7 +80,6 @@ def from_dtensor(
     check_kind("model", model, nn.Module)
     check_kind("tp", tp, str)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
-    _check_ndim(ndim)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
     reader = _Reader(model, parallelize_plan, layouts_of(mesh, tp, batch_spec, ndim))
     faults = [*reader.layouts.find_faults(model, mesh), *reader.faults]
@@ -108,6 +107,7 @@ def layouts_of(mesh: Mesh, tp: str, batch_spec: PartitionSpec | None, ndim: int 
     """What placements mean on a mesh."""
     from torch_shard._plans.dtensor_layouts import Layouts
 
+    _check_ndim(ndim)
     if batch_spec is None:
         batch_spec = PartitionSpec("batch") if "batch" in mesh.shape and tp != "batch" else PartitionSpec()
     return Layouts(tp, batch_spec, ndim)

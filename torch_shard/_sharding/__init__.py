@@ -38,6 +38,7 @@ from torch_shard._sharding.mesh import (
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
+from torch_shard._sharding.settled import settled
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
@@ -45,7 +46,6 @@ from torch_shard._sharding.stacked import (
     describe_group,
     keep_stacks,
     row_sharding,
-    settled,
     stack_dicts,
     stack_sharding,
     take_row,

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -270,24 +270,6 @@ def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray
 def stack_sharding(sharding: NamedSharding) -> NamedSharding:
     """Sharding of a stack whose rows lie like this: every row on all devices that hold its part."""
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
-
-
-def settled(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that is computed, laid out like this; of a dim that is split over several axes, over the first before.
-
-    For where these are not in the mesh's order (`P(("model", "batch"))` on a mesh `(batch, model)`) and the dim was put
-    together of two (heads, and what each has), Shardy splits an axis between the two in what the array is computed
-    of, and the values are wrong (jaxlib 0.10.2; tests/system/test_upstream.py).
-    """
-    order = list(sharding.mesh.axis_names)
-    before = PartitionSpec(*(part if _follows(part, order) else part[0] for part in sharding.spec))
-    if before != sharding.spec:
-        array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, before))
-    return jax.lax.with_sharding_constraint(array, sharding)
-
-
-def _follows(part: Any, order: list[Any]) -> bool:
-    return not isinstance(part, tuple) or list(part) == sorted(part, key=order.index)
 
 
 def row_sharding(sharding: NamedSharding) -> NamedSharding:
