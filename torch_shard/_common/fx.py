@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from torch_shard._common.types import Operator
 
@@ -47,8 +47,14 @@ def outputs_of(graph: Graph) -> list[Any]:
 
 
 def fill_in(arguments: Any, value_of: Callable[[Node], Any]) -> Any:
-    """Arguments with each node replaced by its value."""
-    return map_arg(arguments, value_of)
+    """Arguments with each node replaced by its value, in plain containers: JAX's pytrees do not know those of fx."""
+    if isinstance(arguments, Node):
+        return value_of(arguments)
+    if isinstance(arguments, dict):
+        return {key: fill_in(value, value_of) for key, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return (list if isinstance(arguments, list) else tuple)(fill_in(value, value_of) for value in arguments)
+    return arguments
 
 
 def depending_on(nodes: Iterable[Node]) -> set[Node]:

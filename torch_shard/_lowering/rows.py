@@ -9,21 +9,25 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import Node
 
+from torch_shard._common.axes import manual_axes
 from torch_shard._common.fx import operator_name
 from torch_shard._common.operator_families import PRODUCTS
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
 
+Results = tuple[jax.Array, ...]
+
 ROWS = "rows"
 """Under this name the metadata of a node say which dim of its value has the rows of the batch."""
 
-_KEPT = PRODUCTS | {"embedding", "add"}
+_KEPT = PRODUCTS | {"embedding", "add", "constrained"}
+"""What a constraint has moved comes back: XLA's partitioner errs in products whose factors have rows in other places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,14 @@ class RowSplit:
     def num_shards(self) -> int:
         """Number of parts."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def dividing(self, num_rows: int) -> tuple[str, ...]:
+        """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
+        found: tuple[str, ...] = ()
+        for axis in (*self.axes, *(axis for axis in self.mesh.axis_names if axis not in self.axes)):
+            if num_rows % (self.mesh.shape[axis] * math.prod(self.mesh.shape[a] for a in found)) == 0:
+                found = (*found, axis)
+        return found
 
     @property
     def platform(self) -> str:
@@ -72,6 +84,31 @@ def rows_split(split: RowSplit | None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def on_rows(
+    fn: Callable[..., tuple[Results, Results]], by_rows: Sequence[jax.Array], whole: Sequence[jax.Array]
+) -> tuple[Results, Results]:
+    """Run a function on each device for its rows, without the partitioner; as it is where no rows are known.
+
+    Args:
+        fn: `(*by_rows, *whole) -> (results with rows, results that are sums over rows)`.
+        by_rows: Arrays with the rows along dim 0.
+        whole: Arrays that each device needs whole.
+    """
+    split = current_rows()
+    if split is None or split.mesh.size == 1 or manual_axes():
+        return fn(*by_rows, *whole)
+    axes = split.dividing(len(by_rows[0]))
+
+    def local(*arrays: jax.Array) -> tuple[Results, Results]:
+        own, sums = fn(*arrays)
+        return own, jax.lax.psum(sums, axes) if axes else sums
+
+    rows = PartitionSpec(axes)
+    specs = (*(rows for _ in by_rows), *(PartitionSpec() for _ in whole))
+    mapped = jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=(rows, PartitionSpec()), check_vma=False)
+    return mapped(*by_rows, *whole)
 
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:

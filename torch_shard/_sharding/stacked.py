@@ -247,8 +247,8 @@ def _runs(layout: Layout, names: Group) -> list[tuple[int, int, int]]:
 def _gathered(values: Mapping[str, PyTree], group: Group, layout: Layout) -> PyTree:
     """Gather what a layout stores for a group."""
     form = layout.forms.get(group[0])
-    if form is None:
-        return _gathered_whole(values, group)
+    if form is None:  # what operators have made of an entry in pieces beside it may be so too
+        return whole(_gathered_whole(values, group))
     if isinstance(values, Stacks) and all(values.layout.forms.get(name) == form for name in group):
         return values.kept(group[0]) if len(group) == 1 else values.kept_rows(group)
     return form.store(_gathered_whole(values, group), is_stack=len(group) > 1)

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._common.axes import local_vjp, manual_axes
+from torch_shard._common.axes import local_vjp
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import current_rows
+from torch_shard._lowering.rows import current_rows, on_rows
 
 aten = torch.ops.aten
 
@@ -22,25 +21,23 @@ def _per_dim(value, rank):
 
 
 @lowers(aten.convolution.default)
-def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    rank = weight.ndim - 2
-    stride, padding, dilation = (_per_dim(v, rank) for v in (stride, padding, dilation))
-    unbatched = x.ndim == rank + 1
-    x, weight = x[None] if unbatched else x, weight if groups == 1 else _whole(weight)
-    if transposed:
-        out = _transposed(x, weight, stride, padding, dilation, _per_dim(output_padding, rank), groups)
-    else:
-        out = _correlate(x, weight, stride, [(p, p) for p in padding], (1,) * rank, dilation, groups)
-    out = out if bias is None else out + bias.reshape(1, -1, *(1,) * rank)
+def convolution(x, weight, bias, *settings):
+    unbatched = x.ndim == weight.ndim - 1
+
+    def run(x, weight):
+        return (_convolve(x, weight, *settings),), ()
+
+    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight])
+    out = out if bias is None else out + bias.reshape(1, -1, *(1,) * (weight.ndim - 2))
     return out[0] if unbatched else out
 
 
-def _whole(weight):
-    """What belongs to a grouped convolution, on each device: XLA's partitioner errs where groups are split."""
-    split = current_rows()
-    if split is None or manual_axes():
-        return weight
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
+def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups):
+    rank = weight.ndim - 2
+    stride, padding, dilation = (_per_dim(v, rank) for v in (stride, padding, dilation))
+    if transposed:
+        return _transposed(x, weight, stride, padding, dilation, _per_dim(output_padding, rank), groups)
+    return _correlate(x, weight, stride, [(p, p) for p in padding], (1,) * rank, dilation, groups)
 
 
 def _correlate(x, weight, stride, padding, x_dilation, dilation, groups):
@@ -61,20 +58,26 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
 
 
 @lowers(aten.convolution_backward.default)
-def convolution_backward(
-    grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
-):
-    def forward(x, weight):
-        return convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups)
-
-    grad_x, grad_weight = local_vjp(forward, x, weight, cotangent=grad)[1]
-    if groups > 1 and output_mask[1]:
-        steps, windowed = (x, grad) if transposed else (grad, x)
-        found = _grouped_weight_gradient(steps, windowed, weight, stride, padding, dilation, groups)
-        grad_weight = _whole(found)
-    batch_and_space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
-    grads = (grad_x, grad_weight, jnp.sum(grad, batch_and_space) if output_mask[2] else None)
+def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
+    """By rows, each device with the whole kernel: XLA's partitioner errs in convolutions whose kernels, channels or
+    dims of space are split (jaxlib 0.10.2; tests/system/test_upstream.py)."""
+    *settings, output_mask = settings_and_mask
+    unbatched = x.ndim == weight.ndim - 1
+    batched = [array[None] if unbatched else array for array in (grad, x)]
+    (grad_x,), (grad_weight,) = on_rows(functools.partial(_gradients, settings=settings), batched, [weight])
+    space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
+    grads = (grad_x[0] if unbatched else grad_x, grad_weight, jnp.sum(grad, space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
+
+
+def _gradients(grad, x, weight, *, settings):
+    """Those of x and of the weight."""
+    grad_x, grad_weight = local_vjp(lambda *given: _convolve(*given, *settings), x, weight, cotangent=grad)[1]
+    stride, padding, dilation, transposed, _, groups = settings
+    if groups > 1 and current_rows() is None:
+        steps, windowed = (x, grad) if transposed else (grad, x)
+        grad_weight = _grouped_weight_gradient(steps, windowed, weight, stride, padding, dilation, groups)
+    return (grad_x,), (grad_weight,)
 
 
 def _grouped_weight_gradient(grad, x, weight, stride, padding, dilation, groups):
