@@ -22,7 +22,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.minimise is not None:
         from tests.fuzz.minimise import minimise
-
         from tests.fuzz.programs import draw
 
         print(minimise(draw(args.minimise)))

@@ -250,7 +250,7 @@ def _draw_plan(r: random.Random, case: Case) -> Case:
     if "batch" not in sizes or r.random() < 0.3:
         batch_spec = draw_spec(r, tuple(case.make_batch()[1].shape), sizes, odds=0.7)
     if recipe == "hsdp":
-        batch_spec = P(tuple(axis for axis in sizes if axis != "batch")[:1] + ("batch",))
+        batch_spec = P((next(axis for axis in sizes if axis != "batch"), "batch"))
     stored = {}
     for name, entry in entries.items():
         fused = "qkv" in name or "fused" in name or "in_proj" in name

@@ -1,7 +1,7 @@
 """Reading FX graphs: their nodes' arguments and outputs, which PyTorch types as anything."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -51,9 +51,10 @@ def fill_in(arguments: Any, value_of: Callable[[Node], Any]) -> Any:
     if isinstance(arguments, Node):
         return value_of(arguments)
     if isinstance(arguments, dict):
-        return {key: fill_in(value, value_of) for key, value in arguments.items()}
+        return {key: fill_in(value, value_of) for key, value in cast(dict[str, Any], arguments).items()}
     if isinstance(arguments, list | tuple):
-        return (list if isinstance(arguments, list) else tuple)(fill_in(value, value_of) for value in arguments)
+        filled = [fill_in(value, value_of) for value in cast(Iterable[Any], arguments)]
+        return filled if isinstance(arguments, list) else tuple(filled)
     return arguments
 
 

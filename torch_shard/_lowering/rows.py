@@ -27,7 +27,7 @@ ROWS = "rows"
 """Under this name the metadata of a node say which dim of its value has the rows of the batch."""
 
 _KEPT = PRODUCTS | {"embedding", "add", "constrained"}
-"""What a constraint has moved comes back: XLA's partitioner errs in products whose factors have rows in other places."""
+"""What a constraint has moved comes back: XLA's partitioner errs in products of factors with rows in other places."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
+from torch_shard._plans.layers import kernels_of
 from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import ShardingPlan, check_mesh
 
@@ -142,7 +143,7 @@ class _Reader:
     def decide(self, mesh: Mesh, fsdp: Axes | None) -> dict[str, Decision]:
         """How each entry is split, and why."""
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        decisions: dict[str, Decision] = {}
+        kernels, decisions = kernels_of(self.model), dict[str, Decision]()
         for name, entry in entries_of(self.model).items():
             dim, _, reason = self._claims.get(id(entry), (None, "", "" if fsdp else "no style names it"))
             made = Decision(PartitionSpec(), "a buffer" if name in buffers else reason)
@@ -151,7 +152,9 @@ class _Reader:
                 fault = find_uneven(entry, dim, tp, mesh)
                 parts = (tp if at == dim and not fault else None for at in range(entry.ndim))
                 made = Decision(PartitionSpec() if fault else PartitionSpec(*parts), reason, fault)
-            decisions[name] = made if fsdp is None or name in buffers else by_shape(made, entry, fsdp, mesh)
+            decisions[name] = (
+                made if fsdp is None or name in buffers else by_shape(made, entry, fsdp, mesh, kernels=kernels)
+            )
         return decisions
 
     def _read(self, path: str, module: nn.Module, style: "ParallelStyle", key: str) -> None:

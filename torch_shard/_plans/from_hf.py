@@ -28,7 +28,7 @@ from torch_shard._plans.decisions import (
 )
 from torch_shard._plans.hf_rules import Rule, Rules
 from torch_shard._plans.hf_styles import FSDP_STYLES, STYLES
-from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS
+from torch_shard._plans.layers import HEAD_COUNTS, HEAD_WIDTHS, kernels_of
 from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
@@ -111,6 +111,7 @@ class _Reader:
         self.tp, self.fsdp, self.ep = tp, fsdp, ep
         self.tp_rules, self.ep_rules = Rules.of(model, "tp_plan"), Rules.of(model, "ep_plan")
         self.fsdp_rules = Rules.of(model, "fsdp_plan")
+        self._kernels = kernels_of(model)
 
     def find_faults(self) -> list[str]:
         """What cannot be read, of what is asked for."""
@@ -189,7 +190,8 @@ class _Reader:
             return decision
         rule = self.fsdp_rules.above(name)
         told = f"; {FSDP_STYLES[rule.style]}" if rule else ""
-        stored = by_shape(decision, entry, left[0] if len(left) == 1 else left, self.mesh)
+        axes = left[0] if len(left) == 1 else left
+        stored = by_shape(decision, entry, axes, self.mesh, kernels=self._kernels)
         return stored if stored.spec == decision.spec else replace(stored, reason=stored.reason + told)
 
 

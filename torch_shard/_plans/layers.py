@@ -50,6 +50,12 @@ def product_of(layer: nn.Module) -> Product | None:
     return None
 
 
+def kernels_of(model: nn.Module) -> frozenset[int]:
+    """The weights of its convolutions, by id: a recipe splits their channels alone, for a kernel is used whole."""
+    convolutions = (layer for layer in model.modules() if isinstance(layer, nn.modules.conv._ConvNd))  # pyright: ignore[reportPrivateUsage]
+    return frozenset(id(layer.weight) for layer in convolutions)
+
+
 def is_table(layer: nn.Module) -> bool:
     """Whether it looks rows up by number."""
     return isinstance(layer, nn.Embedding | nn.EmbeddingBag)

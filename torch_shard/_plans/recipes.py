@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import math
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from torch_shard._plans.decisions import (
     size_of,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, layers_of
+from torch_shard._plans.layers import experts_of, kernels_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import Padded, Pieces, ShardingPlan, check_mesh
@@ -238,7 +239,7 @@ def _decide(
     roles = {} if tp is None else roles_of(model)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
-    decisions: dict[str, Decision] = {}
+    kernels, decisions = kernels_of(model), dict[str, Decision]()
     for name, entry in entries_of(model).items():
         if name in buffers:
             decisions[name] = Decision(PartitionSpec(), "a buffer")
@@ -250,7 +251,7 @@ def _decide(
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and pad_vocab and roles[name].is_vocabulary:
                 made = _padded(entry, roles[name], tp, mesh)
-        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh)
+        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh, kernels=kernels)
     return decisions
 
 
@@ -284,11 +285,12 @@ def _along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
 
 
-def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh) -> Decision:
-    """The decision with one more split, for storage: none of what is small."""
+def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh, *, kernels: Collection[int] = ()) -> Decision:
+    """The decision with one more split, for storage: none of what is small, nor of a kernel's own dims."""
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
-    spec = add_axis(made.spec, entry.shape if made.form is None else made.form.split_shape(entry.shape), fsdp, mesh)
+    shape = entry.shape if made.form is None else made.form.split_shape(entry.shape)
+    spec = add_axis(made.spec, shape[:2] if id(entry) in kernels else shape, fsdp, mesh)
     why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
     fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))

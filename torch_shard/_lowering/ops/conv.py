@@ -59,8 +59,11 @@ def _transposed(x, weight, stride, padding, dilation, output_padding, groups):
 
 @lowers(aten.convolution_backward.default)
 def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
-    """By rows, each device with the whole kernel: XLA's partitioner errs in convolutions whose kernels, channels or
-    dims of space are split (jaxlib 0.10.2; tests/system/test_upstream.py)."""
+    """Gradients of the input, of the weight and of the bias, each device of its rows.
+
+    XLA's partitioner errs in convolutions whose kernels, channels or dims of space are split (jaxlib 0.10.2;
+    tests/system/test_upstream.py).
+    """
     *settings, output_mask = settings_and_mask
     unbatched = x.ndim == weight.ndim - 1
     batched = [array[None] if unbatched else array for array in (grad, x)]
