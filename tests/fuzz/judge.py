@@ -117,6 +117,9 @@ def _run(case: Case, step: ts.TrainStep) -> dict[str, np.ndarray]:
 def _eager(case: Case, noise: float = 0.0) -> dict[str, np.ndarray]:
     """The same of eager torch, with optax on one device."""
     model, found = case.make_model(), {}
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):  # torch 2.13 errs by strides
+            module.register_full_backward_pre_hook(lambda _, grads: tuple(grad.contiguous() for grad in grads))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = OPTIMIZERS[case.option("optimizer", "sgd")]()
     opt_state = optimizer.init(_arrays(trained))

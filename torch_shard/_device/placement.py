@@ -21,6 +21,7 @@ from torch_shard._sharding import (
     ShardingPlan,
     Stacks,
     TensorPlaces,
+    axes_of,
     check_mesh,
     describe_mesh,
     describe_spec,
@@ -224,6 +225,11 @@ class BatchLayout:
             listed = " ".join(f"{fault}. {remedy}" for fault, remedy in faults)
             raise ValueError(f"{caller()}: batch_spec on mesh {describe_mesh(mesh)}: {listed}")
         self._shardings: dict[int, NamedSharding] = {}
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes over which rows are split."""
+        return tuple(axes_of(tuple(self.spec)[:1]))
 
     def sharding(self, ndim: int) -> NamedSharding:
         """The sharding of a leaf with that many dims: the spec, cut to the rank."""

@@ -26,13 +26,14 @@ from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.pieces import mark_pieces
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, RowSplit, current_rows, rows_split
+from torch_shard._lowering.rows import ROWS, USED_AS, RowSplit, current_rows, rows_split
 
 __all__ = [
     "LOWERINGS",
     "RANDOM",
     "ROWS",
     "STORAGE_KWARGS",
+    "USED_AS",
     "Own",
     "Program",
     "RowSplit",

@@ -18,7 +18,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, operate_on_pieces
-from torch_shard._lowering.rows import keep_rows
+from torch_shard._lowering.rows import USED_AS, as_used, keep_rows
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -97,12 +97,13 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     kept = {name: value for name, value in node.kwargs.items() if own or name not in STORAGE_KWARGS}
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
+    uses = [source.meta.get(USED_AS) for source in sources_of(node)]
     axes = node.meta.get("random_axes", ())
     notes: dict[str, str] = node.meta.get("custom", {})
     scope = "/".join(filter(None, (notes.get("pass"), notes.get("module"), target._opname)))
 
     def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
-        given = iter(values)
+        given = iter(map(as_used, values, uses) if any(uses) else values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
         first = ()
         if target in RANDOM:

@@ -26,6 +26,9 @@ Results = tuple[jax.Array, ...]
 ROWS = "rows"
 """Under this name the metadata of a node say which dim of its value has the rows of the batch."""
 
+USED_AS = "used_as"
+"""Under this name those of an input say how an entry is split in use, if that is less than in store."""
+
 _KEPT = PRODUCTS | {"embedding", "add", "constrained"}
 """What a constraint has moved comes back: XLA's partitioner errs in products of factors with rows in other places."""
 
@@ -109,6 +112,14 @@ def on_rows(
     specs = (*(rows for _ in by_rows), *(PartitionSpec() for _ in whole))
     mapped = jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=(rows, PartitionSpec()), check_vma=False)
     return mapped(*by_rows, *whole)
+
+
+def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
+    """An entry of the model, split like this where it is used; as it is where nothing is said, or it is in pieces."""
+    split = current_rows()
+    if split is None or spec is None or isinstance(value, InPieces):
+        return value
+    return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
 
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:

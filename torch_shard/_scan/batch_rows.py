@@ -23,6 +23,9 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Dim = int | None
 
+_OF_TABLES = frozenset({"embedding_dense_backward", "_embedding_bag_backward", "_embedding_bag_dense_backward"})
+"""Operators that sum over the rows."""
+
 
 def note_rows(graph: Graph, inputs: Sequence[Dim], calls: Mapping[int, Call]) -> None:
     """Note on each node of a graph, and of the layers in it, which dim of its value has the rows of the batch.
@@ -114,6 +117,10 @@ def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
         return [_reshaped(shape_of(source), dim, tuple(value.shape))]
     if name in MATRIX_PRODUCTS:
         return [_in_product(node, source, dim)]
+    if name in _OF_TABLES:
+        return [None]
+    if name == "tensordot":
+        return [_contracted(node, source, dim)]
     if name in REDUCTIONS:
         return [_reduced(node, source, dim)]
     if name in ("linear", "embedding", "convolution") and source is not args_of(node)[name == "embedding"]:
@@ -160,6 +167,18 @@ def _in_product(node: Node, source: Node, dim: int) -> Dim:
     if ndim < 2 or dim == (ndim - 1 if is_left else ndim - 2):
         return None  # summed
     return dim + len(shape_of(node)) - ndim
+
+
+def _contracted(node: Node, source: Node, dim: int) -> Dim:
+    """The dims of the first factor that are not summed over come first, then those of the second."""
+    x, y, *summed = args_of(node)
+    free = [
+        (factor, at)
+        for factor, dims in zip((x, y), summed, strict=True)
+        for at in range(len(shape_of(factor)))
+        if at not in {d % len(shape_of(factor)) for d in dims}
+    ]
+    return free.index((source, dim)) if (source, dim) in free else None
 
 
 def _reduced(node: Node, source: Node, dim: int) -> Dim:

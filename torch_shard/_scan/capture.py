@@ -13,10 +13,10 @@ from torch_shard._capture import Aux, Spec, TensorFn
 from torch_shard._lowering import Program, draws_random
 from torch_shard._scan.batch_rows import note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
+from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
 from torch_shard._scan.instructions import BundleValues, Instruction, instructions_of, only_adds_bundles
 from torch_shard._scan.intercept import LayerInterceptor
-from torch_shard._scan.pieces import Cut, note_pieces
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.restarts import Refused, Restart, Unbundled
@@ -45,12 +45,19 @@ class LayerOptions:
         remat: What is computed again in the backward pass, one of `REMAT`, or a budget in bytes per device.
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
         cuts: Which of them are kept in how many pieces, along which dim from the end; these alike.
+        uses: How some are split where they are used, if that is less than where they are kept.
     """
 
     scan: ScanLayers = "auto"
     remat: Remat | int = "none"
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     cuts: tuple[tuple[str, Cut], ...] = ()
+    uses: tuple[tuple[str, PartitionSpec], ...] = ()
+
+    @property
+    def notes(self) -> EntryNotes:
+        """What the lowering is to know of entries."""
+        return EntryNotes(dict(self.cuts), dict(self.uses))
 
     @property
     def wanted(self) -> bool:
@@ -170,7 +177,7 @@ def capture_layers(
     fn, specs = joint(None)
     program = Program(fn, specs, what)
     _note_rows(program, specs, num_batch, {})
-    note_pieces(program.graph, dict(repeats.cuts), {})
+    repeats.notes.put(program.graph, {})
     return program, None, groups
 
 
@@ -196,7 +203,7 @@ def _try_capture(
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
         _note_rows(program, specs, num_batch, regions.calls)
-        note_pieces(program.graph, dict(repeats.cuts), regions.calls)
+        repeats.notes.put(program.graph, regions.calls)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
         why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"

@@ -3,18 +3,55 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Collection, Iterable
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._sharding.mesh import axes_of
+from torch_shard._sharding.stacked import Stacks
 
-def settled(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that is computed, laid out like this; of a dim that is split over several axes, over the first before.
 
-    At once, XLA's partitioner permutes the shards of some (jaxlib 0.10.2; tests/system/test_upstream.py): a gradient
-    whose producer has its axes in other places, or a dim that was put together of two. `python -m tests.fuzz --xla`
-    looks for layouts that this does not mend.
+def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[str]) -> Stacks:
+    """Gradients, or what they are added to, laid out like this; of a dim that is split over several axes, in two steps.
+
+    At once, XLA's partitioner permutes the shards of some (jaxlib 0.10.2; tests/system/test_upstream.py). The axis that
+    comes first is one of features, along which the gradient lies as it is computed. Vectors, which are sums of
+    activations, are split over the axes of the batch last of all, or the features of these would be split over them.
+
+    Args:
+        stacks: Of a program that is traced.
+        shardings: One for each stored array.
+        rows: The axes of the batch.
     """
-    first = PartitionSpec(*(part[0] if isinstance(part, tuple) and part else part for part in sharding.spec))
-    if first != sharding.spec:
-        array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
-    return jax.lax.with_sharding_constraint(array, sharding)
+
+    def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        is_vector = array.ndim - (len(group) > 1) == 1
+        first = PartitionSpec(*(_first(axes_of((part,)), rows, is_vector) for part in sharding.spec))
+        if first != sharding.spec:
+            array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    return Stacks(stacks.layout, map(settled, stacks.layout.groups, stacks.arrays, shardings))
+
+
+def _first(axes: list[str], rows: Collection[str], is_vector: bool) -> str | None:
+    """The axis over which a dim is split at first."""
+    features = [axis for axis in axes if axis not in rows]
+    return next(iter(features or ([] if is_vector else axes)), None)
+
+
+def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec | None:
+    """How an entry is split where a program uses it, if that is less than where it is stored.
+
+    On a mesh of three axes or more, what is computed of an entry that has several in one dim would take that layout
+    over, and XLA's partitioner errs there: it is gathered over all of these but one of features.
+
+    Args:
+        sharding: Where it is stored.
+        rows: The axes of the batch.
+    """
+    mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
+    if sum(size > 1 for size in mesh.shape.values()) < 3 or all(len(part) < 2 for part in parts):
+        return None
+    return PartitionSpec(*(_first(part, rows, is_vector=len(part) > 1) for part in parts))

@@ -18,7 +18,7 @@ from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
-from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, settled, stack_sharding
+from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, settle, stack_sharding
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.loss_program import LossOutputs, LossProgram
 
@@ -103,7 +103,7 @@ class Microbatches:
         def constrain(sums: Stacks) -> Stacks:
             placed = (plan.stored(group[0]) for group in sums.layout.groups)
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
-            return Stacks(sums.layout, map(settled, sums.arrays, wide))
+            return settle(sums, wide, self._layout.row_axes)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]

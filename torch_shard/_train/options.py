@@ -12,7 +12,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
-from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh
+from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh, spec_in_use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,11 @@ class StepOptions:
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
-        return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts)  # layers differ where any of the two does
+        rows = self.batch_layout().row_axes
+        used = ((name, spec_in_use(plan[name], rows)) for name in names if name not in plan.kept)
+        uses = tuple((name, spec) for name, spec in used if spec is not None)
+        # layers differ where any of the two does
+        return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts, uses)
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""

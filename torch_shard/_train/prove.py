@@ -21,7 +21,7 @@ from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import DrawsAlike
-from torch_shard._sharding import as_dicts, describe_mesh
+from torch_shard._sharding import Stacks, as_dicts, describe_mesh, settle
 from torch_shard._train.comparison import (
     ROUNDING,
     Comparison,
@@ -61,7 +61,9 @@ class GradientStep(Step):
 
         def gradients(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
-            parts = {"grads": out.grads, "buffers": out.buffers, "written": out.written}
+            grads = Stacks.from_dict(out.grads, [(name,) for name in out.grads])
+            grads = settle(grads, [self.plan[name] for name in grads], self.layout.row_axes)
+            parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
             return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}
 

@@ -236,10 +236,10 @@ class Step:
 
     def _row_split(self) -> RowSplit:
         """The axes over which rows are split; they are to be kept so where parameters are split over these too."""
-        first = axes_of(PartitionSpec(*self.layout.spec[:1]))
+        rows = self.layout.row_axes
         of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
-        kept = self.options.split_activations and not of_params.isdisjoint(first)
-        return RowSplit(self.mesh, tuple(first), kept)
+        kept = self.options.split_activations and not of_params.isdisjoint(rows)
+        return RowSplit(self.mesh, rows, kept)
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], max_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], max_grad_norm)

@@ -21,7 +21,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, settled, to_meta, with_values
+from torch_shard._sharding import LossFn, Stacks, settle, to_meta, with_values
 from torch_shard._train.by_name import run_by_name
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.facts import agree_on_values
@@ -208,7 +208,7 @@ class TrainStep(Step):
             out = run(key, state.tensors, batch, closure)
             held = Stacks.from_dict(state.params, layout.params).updated(out.written)
             grads = Stacks.from_dict(out.grads, layout.params)
-            grads, held = (jax.tree.map(settled, part, layout.updated) for part in (grads, held))
+            grads, held = (settle(part, layout.updated.arrays, self.layout.row_axes) for part in (grads, held))
             given = grads, state.opt_state, held, out.loss
             with jax.named_scope("optimizer"):
                 params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
