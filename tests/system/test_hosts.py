@@ -102,6 +102,28 @@ refused(r"(?s)replicas differ .*params.*2.bias.*process 1", lambda: ts.fit(
     )
 
 
+def test_processes_that_do_not_reach_each_other_are_told_why_and_may_try_again():
+    run_processes(
+        """
+def refused(words):
+    with pytest.raises(RuntimeError, match=words):
+        ts.gather_from_jax_processes(rank)
+
+os.environ["TORCH_SHARD_HOST"] = ["203.0.113.9", "unused"][rank]
+refused("^gather_from_jax_processes: process 0 cannot listen for the other processes: ValueError: TORCH_SHARD_HOST must"
+        " be an address of the host of process 0, or a name of one, found 203.0.113.9$")
+os.environ["TORCH_SHARD_HOST"] = "127.0.0.1"
+os.environ["TORCH_SHARD_SECRET"] = ["of this job", "of another"][rank]
+why = ": 127.0.0.1: connection rejected: bad token" * rank
+refused(rf"^gather_from_jax_processes: processes \\[1\\] do not reach process 0, .* at 127.0.0.1 port \\d+{why}\\. .*"
+        "TORCH_SHARD_HOST .* TORCH_SHARD_SECRET, if it is set, must be the same in all processes.")
+os.environ["TORCH_SHARD_SECRET"] = "of this job"
+assert ts.gather_from_jax_processes(rank) == [0, 1]
+""",
+        2,
+    )
+
+
 TRAINS = """
 import itertools, signal, time
 from tests.tables import runs as t

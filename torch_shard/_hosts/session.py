@@ -66,7 +66,7 @@ def _open() -> Channel:
             f"{caller()}: processes {missing} do not reach process 0, over which the processes of a job agree, at "
             f"{places}{': ' if faults else ''}{'; '.join(faults)}. Let the hosts of a job reach each other's ports, as "
             "PyTorch's and JAX's own coordinators need it too. If process 0 has another address for them, set "
-            "TORCH_SHARD_HOST to it."
+            "TORCH_SHARD_HOST to it there. TORCH_SHARD_SECRET, if it is set, must be the same in all processes."
         )
     line = Channel(rank, wire, times)
     watch(line)
