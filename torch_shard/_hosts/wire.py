@@ -142,14 +142,18 @@ class Wire:
                 raise ValueError("a message has a bad token")
             return _checked(unpack(content), schema)
         except (OSError, EOFError, ValueError) as error:
-            self._writer.transport.abort()
+            self._end()
             fault = f"connection closed: {error}" if isinstance(error, ValueError) else self._fault
             raise WireError(fault) from error
 
     def close(self) -> None:
         """Let go of it: both ends hear of that, this one too, where it waits for a message."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(self._writer.transport.abort)
+            self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._task.cancel()
+        self._writer.transport.abort()
 
     def abandon(self) -> None:
         """Let go of it in a forked process, where it stays the parent's."""
