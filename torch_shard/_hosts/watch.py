@@ -12,9 +12,6 @@ import jax
 from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
 from torch_shard._hosts.hub import silent_for
 
-SLOW_END = 6
-"""So many times as long has a process to come to its end that an error ends: to write out, or to clean up."""
-
 
 def watch(line: Channel) -> None:
     """Begin to watch, and let the others know of an error that ends this process."""
@@ -66,28 +63,25 @@ class _Watch:
                 self._since = None
             elif self._since is None:
                 self._since = now
-            elif now - self._since > found[1] and not line.closing:
-                self._end(found[0])
+            elif now - self._since > times.grace and not line.closing:
+                self._end(found)
 
-    def _in_vain(self) -> tuple[str, float] | None:
-        """Say what this process waits for in vain, as far as can be told, and how many seconds it may.
+    def _in_vain(self) -> str | None:
+        """Say what this process waits for in vain, as far as can be told.
 
-        A program that has got the error of a failed peer, and has caught it, is left alone, whatever it does then: only
-        `fit` reads what the devices will never give. JAX still ends it when it finds a process gone.
+        A program that has caught the error of a failed peer is left alone, whatever it does then: only `fit` reads what
+        the devices will never give. JAX still ends it when it finds a process gone.
         """
-        line, grace = self._line, self._line.times.grace
+        line = self._line
         running: Any = line.running  # whose is_ready JAX does not annotate
         computes = running is not None and not running.is_ready()
         if line.failure is not None:
-            reason = f"process {line.failure[0]} failed: {line.failure[1]}"
-            if computes and (line.loop is not None or not line.told):
-                return reason, grace
-            if line.saved or line.told:
-                return (reason, SLOW_END * grace) if line.dying and not line.saved else None
-            return reason, grace
-        if line.ended and computes:
+            has_caught = line.told and not line.dying
+            if (computes and line.loop is not None) or (not has_caught and (computes or not line.saved)):
+                return f"process {line.failure[0]} failed: {line.failure[1]}"
+        elif line.ended and computes:
             ended, how = next(iter(line.ended.items()))
-            return f"process {ended} has ended ({how}) while others go on.", grace
+            return f"process {ended} has ended ({how}) while others go on."
         return None
 
     def _end(self, reason: str) -> None:
