@@ -283,7 +283,7 @@ class Hub:
 
 def most_each(num: int) -> int:
     """Bytes that each of some processes may give in an exchange, so that one message holds what all give."""
-    return min(1 << 20, LIMIT // (2 * num))
+    return min(1 << 20, LIMIT // (4 * num))
 
 
 def _processes(ranks: list[int]) -> str:
