@@ -133,3 +133,41 @@ def test_what_cannot_be_run_is_refused(start, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert "cannot run nowhere: No such file or directory" in result.stderr
+
+
+LEAVES = """
+import subprocess
+asleep = "import signal, time; {heeds}; print('left', os.getpid(), flush=True); time.sleep(60)"
+left = subprocess.Popen([sys.executable, "-c", "import os, " + asleep[7:]], stdout=subprocess.PIPE)
+print(left.stdout.readline().decode().strip(), flush=True)
+"""
+
+
+def lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("end", "processes"), [("sys.exit(0)", "1"), ("sys.exit(3)", "1"), ("os.kill(os.getpid(), signal.SIGKILL)", "2")]
+)
+def test_what_a_process_leaves_behind_is_ended_with_it(start, end, processes):
+    status, out, said = ended(start(LEAVES.format(heeds="0") + end, "--restarts", "1", "--processes", processes))
+    left = [int(line.split()[-1]) for line in out if "left" in line]
+    assert len(left) == int(processes) * (1 if "exit(0)" in end else 2)  # in each life
+    assert not any(map(lives, left))
+    assert not any("left behind" in line for line in said)
+    assert status == {"sys.exit(0)": 0, "sys.exit(3)": 3}.get(end, 137)
+
+
+def test_what_is_left_behind_and_does_not_heed_sigterm_is_killed(start):
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    began = time.monotonic()
+    status, out, said = ended(start(LEAVES.format(heeds=ignores) + "sys.exit(3)", "--grace", "0.5"))
+    assert time.monotonic() - began < 20
+    assert (status, len(out)) == (3, 2)
+    assert not lives(int(out[1].split()[-1]))
+    assert "SIGKILL to what was left behind and has not ended within 0.5 s" in said

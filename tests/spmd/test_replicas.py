@@ -153,6 +153,13 @@ def test_one_process_gathers_itself() -> None:
     assert torch.equal(tree["w"], torch.arange(8.0))
 
 
+@pytest.mark.parametrize("leaf", [print, object(), {1}])
+def test_only_data_is_gathered(leaf: Any) -> None:
+    words = r"gather_from_jax_processes: \['x'\]: .* cannot be sent to another process: only None, .* tuples and dicts"
+    with pytest.raises(TypeError, match=words):
+        ts.gather_from_jax_processes({"x": leaf})
+
+
 def test_two_processes() -> None:
     run_processes(
         """
@@ -172,9 +179,25 @@ def test_two_processes() -> None:
         assert ts.unshard(total)[3].item() == 28
         assert [t[1].tolist() for t in ts.gather_from_jax_processes(ts.unshard(own))] == [[2.0, 3.0]] * 2
 
-        unpicklable = {"f": lambda: 0} if rank else {}
-        with pytest.raises(Exception, match="pickle" if rank else "process 1 failed: .*pickle"):
-            ts.gather_from_jax_processes(unpicklable)
+        import collections, os
+
+        class Command:
+            def __reduce__(self):
+                return os.abort, ()
+
+        words = r"gather_from_jax_processes: \\['f'\\]: Command cannot be sent to another process: only None, .*"
+        with pytest.raises(Exception, match=words if rank else f"process 1 failed: TypeError: {words}"):
+            ts.gather_from_jax_processes({"f": Command()} if rank else {})
+
+        Point = collections.namedtuple("Point", "x y")
+        points = ts.gather_from_jax_processes({"p": Point(rank, [torch.ones(2) * rank])})
+        assert [(type(each["p"]), each["p"].x, each["p"].y[0].tolist()) for each in points] == [
+            (Point, 0, [0.0, 0.0]), (Point, 1, [1.0, 1.0])
+        ]
+        with pytest.raises(ValueError, match="must have one structure in all processes, found .*Point.* 0 and l"):
+            ts.gather_from_jax_processes((rank, 1) if rank else Point(0, 1))
+        large = [torch.full((300_000, 4), float(rank)).bfloat16()] * rank  # by the devices from one process alone
+        assert [[x.float().sum().item() for x in row] for row in ts.gather_from_jax_processes(large)] == [[], [1.2e6]]
         """,
         2,
     )

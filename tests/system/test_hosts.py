@@ -102,6 +102,28 @@ refused(r"(?s)replicas differ .*params.*2.bias.*process 1", lambda: ts.fit(
     )
 
 
+def test_processes_that_do_not_reach_each_other_are_told_why_and_may_try_again():
+    run_processes(
+        """
+def refused(words):
+    with pytest.raises(RuntimeError, match=words):
+        ts.gather_from_jax_processes(rank)
+
+os.environ["TORCH_SHARD_HOST"] = ["203.0.113.9", "unused"][rank]
+refused("^gather_from_jax_processes: process 0 cannot listen for the other processes: ValueError: TORCH_SHARD_HOST must"
+        " be an address of the host of process 0, or a name of one, found 203.0.113.9$")
+os.environ["TORCH_SHARD_HOST"] = "127.0.0.1"
+os.environ["TORCH_SHARD_SECRET"] = ["of this job", "of another"][rank]
+why = ": 127.0.0.1: connection rejected: bad token" * rank
+refused(rf"^gather_from_jax_processes: processes \\[1\\] do not reach process 0, .* at 127.0.0.1 port \\d+{why}\\. .*"
+        "TORCH_SHARD_HOST .* TORCH_SHARD_SECRET, if it is set, must be the same in all processes.")
+os.environ["TORCH_SHARD_SECRET"] = "of this job"
+assert ts.gather_from_jax_processes(rank) == [0, 1]
+""",
+        2,
+    )
+
+
 TRAINS = """
 import itertools, signal, time
 from tests.tables import runs as t
@@ -151,7 +173,10 @@ def test_a_killed_process_ends_the_others(rank):
     assert ends[rank].status == -signal.SIGKILL
     assert other.status not in (0, None)
     # JAX ends a process whose coordinator is gone, at once and by itself
-    words = ["it is gone without a word", "Terminating process because the JAX distributed service detected fatal"]
+    words = [
+        "connection lost (killed, or out of memory?)",
+        "Terminating process because the JAX distributed service detected fatal",
+    ]
     assert any(text in other.output for text in words[: 2 - rank]), other.output
     assert other.seconds < 30
 
@@ -162,10 +187,8 @@ def test_a_stopped_process_ends_the_others(rank):
     ends = failing("os.kill(os.getpid(), signal.SIGSTOP)", rank, stopped=rank)
     other = ends[1 - rank]
     assert (ends[rank].status, other.status) == (None, 75)
-    assert f"process {rank} failed: it has given no sign of life for 4 s" in other.output
-    assert re.search(
-        r"Process \d is in step \d of fit, and would wait for ever. It ends, with status 75.", other.output
-    )
+    assert f"process {rank} failed: no sign of life for 4 s" in other.output
+    assert re.search(r"exiting with status 75: lost a peer \(process \d is in step \d of fit\)", other.output)
     assert other.seconds < 30
 
 

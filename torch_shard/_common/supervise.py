@@ -3,6 +3,7 @@
 It needs neither torch nor JAX, so that it waits beside the training with next to no memory.
 """
 
+import contextlib
 import os
 import queue
 import signal
@@ -32,7 +33,8 @@ def supervise(
     """Run a command to its end, and again where it fails.
 
     It is not started again where it was asked to stop: by `SIGINT`, `SIGTERM` or `SIGHUP`, sent to it or to this
-    process, which passes signals on.
+    process, which passes signals on. Each life is ended as a whole: when a process has ended, so are those that it
+    has started and left behind.
 
     Args:
         command: The program and its arguments.
@@ -40,7 +42,7 @@ def supervise(
         restarts: How often it is started again at most.
         processes: How many are started together, with JAX's variables for processes of one host.
         grace_s: Seconds that the other processes have to end by themselves when one has failed, and once more after
-            `SIGTERM`.
+            `SIGTERM`; so many has what they leave behind, after `SIGTERM`.
 
     Returns:
         The status of the last life, as a shell says it: of the process that failed first.
@@ -79,53 +81,83 @@ class _Group:
 
     def _send(self, number: int) -> None:
         for process in self.processes:
-            process.send_signal(number)
+            os.kill(process.pid, number)  # none is waited for while it lives or is a zombie, so the number is its own
 
     def live(self, command: Sequence[str], processes: int, life: int) -> int:
         """Start all, and wait for all; the status is that of the first that fails."""
-        ended: queue.Queue[int] = queue.Queue()
+        ended: queue.Queue[tuple[int, int]] = queue.Queue()
         copies: list[threading.Thread] = []
         self.processes = []
-        for index, env in enumerate(_environments(processes, life)):
-            pipe = subprocess.PIPE if processes > 1 else None
-            # A session of its own: else Ctrl-C would come from the terminal too, and so twice.
-            process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
-            self.processes.append(process)
-            _in_thread(_report, process, index, ended)
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                if source is not None:
-                    copies.append(_in_thread(_copy, source, target.buffer, index))
-        if self.is_stopping:  # asked before they were there
-            self._send(signal.SIGTERM)
-        failed = self._wait(ended)
-        for thread in copies:
-            thread.join(timeout=5)  # what a process has left behind may hold its output open
-        return 0 if failed is None else _status(self.processes[failed])
+        try:
+            for index, env in enumerate(_environments(processes, life)):
+                pipe = subprocess.PIPE if processes > 1 else None
+                # A session of its own: else Ctrl-C would come from the terminal too, and so twice.
+                process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, start_new_session=True)
+                self.processes.append(process)
+                _in_thread(_report, process, index, ended)
+                for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    if source is not None:
+                        copies.append(_in_thread(_copy, source, target.buffer, index))
+            if self.is_stopping:  # asked before they were there
+                self._send(signal.SIGTERM)
+            return self._wait(ended)
+        finally:
+            self._end_groups()
+            for thread in copies:
+                thread.join(timeout=5)  # who has left the group may hold its output open
 
-    def _wait(self, ended: "queue.Queue[int]") -> int | None:
-        """Wait until all have ended, and tell which failed first; from then on the others have limited time."""
-        first: int | None = None
+    def _wait(self, ended: "queue.Queue[tuple[int, int]]") -> int:
+        """Give the status of the first that failed, when all have ended; from then on the others have limited time."""
+        first = 0
         harder = iter((signal.SIGTERM, signal.SIGKILL))
-        num_left = len(self.processes)
-        while num_left:
-            is_limited = first is not None and not self.is_stopping
+        left = set(range(len(self.processes)))
+        while left:
+            is_limited = first != 0 and not self.is_stopping
             try:
-                index = ended.get(timeout=self.grace_s if is_limited else None)
+                index, status = ended.get(timeout=self.grace_s if is_limited else None)
             except queue.Empty:
-                self._end_others(next(harder, signal.SIGKILL))
+                self._end_others(left, next(harder, signal.SIGKILL))
                 continue
-            num_left -= 1
-            if status := _status(self.processes[index]):
-                first = index if first is None else first
+            left.remove(index)
+            if status:
+                first = first or status
                 if len(self.processes) > 1:
                     self.say(f"process {index} ended with status {status}")
         return first
 
-    def _end_others(self, number: signal.Signals) -> None:
-        left = [process for process in self.processes if process.poll() is None]
+    def _end_others(self, left: set[int], number: signal.Signals) -> None:
         self.say(f"{number.name} to {len(left)} that have not ended within {self.grace_s:g} s")
+        for index in left:
+            end = os.killpg if number == signal.SIGKILL else os.kill
+            end(self.processes[index].pid, number)
+
+    def _end_groups(self) -> None:
+        """End what processes have started and left behind: workers that hold memory, devices or ports."""
+        groups, self.processes = self.processes, []
+        for process in groups:
+            os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + self.grace_s
+        while (left := [process for process in groups if _has_members(process)]) and time.monotonic() < until:
+            time.sleep(0.02)
+        if left:
+            self.say(f"SIGKILL to what was left behind and has not ended within {self.grace_s:g} s")
         for process in left:
-            os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _has_members(process: subprocess.Popen[bytes]) -> bool:
+    """Tell whether a process of this one's group is there."""
+    process.poll()
+    with contextlib.suppress(ChildProcessError):  # where this process is the first of a container, they are its own
+        while os.waitpid(-process.pid, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _environments(processes: int, life: int) -> list[dict[str, str]]:
@@ -139,14 +171,11 @@ def _environments(processes: int, life: int) -> list[dict[str, str]]:
     return [{**env, "JAX_PROCESS_ID": str(index)} for index in range(processes)]
 
 
-def _status(process: subprocess.Popen[bytes]) -> int:
-    """The status of a process that has ended; of one that a signal has ended, as a shell says it."""
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def _report(process: subprocess.Popen[bytes], index: int, ended: "queue.Queue[int]") -> None:
-    process.wait()
-    ended.put(index)
+def _report(process: subprocess.Popen[bytes], index: int, ended: "queue.Queue[tuple[int, int]]") -> None:
+    """Tell of the end of a process, which stays a zombie; of one that a signal has ended, as a shell says it."""
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    ended.put((index, end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status))
 
 
 def _copy(source: BinaryIO, target: BinaryIO, index: int) -> None:

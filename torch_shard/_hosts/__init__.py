@@ -6,6 +6,7 @@ from torch_shard._hosts.agreement import digest as digest
 from torch_shard._hosts.broadcast import broadcast as broadcast
 from torch_shard._hosts.channel import PeerError as PeerError
 from torch_shard._hosts.channel import describe as describe
+from torch_shard._hosts.data import pack as pack
 from torch_shard._hosts.initialize import Launch as Launch
 from torch_shard._hosts.initialize import check_started as check_started
 from torch_shard._hosts.initialize import initialize as initialize

@@ -1,39 +1,37 @@
-"""The channel between the processes of a job: agreements with an end, news of failures, and where each stands.
+"""The end of the channel that one process holds: agreements with an end, news of failures, and where each stands.
 
-It needs no collective of XLA, which would wait for ever where one process does not come. Process 0 serves it; its
-address and a secret are made known by one broadcast, at the first need.
+It needs no collective of XLA, which would wait for ever where one process does not come. `session.py` opens it, and
+`hub.py` serves it in process 0.
 """
 
-# JAX annotates some of its functions in part.
-# pyright: reportUnknownMemberType=false
-
-import atexit
+import asyncio
 import contextlib
-import functools
-import json
 import logging
 import os
 import queue
-import secrets
-import socket
 import sys
 import threading
 import time
 from typing import Any, Protocol
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import caller
-from torch_shard._hosts.hub import Hub
-from torch_shard._hosts.wire import Times, Wire, call
+from torch_shard._hosts.wire import Schema, Times, Wire, WireError
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = 1024
-"""Bytes of what is made known at the beginning."""
-
+MESSAGES: Schema = {
+    "beat": (),
+    "result": (int, list),  # number of the exchange, what each process gives
+    "error": (int, str),  # number of the exchange, why it cannot be
+    "notice": (str,),
+    "failed": (int, str),  # process, how
+    "ended": (int, str),  # process, how
+    "where in loop": (int,),  # loop
+    "stop": (int, int | None, int, str),  # loop, position, process that asked, reason
+}
+"""What a process takes from the hub; `hub.py` has what it says."""
 
 STATUS = 75
 """With which a process ends whose peer has failed: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -66,8 +64,9 @@ class Channel:
         where: Where it stands, in words: "it is ...".
         failure: Which process has failed, and how; None while none has.
         ended: Those that have ended in order.
-        failed: Whether this one has.
-        told: Whether the main thread knows that a process has failed.
+        failed: Whether this one has told the others that it has.
+        told: Whether the program knows that a process has failed: it has got the error.
+        dying: Whether an error that nobody caught ends this one.
         saved: Whether all have stopped at one step, so that it waits for nobody any more.
         running: What the last program gives, perhaps not yet computed.
         loop: The loop that is under way.
@@ -80,26 +79,26 @@ class Channel:
         self.runs, self.where = 0, "at its beginning"
         self.failure: tuple[int, str] | None = None
         self.ended: dict[int, str] = {}
-        self.failed = self.told = self.saved = self.closing = False
+        self.failed = self.told = self.dying = self.saved = self.closing = False
         self.running: jax.Array | None = None
         self.loop: Loop | None = None
         self.heard = time.monotonic()
         self.patience = times.wait
         self._number, self._one_at_a_time = 0, threading.Lock()
         self._answers: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="torch_shard channel", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._listen(), wire.loop)
 
-    def _listen(self) -> None:
-        with contextlib.suppress(EOFError):
+    async def _listen(self) -> None:
+        try:
             while True:
-                kind, *given = self.wire.receive()
+                kind, *given = await self.wire.receive(MESSAGES)
                 self.heard = time.monotonic()
                 self._take(kind, given)
-        if not self.closing and 0 not in self.ended:
-            self.failure = self.failure or (0, "it is gone without a word (killed, or out of memory?)")
-            os.write(
-                2, "torch_shard: process {} failed: {}\n".format(*self.failure).encode()
-            )  # JAX may end us any moment
+        except WireError as error:
+            if not self.closing and 0 not in self.ended:
+                self.failure = self.failure or (0, str(error))
+                # JAX may end us any moment
+                os.write(2, "torch_shard: process {} failed: {}\n".format(*self.failure).encode())
 
     def _take(self, kind: str, given: list[Any]) -> None:
         if kind in ("result", "error"):
@@ -167,82 +166,12 @@ class Channel:
             return
         self.closing = True
         self.wire.send("over", "ended", "it came to its end", self.where)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self.wire.flush(), self.wire.loop).result(1.0)
         if self.failed or self.failure is not None:
-            # JAX's own end waits for all processes, minutes long
-            end = threading.Timer(self.times.grace, lambda: os._exit(1 if self.failed else STATUS))
-            end.daemon = True
-            end.start()
-
-
-def channel() -> Channel | None:
-    """The channel of this job, opened by the first call, to which all processes must come; None of one process."""
-    return _open() if jax.process_count() > 1 else None
-
-
-def opened() -> Channel | None:
-    """The channel of this job if it is open."""
-    return _open() if _open.cache_info().currsize else None
-
-
-@functools.cache
-def _open() -> Channel:
-    times = Times.of_environment()
-    rank, num = jax.process_index(), jax.process_count()
-    known, hub = b"", None
-    if rank == 0:
-        secret = secrets.token_bytes(16)
-        hub = Hub(num, secret, times)
-        known = json.dumps([secret.hex(), hub.port, _addresses()]).encode()
-    block = np.zeros(_LENGTH, np.uint8)
-    block[: len(known)] = np.frombuffer(known, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(block)).tobytes().rstrip(b"\0")
-    secret, port, hosts = json.loads(told)
-    wire, faults = _reach([(host, port) for host in hosts], bytes.fromhex(secret), rank, times.connect)
-    reached = multihost_utils.process_allgather(np.array(wire is not None))
-    if wire is None or not reached.all():
-        missing = [process for process, came in enumerate(reached.tolist()) if not came]
-        raise RuntimeError(
-            f"{caller()}: processes {missing} do not reach process 0, over which the processes of a job agree, at "
-            f"{', '.join(hosts)}, port {port}{': ' if faults else ''}{'; '.join(faults)}. Let the hosts of a job reach "
-            "each other's ports, as PyTorch's and JAX's own coordinators need it too."
-        )
-    from torch_shard._hosts.watch import watch  # which needs the channel
-
-    line = Channel(rank, wire, times)
-    watch(line)
-    atexit.register(line.leave)
-    os.register_at_fork(after_in_child=functools.partial(_forget, line, hub))
-    return line
-
-
-def _forget(line: Channel, hub: Hub | None) -> None:
-    """Leave the channel to the process from which this one was forked, and let its end be seen there."""
-    line.closing = True
-    for wire in [line.wire, *(hub.wires if hub is not None else [])]:
-        wire.abandon()
-    _open.cache_clear()
-
-
-def _addresses() -> list[str]:
-    """Addresses under which others may reach this host, the likeliest first."""
-    found: list[str] = []
-    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # RFC 5737, 3849: nobody's
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as out:
-            out.connect((far, 9))  # sends nothing, but chooses where it would leave from
-            found.append(out.getsockname()[0])
-    return list(dict.fromkeys([*found, socket.gethostname()[:200], "127.0.0.1"]))
-
-
-def _reach(places: list[tuple[str, int]], secret: bytes, rank: int, timeout_s: float) -> tuple[Wire | None, list[str]]:
-    """The first of these places where process 0 is, and what went wrong at the others."""
-    faults: list[str] = []
-    until = time.monotonic() + timeout_s
-    for place in places[::-1] if rank == 0 else places:
-        try:
-            return call(place, secret, rank, max(1.0, (until - time.monotonic()) / 2)), []
-        except OSError as error:
-            faults.append(f"{place[0]}: {error}")
-    return None, faults
+            # JAX's own end waits for all processes, minutes long. A thread could not be started any more.
+            status = 1 if self.failed else STATUS
+            self.wire.loop.call_soon_threadsafe(self.wire.loop.call_later, self.times.grace, os._exit, status)
 
 
 def describe(error: BaseException) -> str:

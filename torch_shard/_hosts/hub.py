@@ -1,14 +1,32 @@
 """The middle of the channel, in process 0: brings together what processes give, and judges who is late or gone."""
 
-import contextlib
+import asyncio
 import dataclasses
 import math
 import socket
-import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from torch_shard._hosts.wire import Times, Wire, answer
+from torch_shard._hosts.background import Background, replace_descriptor
+from torch_shard._hosts.data import pack
+from torch_shard._hosts.wire import LIMIT, Schema, Times, Wire, WireError, answer
+
+MESSAGES: Schema = {
+    "beat": (int, str),  # number of programs, where it stands
+    "exchange": (int, str, int, bytes, float),  # number, subject, number of programs, data, patience
+    "over": (str, str, str),  # failed or ended, why, where it stands
+    "stop": (int, str),  # loop, reason
+    "in loop": (int, int | None),  # loop, position
+}
+"""What the hub takes; `channel.py` has what it says."""
+
+_STRANGERS = 64
+"""Connections that have not proved themselves, beyond those of processes; the oldest makes room for another."""
+_REPORTED = 8
+"""Rejected connections that are told of."""
+_LONGEST = 2000
+"""Characters that are kept of a text."""
 
 
 @dataclasses.dataclass
@@ -37,7 +55,7 @@ class _Peer:
         runs: Number of programs over all processes that it has begun.
         where: Where it stands, in words.
         gives: What it waits with.
-        over: Why nobody need wait for it.
+        over: Why it is not waited for any more.
     """
 
     wire: Wire | None = None
@@ -49,82 +67,133 @@ class _Peer:
 
 
 class Hub:
-    """Serves the processes of a job, each of which calls once.
+    """Serves the processes of a job, each of which connects once.
 
-    Attributes:
-        port: Where it listens.
+    All of it runs in one event loop, in which nothing waits for a process: each connection is served beside the
+    others, and what is sent is queued, with a deadline for each process.
+
+    Args:
+        num: Number of processes.
+        secret: Known to these alone.
+        times: How long each thing may take.
+        sockets: On which it listens until all processes have come.
     """
 
-    def __init__(self, num: int, secret: bytes, times: Times) -> None:
+    def __init__(self, num: int, secret: bytes, times: Times, sockets: Sequence[socket.socket]) -> None:
         self._peers = [_Peer() for _ in range(num)]
-        self._secret, self._times = secret, times
-        self._lock = threading.RLock()
+        self._secret, self._times, self._sockets = secret, times, sockets
         self._stops: dict[int, dict[int, int | None]] = {}  # by loop: where each process stands in it
         self._reasons: dict[int, tuple[int, str]] = {}
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=num, dualstack_ipv6=dual)
-        self.port: int = self._server.getsockname()[1]
-        for work in (self._accept, self._judge):
-            threading.Thread(target=work, name="torch_shard hub", daemon=True).start()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
+        self._servers: list[asyncio.Server] = []
+        self._num_rejected = 0
+        self._background = Background("torch_shard hub")
+        self._background.run(self._listen())
+        self._background.start(self._judge())
+
+    async def _listen(self) -> None:
+        for each in self._sockets:
+            self._servers.append(await asyncio.start_server(self._admit, sock=each, backlog=len(self._peers) + 64))
 
     @property
-    def wires(self) -> list[Wire]:
-        """To the processes that have called."""
+    def _wires(self) -> list[Wire]:
+        """To the processes that have come."""
         return [peer.wire for peer in self._peers if peer.wire is not None]
 
-    def _accept(self) -> None:
-        while any(peer.wire is None for peer in self._peers):
-            with contextlib.suppress(OSError, IndexError):
-                wire, rank = answer(self._server.accept()[0], self._secret, 3.0)
-                with self._lock:
-                    self._peers[rank].wire, self._peers[rank].heard = wire, time.monotonic()
-                threading.Thread(target=self._serve, args=(rank, wire), name="torch_shard hub", daemon=True).start()
-        self._server.close()
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._background.run(self._hang_up())
+        self._background.close()
 
-    def _serve(self, rank: int, wire: Wire) -> None:
-        with contextlib.suppress(EOFError):
+    async def _hang_up(self) -> None:
+        for server in self._servers:
+            server.close()
+        for each in [*self._wires, *self._strangers]:
+            each.close()
+
+    def abandon(self) -> None:
+        """Let go of all connections in a forked process, where they stay the parent's."""
+        self._background.abandon()
+        for each in self._sockets:
+            replace_descriptor(each.fileno())
+        for wire in self._wires:
+            wire.abandon()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection: a process of this job, or a stranger, who does no harm to others."""
+        if len(self._strangers) >= len(self._peers) + _STRANGERS:
+            next(iter(self._strangers)).transport.abort()
+        self._strangers[writer] = None
+        try:
+            wire, rank = await answer(reader, writer, self._secret, self._times)
+            if rank >= len(self._peers) or self._peers[rank].wire is not None:
+                wire.close()
+                raise ConnectionError(f"connection rejected: process {rank} has come already, or is none of this job")
+        except OSError as error:
+            self._report(writer, error)
+            return
+        finally:
+            del self._strangers[writer]
+        self._peers[rank].wire, self._peers[rank].heard = wire, time.monotonic()
+        if len(self._wires) == len(self._peers):
+            for server in self._servers:
+                server.close()
+        await self._serve(rank, wire)
+
+    def _report(self, writer: asyncio.StreamWriter, error: OSError) -> None:
+        """Let process 0 log a rejected connection, which this thread must not wait for."""
+        self._num_rejected += 1
+        if self._num_rejected <= _REPORTED and (wire := self._peers[0].wire) is not None:
+            host = (writer.get_extra_info("peername") or ["?"])[0]
+            wire.send("notice", f"{error} (from {host})")
+
+    async def _serve(self, rank: int, wire: Wire) -> None:
+        try:
             while True:
-                message = wire.receive()
-                with self._lock:
-                    self._peers[rank].heard = time.monotonic()
-                    self._take(rank, *message)
-        with self._lock:
-            if self._peers[rank].over is None:
-                self._is_over(rank, "failed", "it is gone without a word (killed, or out of memory?)")
+                kind, *given = await wire.receive(MESSAGES)
+                self._peers[rank].heard = time.monotonic()
+                self._take(rank, kind, *given)
+        except WireError as error:
+            self._is_over(rank, "failed", str(error))
+        finally:
+            wire.close()
 
-    def _take(self, rank: int, kind: str, *given: Any) -> None:
+    def _take(self, rank: int, kind: str, *parts: Any) -> None:
         peer = self._peers[rank]
+        given: list[Any] = [part[:_LONGEST] if isinstance(part, str) else part for part in parts]
         if kind == "beat":
             peer.runs, peer.where = given
         elif kind == "exchange":
+            if len(given[3]) > most_each(len(self._peers)):
+                raise WireError(f"connection closed: {len(given[3])} bytes are too many for an exchange")
             peer.gives = _Exchange(*given, since=time.monotonic())
             peer.runs = peer.gives.runs
             self._settle()
         elif kind == "over":
-            peer.where = given[2]
-            self._is_over(rank, *given[:2])
+            over, reason, peer.where = given
+            self._is_over(rank, "ended" if over == "ended" else "failed", reason)
         elif kind == "stop":
             loop, reason = given
             if loop not in self._stops:
                 self._stops[loop], self._reasons[loop] = {}, (rank, reason)
                 self._tell("where in loop", loop)
-        elif kind == "in loop":
+        elif kind == "in loop" and given[0] in self._stops:
             loop, position = given
             self._stops[loop][rank] = position
             self._decide(loop)
 
     def _tell(self, *message: object) -> None:
-        for wire in self.wires:
-            wire.send(*message)
+        content = pack(list(message))
+        for wire in self._wires:
+            wire.send_packed(content)
 
     def _is_over(self, rank: int, kind: str, text: str) -> None:
-        """Note that nobody need wait for this process: it has `failed`, or `ended`."""
+        """Note that this process is not waited for any more: it has `failed`, or `ended`."""
         peer = self._peers[rank]
         if peer.over is not None:
             return
         peer.over = text
-        where = "" if kind == "ended" else f" (When it was last heard of, it was {peer.where}.)"
+        where = "" if kind == "ended" else f" (last seen {peer.where})"
         self._tell(kind, rank, text + where)
         self._settle()
         for loop in self._stops:
@@ -140,21 +209,20 @@ class Hub:
         at = max(numbers) if len(numbers) == len(self._peers) else None
         self._tell("stop", loop, at, *self._reasons[loop])
 
-    def _judge(self) -> None:
+    async def _judge(self) -> None:
         last = time.monotonic()
         while any(peer.over is None for peer in self._peers):
-            time.sleep(self._times.beat)
+            await asyncio.sleep(self._times.beat)
             now = time.monotonic()
-            with self._lock:
-                if now - last > self._times.silent / 2:  # this process itself was stopped, or the whole host
-                    for peer in self._peers:
-                        peer.heard += now - last
-                last = now
-                for rank, peer in enumerate(self._peers):
-                    if peer.over is None and now - peer.heard > self._times.silent:
-                        self._is_over(rank, "failed", silent_for(self._times.silent))
-                self._settle()
-                self._tell("beat")
+            if now - last > self._times.silent / 2:  # this process itself was stopped, or the whole host
+                for peer in self._peers:
+                    peer.heard += now - last
+            last = now
+            for rank, peer in enumerate(self._peers):
+                if peer.over is None and now - peer.heard > self._times.silent:
+                    self._is_over(rank, "failed", silent_for(self._times.silent))
+            self._settle()
+            self._tell("beat")
 
     # ---- exchanges ----
 
@@ -204,11 +272,18 @@ class Hub:
         return " ".join(f"{_processes(ranks).capitalize()} {where}." for where, ranks in groups.items())
 
     def _answer(self, here: dict[int, _Exchange], kind: str, what: object) -> None:
+        packed: dict[int, bytes] = {}  # by number: one, but where they are not at the same place
         for rank, given in here.items():
             self._peers[rank].gives = None
+            content = packed.get(given.number) or packed.setdefault(given.number, pack([kind, given.number, what]))
             wire = self._peers[rank].wire
             assert wire is not None
-            wire.send(kind, given.number, what)
+            wire.send_packed(content)
+
+
+def most_each(num: int) -> int:
+    """Bytes that each of some processes may give in an exchange, so that one message holds what all give."""
+    return min(1 << 20, LIMIT // (4 * num))
 
 
 def _processes(ranks: list[int]) -> str:
@@ -219,4 +294,4 @@ def _processes(ranks: list[int]) -> str:
 
 def silent_for(seconds: float) -> str:
     """Say of a process that nothing was heard of it."""
-    return f"it has given no sign of life for {seconds:.0f} s (stopped, or its host is gone)"
+    return f"no sign of life for {seconds:.0f} s (stopped, or its host is gone)"

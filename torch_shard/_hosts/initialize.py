@@ -176,6 +176,11 @@ def _start(found: Found, devices: tuple[int, ...] | None, timeout: int, heartbea
         ) from error
 
 
+def coordinator() -> str | None:
+    """`host:port` of JAX's coordinator, as far as that is known: JAX tells nobody."""
+    return (_launch and _launch.coordinator) or os.environ.get("JAX_COORDINATOR_ADDRESS")
+
+
 def check_started() -> None:
     """Refuse several processes of a launcher that JAX knows nothing of: each would train by itself.
 

@@ -3,8 +3,6 @@
 # JAX annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false
 
-import dataclasses
-import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,11 +12,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
-from torch_shard._hosts.channel import channel, describe, opened
+from torch_shard._hosts.channel import describe
+from torch_shard._hosts.data import pack, unpack
+from torch_shard._hosts.hub import most_each
+from torch_shard._hosts.session import channel, opened
 
 R = TypeVar("R")
-LARGE = 1 << 20
-"""Bytes from which on values go by a collective, once all processes are known to be there."""
 
 
 def agree(flag: bool) -> bool:
@@ -26,45 +25,46 @@ def agree(flag: bool) -> bool:
     return any(exchange(lambda: flag))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    text: str
-
-
 def exchange(make: Callable[[], R], subject: str | None = None) -> list[R]:
     """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever.
 
+    Values of many bytes go by a collective, once all processes are known to be there.
+
     Args:
-        make: Called once; what it returns can be pickled.
+        make: Called once; gives a value that `pack` takes.
         subject: What it is about, for errors; by default the public function under way.
+
+    Raises:
+        PeerError: Another process does not come.
+        RuntimeError: `make` has raised in another process.
     """
     line = channel()
     if line is None:
         return [make()]
     failure = None
     try:
-        data = pickle.dumps(make())
+        data = pack(["value", make()])
     except Exception as error:
-        failure, data = error, pickle.dumps(_Failure(describe(error)))
-    subject = subject or caller()
-    small = len(data) <= LARGE
-    found = line.exchange(data if small else len(data).to_bytes(8, "big"), subject)
+        failure, data = error, pack(["failure", describe(error)])
+    first = data if len(data) <= most_each(jax.process_count()) else pack(["size", len(data)])
+    found = [unpack(each) for each in line.exchange(first, subject or caller())]
     if failure is not None:
         raise failure
-    if max(sizes := [int.from_bytes(each, "big") if len(each) == 8 else len(each) for each in found]) > LARGE:
-        found = _gather(data, sizes)
-    values = [pickle.loads(each) for each in found]
-    for process, value in enumerate(values):
-        if isinstance(value, _Failure):
-            raise RuntimeError(f"{caller()}: process {process} failed: {value.text}")
-    return values
+    for process, (kind, value) in enumerate(found):
+        if kind == "failure":
+            raise RuntimeError(f"{caller()}: process {process} failed: {value}")
+    if sizes := [value for kind, value in found if kind == "size"]:
+        found = [unpack(each) for each in _gather(data, max(sizes))]
+    return [value for _, value in found]
 
 
-def _gather(data: bytes, sizes: list[int]) -> list[bytes]:
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+def _gather(data: bytes, size: int) -> list[bytes]:
+    """What each process gives, over the devices: `size` bytes at most, with their number in front."""
+    row = np.zeros(8 + size, np.uint8)
+    row[:8] = np.frombuffer(len(data).to_bytes(8, "big"), np.uint8)
+    row[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+    rows = multihost_utils.process_allgather(row)
+    return [each[8 : 8 + int.from_bytes(each[:8].tobytes(), "big")].tobytes() for each in rows]
 
 
 def is_shared(mesh: Mesh) -> bool:

@@ -6,8 +6,9 @@ from typing import cast
 
 from jax.sharding import Mesh
 
-from torch_shard._hosts.channel import Channel, channel
+from torch_shard._hosts.channel import Channel
 from torch_shard._hosts.processes import is_shared
+from torch_shard._hosts.session import channel
 
 _NUMBERS = itertools.count()
 

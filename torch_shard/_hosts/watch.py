@@ -12,9 +12,6 @@ import jax
 from torch_shard._hosts.channel import STATUS, Channel, describe, flush_streams
 from torch_shard._hosts.hub import silent_for
 
-SLOW_END = 6
-"""So many times as long has a process to come to its end that knows of the failure: to write out, or to clean up."""
-
 
 def watch(line: Channel) -> None:
     """Begin to watch, and let the others know of an error that ends this process."""
@@ -22,6 +19,7 @@ def watch(line: Channel) -> None:
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        line.dying = True
         line.fail(describe(error))
         if isinstance(error, jax.errors.JaxRuntimeError) and _hears_of_failure(line):
             note = "torch_shard: process {} failed: {}".format(*line.failure or ())
@@ -65,26 +63,30 @@ class _Watch:
                 self._since = None
             elif self._since is None:
                 self._since = now
-            elif now - self._since > found[1] and not line.closing:
-                self._end(found[0])
+            elif now - self._since > times.grace and not line.closing:
+                self._end(found)
 
-    def _in_vain(self) -> tuple[str, float] | None:
-        """Say what this process waits for in vain, as far as can be told, and how many seconds it may."""
-        line, grace = self._line, self._line.times.grace
+    def _in_vain(self) -> str | None:
+        """Say what this process waits for in vain, as far as can be told.
+
+        A program that has caught the error of a failed peer is left alone, whatever it does then: only `fit` reads what
+        the devices will never give. JAX still ends it when it finds a process gone.
+        """
+        line = self._line
         running: Any = line.running  # whose is_ready JAX does not annotate
         computes = running is not None and not running.is_ready()
-        if line.failure is not None and (computes or not line.saved):
-            reason = f"process {line.failure[0]} failed: {line.failure[1]}"
-            return reason, SLOW_END * grace if line.told and not (computes or line.failed) else grace
-        if line.ended and computes:
+        if line.failure is not None:
+            has_caught = line.told and not line.dying
+            if (computes and line.loop is not None) or (not has_caught and (computes or not line.saved)):
+                return f"process {line.failure[0]} failed: {line.failure[1]}"
+        elif line.ended and computes:
             ended, how = next(iter(line.ended.items()))
-            return f"process {ended} has ended ({how}) while others go on.", grace
+            return f"process {ended} has ended ({how}) while others go on."
         return None
 
     def _end(self, reason: str) -> None:
         line = self._line
         flush_streams()
-        end = f"Process {line.rank} is {line.where}, and would wait for ever. It ends, with status {STATUS}."
-        text = f"\ntorch_shard: {reason}\ntorch_shard: {end}\n"
-        os.write(2, text.encode())
+        end = f"exiting with status {STATUS}: lost a peer (process {line.rank} is {line.where})"
+        os.write(2, f"\ntorch_shard: {reason}\ntorch_shard: {end}\n".encode())
         os._exit(STATUS)

@@ -1,9 +1,9 @@
 """One tree per device, one tree per process, and whether replicas are what they should be: equal."""
 
 import collections
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from torch_shard._common.convert import adopt_torch_nodes, tensor_to_numpy
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_number
 from torch_shard._device import JaxTensor, to_cpu
-from torch_shard._hosts import exchange
+from torch_shard._hosts import exchange, pack
 
 Part = tuple[str, str]
 """The path of a leaf, and which part of it, where it is sharded."""
@@ -60,14 +60,18 @@ def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
     """Bring the trees of all processes together; every process must call it.
 
     Args:
-        tree: A pytree; trees of different processes may differ in every way. Everything in it can be pickled. An array
-            over the devices of several processes must be the same on all of them.
+        tree: A pytree; trees of different processes may differ in every way. Its leaves are tensors, arrays, numbers,
+            strings and bytes. Nodes are lists, tuples and dicts; or others (named tuples, registered classes), where
+            all processes give trees of one structure. An array over the devices of several processes must be the same
+            on all of them.
 
     Returns:
         One tree per process, in the order of `jax.process_index()`, with tensors and arrays as CPU tensors.
 
     Raises:
-        ValueError: An array is spread over processes. Where one process fails, all raise.
+        TypeError: A leaf is something else.
+        ValueError: An array is spread over processes, or processes have different structures with nodes of their own.
+            Where one process fails, all raise.
 
     Example:
         >>> import jax.numpy as jnp, torch_shard as ts
@@ -75,13 +79,39 @@ def gather_from_jax_processes(tree: PyTree) -> list[PyTree]:
         [{'host': 'a', 'loss': tensor(0.5000)}]
     """
     adopt_torch_nodes(tree)
-    return exchange(lambda: jax.tree_util.tree_map_with_path(_of_process, tree))
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    has_own_nodes = not _is_plain(structure)
+
+    def make() -> tuple[str, PyTree]:
+        leaves = [_of_process(path, leaf) for path, leaf in paths]
+        return (str(structure), leaves) if has_own_nodes else ("", structure.unflatten(leaves))
+
+    found = exchange(make)
+    texts = [text for text, _ in found]
+    if other := next((process for process, text in enumerate(texts) if text != texts[0]), None):
+        shown = [text or "lists, tuples and dicts alone" for text in (texts[0], texts[other])]
+        raise ValueError(
+            f"{caller()}: a tree with nodes other than lists, tuples and dicts must have one structure in all "
+            f"processes, found {shown[0]} in process 0 and {shown[1]} in process {other}. Give dicts, or "
+            "jax.tree.leaves(tree)."
+        )
+    return [structure.unflatten(tree) if text else tree for text, tree in found]
+
+
+def _is_plain(structure: Any) -> bool:  # a PyTreeDef, whose type JAX does not name
+    """Tell whether all nodes are of types of which the structure alone says what they are."""
+    node = structure.node_data()
+    return node is None or (node[0] in (list, tuple, dict, type(None)) and all(map(_is_plain, structure.children())))
 
 
 def _of_process(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, JaxTensor):
-        return to_cpu(leaf).detach().clone()
+        return to_cpu(leaf).detach().clone().as_subclass(torch.Tensor)
     if not isinstance(leaf, JaxTensor | jax.Array):
+        try:
+            pack(leaf)
+        except TypeError as error:
+            raise TypeError(f"{caller()}: {jax.tree_util.keystr(path) or 'the tree'}: {error}.") from None
         return leaf
     array = leaf.jax() if isinstance(leaf, JaxTensor) else leaf
     if not (array.is_fully_addressable or array.is_fully_replicated):
@@ -127,8 +157,8 @@ def assert_replica_integrity(tree: PyTree, *, rtol: float = 0.0, atol: float = 0
     tables = exchange(lambda: _table(tree, device_axis, values))
     _check_leaves([leaves for leaves, _ in tables])
     places: dict[Part, dict[bytes, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for replica in (replica for _, replicas in tables for replica in replicas):
-        places[replica.part][replica.digest].append(replica.place)
+    for part, place, digest in (replica for _, replicas in tables for replica in replicas):
+        places[part][digest].append(place)
     disputed = {part: by_digest for part, by_digest in places.items() if len(by_digest) > 1}
     if not disputed:
         return
@@ -159,19 +189,15 @@ def _faults(
             yield f"  {''.join(part)}: {others} differs from {most} by {apart} at most."
 
 
-@dataclasses.dataclass(frozen=True)
-class _Replica:
-    part: Part
-    place: str
-    digest: bytes
-
-
 def _table(
     tree: PyTree, device_axis: bool, values: dict[tuple[Part, bytes], Callable[[], np.ndarray]]
-) -> tuple[dict[str, str], list[_Replica]]:
-    """Describe each leaf and the replicas that this process holds; how to read one of each goes to `values`."""
+) -> tuple[dict[str, str], list[tuple[Part, str, bytes]]]:
+    """Describe each leaf and the replicas that this process holds: part, place, digest.
+
+    How to read one of each goes to `values`.
+    """
     leaves: dict[str, str] = {}
-    replicas = []
+    replicas: list[tuple[Part, str, bytes]] = []
     process = f" of process {jax.process_index()}" if jax.process_count() > 1 else ""
     for path, leaf in _with_paths(tree):
         array = _array_of(path, leaf)
@@ -182,7 +208,7 @@ def _table(
             digest = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
             part = path, _describe(index)
             values.setdefault((part, digest), read)
-            replicas.append(_Replica(part, place + process, digest))
+            replicas.append((part, place + process, digest))
     if not leaves:
         raise ValueError("assert_replica_integrity: the tree holds no tensor, so there is nothing to compare.")
     return leaves, replicas

@@ -41,12 +41,14 @@ def compare_given(rows: HostRows, leaves: Mapping[str, PyTree]) -> None:
         ValueError: Shapes or scalars differ between processes, or rows between those that have the same ones.
     """
     mine = {path: _describe(leaf) for path, leaf in leaves.items()}
+    parts = {path: dataclasses.astuple(leaf) for path, leaf in mine.items()}
     try:
-        found = exchange(lambda: mine, "the rows of a batch, which all compare where its shape is new")
+        everything = exchange(lambda: parts, "the rows of a batch, which all compare where its shape is new")
     except PeerError as error:
         listed = ", ".join(f"{path} {leaf}" for path, leaf in mine.items())
         error.add_note(f"Here the batch is {listed}. In each step all processes must give as many rows.")
         raise
+    found = [{path: _Leaf(*leaf) for path, leaf in each.items()} for each in everything]
     everyone = range(len(found))
     sharing: dict[tuple[int, ...], list[int]] = {}
     for process in everyone:

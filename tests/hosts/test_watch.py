@@ -1,0 +1,95 @@
+"""Which processes are ended that would wait in vain, and which are left alone."""
+
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+from torch_shard._hosts.watch import _Watch
+
+
+def in_vain(**given):
+    """Whether a process is seen to wait in vain."""
+    computes = types.SimpleNamespace(is_ready=lambda: not given.get("computes", False))
+    line = {"failure": (1, "OSError: no disk"), "ended": {}, "told": False, "dying": False, "saved": False}
+    line |= {"loop": None, "running": computes} | given
+    return _Watch(types.SimpleNamespace(**line))._in_vain() is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "is_ended"),
+    [
+        ({"failure": None, "computes": True}, False),
+        ({}, True),  # it may wait in a collective, for all that can be seen
+        ({"computes": True}, True),
+        ({"told": True}, False),  # it has caught the error
+        ({"told": True, "computes": True}, False),  # and leaves alone what will never be there
+        ({"told": True, "computes": True, "loop": "fit"}, True),  # fit reads it
+        ({"told": True, "loop": "fit"}, False),  # fit saves or cleans up
+        ({"told": True, "dying": True}, True),
+        ({"told": True, "dying": True, "saved": True}, False),
+        ({"told": True, "dying": True, "computes": True, "saved": True}, True),
+        ({"told": True, "saved": True}, False),
+        ({"failure": None, "ended": {1: "it came to its end"}, "computes": True}, True),
+        ({"failure": None, "ended": {1: "it came to its end"}}, False),
+    ],
+)
+def test_who_waits_in_vain_is_ended(given, is_ended):
+    assert in_vain(**given) == is_ended
+
+
+PROGRAM = """
+import os, sys, time
+from tests.oracles.hubs import Ends, a_hub
+from torch_shard._hosts.channel import PeerError
+from torch_shard._hosts.watch import watch
+from torch_shard._hosts.wire import Times
+
+times = Times(beat=0.05, silent=5, grace=0.2)
+pids = {}
+for part in range(3):  # before there are threads
+    if not (pid := os.fork()):
+        break
+    pids[pid] = part
+else:
+    statuses = {}
+    while pids:
+        pid, status = os.wait()
+        statuses[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+    print([statuses[part] for part in range(3)])
+    sys.exit()
+with a_hub(2, times) as place:
+    ends = Ends()
+    line, other = ends.line(place, 0, times), ends.line(place, 1, times)
+    watch(line)
+    other.closing = True
+    other.wire.close()
+    while line.failure is None:
+        time.sleep(0.01)
+    if part == 0:  # the error is caught, and the program goes on with something else
+        try:
+            line.check()
+        except PeerError:
+            time.sleep(2)
+        line.closing = True
+        print("went on", flush=True)
+        os._exit(0)
+    if part == 1:  # it does not come to see the error
+        time.sleep(30)
+    try:
+        line.check()
+    except PeerError:
+        sys.excepthook(*sys.exc_info())
+        time.sleep(30)  # an end that takes too long
+"""
+
+
+def test_a_program_that_has_caught_the_error_goes_on():
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "went on\n[0, 75, 75]\n", done.stderr
+    lost = "process 1 failed: connection lost (killed, or out of memory?) (last seen at its beginning)\n"
+    end = "torch_shard: exiting with status 75: lost a peer (process 0 is at its beginning)\n"
+    assert done.stderr.count(f"torch_shard: {lost}{end}") == 2
+    assert f"PeerError: torch_shard: {lost}" in done.stderr
