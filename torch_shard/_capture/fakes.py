@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.constants import Constants
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
@@ -297,7 +298,7 @@ def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if get_proxy_mode() is not None:
             annotate_backward(outputs, tracer().graph)
-        with current_mode() or contextlib.nullcontext():
+        with current_mode() or contextlib.nullcontext(), calls_seen(True):
             return run_backward(outputs, *args, **kwargs)
 
     return run

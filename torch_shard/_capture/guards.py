@@ -1,214 +1,418 @@
 """What a program was made for besides its inputs, and whether it still holds: the ways in which a program is outdated.
 
-These are the training flags of modules (`flags_hold`), the plain Python values that a loss function and a model's
-configuration hold (`ValueGuard`), and the plain attributes of modules (`PlainAttributes`).
+These are the training flags of modules (`flags_hold`), and values that are read from outside (`Guard`): those that the
+user's own functions have read (`reads`), and the plain attributes of modules (`module_roots`).
+
+A guard is asked at every step. So it first compares identities, without a line of Python for each value; only where
+one differs does it look at what the values are.
 """
 
-import copy
+import collections
+import dataclasses
 import functools
 import inspect
+import itertools
+import logging
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from torch_shard._capture.provenance import is_own_file
-from torch_shard._capture.side_effects import _HOOKS, _OF_TORCH, NUMBERS, is_plain, is_record
+from torch_shard._capture.side_effects import _OF_TORCH, NUMBERS, is_plain, is_record
 from torch_shard._common.metric_kinds import is_metric
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+logger = logging.getLogger(__name__)
 
-_SEQUENCES = (list, tuple, set, frozenset)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice, np.generic),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, types.BuiltinFunctionType),
+)
 
-_DEPTH, _MOST = 3, 1000
+_COLLECTIONS = (dict, list, tuple, set, frozenset, collections.deque)
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+MOST_ITEMS = 100_000
+"""Items of containers that are compared before each step: a millisecond."""
+
+_MOST_BYTES = 1 << 20
+"""Of NumPy arrays."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Names = frozenset[str]
 
 
-def _snapshot(value: object, depth: int = _DEPTH) -> object:
-    """Copy that can be compared later: numbers, strings, tensors, in containers and records; else None."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, torch.Tensor):
-        return "tensor", id(value)  # one that is written in place is read anew, another one is not
-    if depth == 0 or (isinstance(value, (dict, *_SEQUENCES)) and len(value) > _MOST):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Root:
+    """A value from which reading began.
+
+    Attributes:
+        name: For messages.
+        owner: What holds it: a dict, or an object with attributes. None for an object that is known by itself.
+        key: Its key there; the object itself without an owner.
+        names: Attributes that are read from it, and from what these hold. None for all of what is plain.
+    """
+
+    name: str
+    owner: Any
+    key: Any
+    names: Names | None
+
+
+class _Leaf:
+    """Equal to one of the same object, or of an equal plain value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Leaf):
+            return False
+        mine, its = self.value, other.value
+        return mine is its or (type(mine) is type(its) and isinstance(mine, _PLAIN) and repr(mine) == repr(its))
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+class Walk:
+    """The values that are reached from roots.
+
+    Args:
+        settings: Attributes that are read of any bundle of settings that is reached; None for all.
+        functions: Whether to note which functions there are. Some are others while a capture is under way.
+    """
+
+    def __init__(self, settings: Names | None, *, functions: bool) -> None:
+        self._settings, self._functions = settings, functions
+        self.values: list[tuple[str, object]] = []
+        """Name and value, in the order in which they were met: equal in walks that have met the same."""
+        self.too_large: list[str] = []
+        self._seen: dict[tuple[int, Names | None], object] = {}
+        self._slots: dict[tuple[int, Any], tuple[Any, Any, object]] = {}
+        self._empty: list[Any] = []
+        self._iterables: list[Any] = []
+        self._items: list[object] = []
+        self._lengths: list[int] = []
+        self._arrays: list[tuple[np.ndarray, bytes]] = []
+
+    def root(self, root: Root) -> None:
+        """Follow what is read from a root."""
+        if root.owner is None:
+            self._visit(root.name, root.key, root.names)
+        else:
+            self._slot(root.owner, root.key, root.name, root.names)
+
+    def holds(self) -> bool:
+        """Tell whether all that was met is still the same object, with the same objects in it."""
+        in_dicts, in_objects = self._columns
+        try:
+            return (
+                all(map(operator.is_, map(dict.get, *in_dicts[:2]), in_dicts[2]))
+                and all(map(operator.is_, map(getattr, *in_objects[:2], itertools.repeat(None)), in_objects[2]))
+                and not any(self._empty)
+                and list(map(len, self._iterables)) == self._lengths
+                and all(map(operator.is_, itertools.chain.from_iterable(self._iterables), self._items))
+                and all(array.tobytes() == content for array, content in self._arrays)
+            )
+        except (ValueError, RuntimeError):  # a cell that is empty now; a container that another thread changes
+            return False
+
+    @functools.cached_property
+    def _columns(self) -> Any:
+        slots = list(self._slots.values())
+        groups = ([s for s in slots if isinstance(s[0], dict) is kind] for kind in (True, False))
+        return tuple([[*column] for column in zip(*group, strict=True)] or [[], [], []] for group in groups)
+
+    def _slot(self, owner: Any, key: Any, name: str, names: Names | None) -> None:
+        """Note what is found at a place, and follow it."""
+        value = owner.get(key) if isinstance(owner, dict) else _attribute(owner, key)
+        noted = self._functions or not isinstance(value, _FUNCTIONS)
+        if noted and (id(owner), key) not in self._slots:
+            self._slots[id(owner), key] = owner, key, value
+            self.values.append((name, _kind(value) or _Leaf(value)))
+        self._visit(name, value, names)
+
+    def _visit(self, name: str, value: Any, names: Names | None) -> None:
+        """Follow a value that is reached."""
+        if isinstance(value, (*_PLAIN, torch.Tensor)) or (id(value), names) in self._seen:
+            return
+        self._seen[id(value), names] = value
+        if isinstance(value, np.ndarray):
+            self._array(name, value)
+        elif isinstance(value, _COLLECTIONS):
+            self._collection(name, value, names)
+            if hasattr(value, "__dict__"):  # of a subclass, such as a dict that is read by attributes
+                self._object(name, value, names)
+        elif isinstance(value, functools.partial):
+            for part, held in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+                self._visit(f"an argument of {name}" if part != "func" else name, held, names)
+        elif isinstance(value, types.MethodType):
+            self._visit(name, value.__func__, names)
+        elif isinstance(value, types.FunctionType):
+            if is_own_file(value.__code__.co_filename):
+                if self._functions:
+                    self._slot(value, "__code__", f"{name}()", names)
+                for part in ("__defaults__", "__kwdefaults__"):
+                    self._slot(value, part, f"a default of {name}()", names)
+        elif isinstance(value, types.ModuleType):
+            if names is not None and _is_own(value):
+                self._attributes(name, vars(value), sorted(names & vars(value).keys()), names)
+        elif names is not None or is_record(value) or _is_mapping(value):
+            self._object(name, value, names)
+
+    def _attributes(self, name: str, held: dict[str, Any], which: Iterable[str], names: Names | None) -> None:
+        for attribute in which:
+            self._slot(held, attribute, f"{name}.{attribute}" if name else attribute, names)
+
+    def _object(self, name: str, value: Any, names: Names | None) -> None:
+        """Follow the attributes of an object that are read."""
+        held: dict[str, Any] = {} if isinstance(value, type) else _instance_dict(value)
+        if is_record(value) or _is_mapping(value):
+            read = held.keys() if _is_mapping(value) or self._settings is None else held.keys() & self._settings
+            read = held.keys() if names is None else read
+            self._attributes(name, held, sorted(read), names)
+        if names is None:
+            return
+        if isinstance(value, nn.Module) and isinstance(value._modules, dict):
+            self._attributes(name, value._modules, sorted(names & value._modules.keys()), names)
+            plain = _OF_TORCH.union(HOOKS)
+            held = {key: inner for key, inner in held.items() if key not in plain and _is_composite(inner)}
+        self._attributes(name, held, sorted(names & held.keys()), names)
+        self._of_class(name, value, names)
+
+    def _of_class(self, name: str, value: Any, names: Names) -> None:
+        """Follow what is read of a class: data, slots, and which functions its methods are."""
+        cls = value if isinstance(value, type) else type(value)
+        own = list(itertools.takewhile(_is_own, cls.__mro__))
+        for attribute in sorted(names):
+            found = next((vars(base)[attribute] for base in own if attribute in vars(base)), None)
+            if isinstance(found, types.MemberDescriptorType):
+                if value is not cls:
+                    self._slot(value, attribute, f"{name}.{attribute}", names)
+            elif found is not None and not _is_descriptor(found):
+                if value is not cls:  # an instance may get one of its own
+                    self._slot(_instance_dict(value), attribute, f"{name}.{attribute}", names)
+                self._slot(cls, attribute, f"{name}.{attribute}", names)
+
+    def _collection(self, name: str, value: Any, names: Names | None) -> None:
+        """Compare the items of a container, and follow them."""
+        parts = (value, value.values()) if isinstance(value, dict) and value else (value,)
+        mutable = not isinstance(value, (tuple, frozenset))
+        if len(self._items) + len(parts) * len(value) > MOST_ITEMS:
+            self.too_large.append(f"{name} ({len(value):,} items)")
+            self.values.append((name, (type(value), len(value))))
+            return
+        for part in parts:
+            items = list(part)
+            if mutable and not items:
+                self._empty.append(part)
+            elif mutable:
+                self._iterables.append(part)
+                self._items += items
+                self._lengths.append(len(items))
+            in_order = not isinstance(value, (set, frozenset))
+            self.values.append((name, (type(value), len(items), in_order)))
+            kinds = set(map(type, items))
+            if not in_order:
+                items = sorted(items, key=lambda item: (str(type(item)), repr(item)))
+            self.values += [(name, _kind(item) or _Leaf(item)) for item in items]
+            if not all(issubclass(kind, _PLAIN) for kind in kinds):
+                for item in items:
+                    self._visit(name, item, names)
+
+    def _array(self, name: str, value: np.ndarray) -> None:
+        """Compare the content of an array."""
+        if value.dtype.hasobject or value.nbytes + sum(array.nbytes for array, _ in self._arrays) > _MOST_BYTES:
+            self.too_large.append(f"{name} (a NumPy array of {value.nbytes:,} bytes)")
+            self.values.append((name, _Leaf(value)))
+            return
+        content = value.tobytes()
+        self._arrays.append((value, content))
+        self.values.append((name, (np.ndarray, value.shape, value.dtype.str, content)))
+
+
+class Guard:
+    """Values that were read from outside, by the roots from which they are reached.
+
+    Args:
+        roots: Of what was read.
+        settings: As of `Walk`.
+        functions: As of `Walk`.
+    """
+
+    def __init__(self, roots: Iterable[Root], settings: Names | None = None, *, functions: bool = True) -> None:
+        self._roots, self._settings, self._functions = list(roots), settings, functions
+        self._walk = self._walked()
+
+    def _walked(self) -> Walk:
+        walk = Walk(self._settings, functions=self._functions)
+        for root in self._roots:
+            walk.root(root)
+        return walk
+
+    @property
+    def too_large(self) -> tuple[str, ...]:
+        """Names, with their sizes, of what is too large to be compared at each step."""
+        return tuple(self._walk.too_large)
+
+    def changed(self) -> str | None:
+        """The name of a value that is another one now."""
+        if self._walk.holds():
+            return None
+        now = self._walked()
+        if (name := first_difference(self._walk.values, now.values)) is None:
+            self._walk = now  # other objects, with the same values
+        return name
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The numbers and strings: a program keeps them until they change."""
+        leaves = ((name, leaf.value) for name, leaf in self._walk.values if isinstance(leaf, _Leaf))
+        return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in leaves if isinstance(value, NUMBERS)))
+
+
+def first_difference(before: list[tuple[str, object]], now: list[tuple[str, object]]) -> str | None:
+    """The name of the first value in which two walks differ."""
+    for then, found in itertools.zip_longest(before, now):
+        if then != found:
+            return (then or found)[0]  # pyright: ignore[reportOptionalSubscript]
+    return None
+
+
+def module_roots(modules: Iterable[tuple[str, nn.Module]], own: nn.Module) -> Iterator[Root]:
+    """The plain attributes, functions and tensors of modules, their submodules and hooks.
+
+    Args:
+        modules: Those that a program runs, with their names.
+        own: The model, of which parameters and buffers are inputs of the program.
+    """
+    inputs = set(map(id, own.modules()))
+    for path, module in modules:
+        if is_metric(module):
+            continue
+        held = vars(module)
+        prefix = f"{path}." if path else ""
+        tensors = () if id(module) in inputs else ("_parameters", "_buffers")
+        yield Root(f"{prefix}forward", held, "forward", None)
+        for name in ("_modules", *HOOKS, *tensors):  # which are never assigned
+            if isinstance(found := held.get(name), dict):  # those of a scripted module are elsewhere
+                yield Root(f"{prefix}{name}", None, found, None)
+        for name, value in held.items():
+            if (
+                name not in _OF_TORCH
+                and "_hooks" not in name
+                and name != "forward"
+                and value is not None
+                and _is_setting(value)
+            ):
+                yield Root(f"{prefix}{name}", held, name, None)
+
+
+def _is_setting(value: object) -> bool:
+    kinds = (torch.Tensor, np.ndarray, types.BuiltinFunctionType, *_FUNCTIONS)
+    return isinstance(value, kinds) or is_plain(value) or is_record(value)
+
+
+def _is_composite(value: object) -> bool:
+    """Tell whether a value is more than itself: its contents are compared."""
+    plain = (*_PLAIN, torch.Tensor, *_FUNCTIONS, nn.Module)
+    return not isinstance(value, plain) and (
+        isinstance(value, (*_COLLECTIONS, np.ndarray, functools.partial)) or hasattr(value, "__dict__")
+    )
+
+
+def _kind(value: object) -> object:
+    """What stands for a value whose contents are compared: not the object, which may be replaced by an equal one."""
+    if isinstance(value, (*_COLLECTIONS, np.ndarray)) and not isinstance(value, torch.Size):
+        return type(value), np.shape(value) if isinstance(value, np.ndarray) else len(value)
+    if is_record(value):
+        return (type(value),)
+    return None
+
+
+def _is_mapping(value: object) -> bool:
+    """Tell whether a value is a mapping that is no dict: settings of a library, to be compared as a whole."""
+    return isinstance(value, Mapping) and not isinstance(value, dict)
+
+
+def _is_descriptor(found: object) -> bool:
+    return hasattr(type(found), "__get__") and not isinstance(found, _FUNCTIONS)
+
+
+def _instance_dict(value: object) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _attribute(owner: object, name: str) -> object:
+    try:
+        return getattr(owner, name, None)
+    except ValueError:  # a cell that is not assigned yet
         return None
-    if isinstance(value, dict):
-        return tuple((str(key), _snapshot(inner, depth - 1)) for key, inner in value.items())
-    if isinstance(value, _SEQUENCES):
-        return tuple(_snapshot(inner, depth - 1) for inner in value)
-    return _snapshot(vars(value), depth) if is_record(value) else None
 
 
-def _of_function(fn: object) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Name and reader of each value that a function reaches by itself."""
+def _is_own(value: object) -> bool:
+    """Tell whether a Python module or a class is in a file of the user's own."""
+    module = value if isinstance(value, types.ModuleType) else sys.modules.get(getattr(value, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    return module is not None and (module.__name__ == "__main__" or (file is not None and is_own_file(file)))
+
+
+def _of_function(fn: object) -> Iterator[tuple[str, Any, Any]]:
+    """Name, owner and key of each value that a function names, as of a `Root`."""
     if isinstance(fn, functools.partial):
-        yield "an argument of functools.partial", lambda: (fn.args, fn.keywords)
+        yield "an argument of functools.partial", None, (fn.args, fn.keywords)
         yield from _of_function(fn.func)
     elif isinstance(fn, types.MethodType):
         if not isinstance(fn.__self__, nn.Module):
             yield from _of_object(fn.__self__, fn.__func__)
         yield from _of_function(fn.__func__)
     elif isinstance(fn, types.FunctionType):
-        yield f"a default of {fn.__name__}()", lambda: (fn.__defaults__, fn.__kwdefaults__)
+        for part in ("__defaults__", "__kwdefaults__"):
+            yield f"a default of {fn.__name__}()", fn, part
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            yield name, functools.partial(_read_cell, cell)
+            yield name, cell, "cell_contents"
         for name in fn.__code__.co_names:
             if name in fn.__globals__:
-                yield name, functools.partial(fn.__globals__.get, name)
+                yield name, fn.__globals__, name
     elif not isinstance(fn, nn.Module):
         yield from _of_object(fn, type(fn).__call__)
 
 
-def _followed(fns: Iterable[object]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Name and reader of each value that functions reach, by themselves and through the user's own functions."""
-    todo, seen = list(fns), set[object]()
-    for fn in todo:  # which grows
-        key = id(getattr(fn, "__func__", fn)), id(getattr(fn, "__self__", None))
-        if key in seen or len(seen) == _MOST:
-            continue
-        seen.add(key)
-        owner = fn.__self__ if isinstance(fn, types.MethodType) else fn
-        code = getattr(fn if hasattr(fn, "__code__") else type(fn).__call__, "__code__", None)
-        for name, read in [*_of_function(fn), (type(owner).__name__, lambda o=owner: o)]:
-            value = read()
-            yield name, read
-            if _is_own(value):
-                todo.append(value)
-            elif _is_of_own(value):
-                for attribute in code.co_names if code else ():
-                    held = getattr(value, "__dict__", {})
-                    if attribute in held and not isinstance(value, nn.Module):  # those are `PlainAttributes`
-                        yield f"{name}.{attribute}", functools.partial(held.get, attribute)
-                    todo += [part for part in _functions(value, attribute) if _is_own(part)]
-
-
-def _functions(value: object, attribute: str) -> list[object]:
-    """The function that an attribute of an object, a class or a Python module stands for."""
-    found = inspect.getattr_static(value, attribute, None)
-    if isinstance(found, types.FunctionType) and not isinstance(value, (type, types.ModuleType)):
-        return [types.MethodType(found, value)]
-    if isinstance(found, property) and found.fget is not None:
-        return [types.MethodType(found.fget, value)]
-    return [getattr(found, "__func__", found)]
-
-
-def _is_own(value: object) -> bool:
-    """Tell whether a value is a function in a file of the user's own."""
-    code = getattr(value, "__code__", None)
-    return (
-        isinstance(value, (types.FunctionType, types.MethodType)) and code is not None and is_own_file(code.co_filename)
-    )
-
-
-def _is_of_own(value: object) -> bool:
-    """Tell whether a value is a module, a class or an instance of a class, in a file of the user's own."""
-    module = (
-        value
-        if isinstance(value, types.ModuleType)
-        else sys.modules.get(value.__module__ if isinstance(value, type) else type(value).__module__)
-    )
-    file = getattr(module, "__file__", None)
-    return module is not None and (module.__name__ == "__main__" or (file is not None and is_own_file(file)))
-
-
-def _of_object(owner: object, method: object) -> Iterator[tuple[str, Callable[[], object]]]:
+def _of_object(owner: object, method: object) -> Iterator[tuple[str, Any, Any]]:
     """The attributes that a method names."""
     for name in getattr(getattr(method, "__code__", None), "co_names", ()):
-        if name in getattr(owner, "__dict__", {}):
-            yield f"{type(owner).__name__}.{name}", functools.partial(vars(owner).get, name)
+        if name in _instance_dict(owner):
+            yield f"{type(owner).__name__}.{name}", vars(owner), name
 
 
-def _read_cell(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def read_by(fn: Callable[..., object]) -> tuple[object, ...]:
-    """Now, the plain values that a function reads from outside, also as attributes of classes that it names."""
-    found = []
-    for name, read in _of_function(fn):
-        value = read()
-        if isinstance(value, type):
-            named = set(fn.__code__.co_names).intersection(vars(value))
-            value = {attribute: vars(value)[attribute] for attribute in sorted(named)}
-        found.append((name, _snapshot(value)))
-    return tuple(found)
+def read_by(fn: Any) -> list[tuple[str, object]]:
+    """Now, the plain values that a function reads from outside, also as attributes of what it names."""
+    names = frozenset(fn.__code__.co_names)
+    walk = Walk(None, functions=False)
+    for name, owner, key in _of_function(fn):
+        walk.root(Root(name, owner, key, names))
+    return walk.values
 
 
 def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tuple[str, object]]:
     """Values that a loss function and the forward methods of a model read from outside, with their names."""
     forwards = dict.fromkeys(inspect.getattr_static(type(module), "forward") for module in model.modules())
     for fn in (loss_fn, *(forward for forward in forwards if isinstance(forward, types.FunctionType))):
-        yield from ((name, read()) for name, read in _of_function(fn))
-
-
-class ValueGuard:
-    """The plain values that a loss function reads from outside, and the records among a model's attributes.
-
-    Plain functions, methods and modules of the user's own files are followed: what a loss, or a forward, reads through
-    them counts as well. What installed libraries read by themselves does not.
-    """
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., object]) -> None:
-        records = {
-            id(value): (f"{path}.{name}" if path else name, value)
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if is_record(value)
-        }
-        found = ((module, inspect.getattr_static(type(module), "forward", None)) for module in model.modules())
-        forwards = [types.MethodType(fn, module) for module, fn in found if isinstance(fn, types.FunctionType)]
-        readers = [
-            *_of_function(loss_fn),
-            *_followed([loss_fn, *(forward for forward in forwards if _is_own(forward))]),
-            *((name, lambda v=value: v) for name, value in records.values()),
-        ]
-        self._values = [(name, read, found) for name, read in readers if (found := _snapshot(read())) is not None]
-
-    def changed(self) -> str | None:
-        """The name of one that has another value now."""
-        return next((name for name, read, before in self._values if _snapshot(read()) != before), None)
-
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """The numbers and strings: a program keeps them until they change."""
-        values = ((name, read()) for name, read, _ in self._values)
-        return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in values if isinstance(value, NUMBERS)))
-
-
-class PlainAttributes:
-    """The numbers, strings, containers of them and tensors among a module's plain attributes: what a program reads."""
-
-    def __init__(self, module: nn.Module) -> None:
-        skipped = _OF_TORCH | _HOOKS
-        self._values = [
-            (f"{name}.{attribute}" if name else attribute, vars(m), attribute, copy.deepcopy(value) if plain else value)
-            for name, m in module.named_modules()
-            if not is_metric(m)
-            for attribute, value in vars(m).items()
-            if attribute not in skipped
-            and ((plain := value is not None and is_plain(value)) or isinstance(value, torch.Tensor))
-        ]
-        _, self._owners, self._names, self._found = zip(*self._values, strict=True) if self._values else [()] * 4
-
-    def changed(self) -> str | None:
-        """The path of one that has another value now; a tensor written in place is read anew, and not another."""
-        # Asked at every step, so at first without a line of Python for each: the same objects have the same values. A
-        # container is never the same object as its copy, nor is a number that was assigned anew: those are looked at.
-        if all(map(operator.is_, map(dict.get, self._owners, self._names), self._found)):
-            return None
-        for path, attributes, attribute, value in self._values:
-            now = attributes.get(attribute)
-            if now is value:
-                continue
-            if isinstance(value, torch.Tensor) or type(now) is not type(value) or not is_plain(now) or now != value:
-                return path
-        return None
+        for name, owner, key in _of_function(fn):
+            value = key if owner is None else owner.get(key) if isinstance(owner, dict) else _attribute(owner, key)
+            yield name, value
 
 
 ModuleFlags = tuple[tuple[weakref.ref[nn.Module], bool], ...]

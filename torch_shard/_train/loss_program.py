@@ -6,6 +6,8 @@
 import contextlib
 import copy
 import dataclasses
+import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
@@ -15,16 +17,17 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import (
+    Guard,
     MetricCall,
     ModuleFlags,
-    PlainAttributes,
     Precision,
-    ValueGuard,
+    Reads,
     clocks_noted,
     flags_hold,
     generator_states,
     give_values,
     made_buffers,
+    module_roots,
     reached_by,
 )
 from torch_shard._common.caller import caller
@@ -60,6 +63,8 @@ from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.last_used import LastUsed
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossOutputs:
@@ -80,7 +85,7 @@ class LossProgram:
         self,
         captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
-        guard: ValueGuard,
+        reads: Guard,
     ) -> None:
         program, rolled, self.groups = captured
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
@@ -92,7 +97,10 @@ class LossProgram:
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
-        self._attributes, self._guard = PlainAttributes(model), guard
+        modules = dict[str, torch.nn.Module](model.named_modules())
+        modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
+        self._attributes = Guard(module_roots(modules.items(), model))
+        self._reads = reads
         self._rows: RowSplit | None = None
 
     @property
@@ -151,10 +159,10 @@ class LossProgram:
             return "a module beside the model was switched between train() and eval()"
         if any(asked.name is None and not asked.holds() for asked in self.program.graph.specialised):
             return "a tensor whose value the loss asks for was written to"
-        if (name := self._guard.changed()) is not None:
-            return f"{name}, which the loss reads, has another value"
-        changed = self._attributes.changed()
-        return None if changed is None else f"the attribute {changed} has another value"
+        if (name := self._attributes.changed()) is not None:
+            return f"the attribute {name} has another value"
+        name = self._reads.changed()
+        return None if name is None else f"{name}, which the loss reads, has another value"
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -298,25 +306,38 @@ def loss_program(
             model, loss_fn, signature, precision=precision, train=train, buffer=buffer, activations=activations
         )
         what = f"{caller()}: the loss"
-        guard = ValueGuard(model, loss_fn)
+        reads = Reads(loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
         with contextlib.ExitStack() as stack:
             stack.callback(give_values)
             clocks = stack.enter_context(clocks_noted())
             stack.enter_context(_told(what, signature))
+            stack.enter_context(reads.seen())
             num_batch = len(signature.specs)
             captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
-        if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
+        if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")
-            guard = ValueGuard(model, loss_fn)  # it counted once more
         if clocks:
             _refuse_counting(joint, what, f"reads {clocks[0]}")
         after = generator_states(reached_by(model, loss_fn))
         if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
             _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-        program = LossProgram(captured, model, guard)
+        program = LossProgram(captured, model, guard := reads.guard())
+        _warn_of(guard.too_large, what)
         programs.keep(key, program)
     return program
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of(too_large: tuple[str, ...], what: str) -> None:
+    """Say once what is read and not compared."""
+    if too_large:
+        logger.warning(
+            "%s reads %s: too large to be compared before each step, so that later changes of their contents are not "
+            "seen. Pass them in the batch, make them tensors, or make a new step after a change.",
+            what,
+            ", ".join(too_large),
+        )
 
 
 @contextlib.contextmanager
