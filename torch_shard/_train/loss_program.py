@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -61,7 +61,6 @@ from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
 from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
-from torch_shard._train.last_used import LastUsed
 
 logger = logging.getLogger(__name__)
 
@@ -97,26 +96,32 @@ class LossProgram:
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
-        modules = dict[str, torch.nn.Module](model.named_modules())
+        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
         modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
         self._attributes = Guard(module_roots(modules.items(), model))
         self._reads = reads
         self._rows: RowSplit | None = None
+        self._original: LossProgram | None = None
 
     @property
     def _graphs(self) -> list[tuple[str, torch.fx.GraphModule]]:
         """Its graph, and those of the repeated layers as often as they run; each with the path of its module."""
         return [("", self.program.graph.module), *(self.rolled.graphs if self.rolled else ())]
 
+    def _copy(self) -> "LossProgram":
+        other = copy.copy(self)
+        other._original = self  # by which other steps find it as long as this one uses it
+        return other
+
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
-        other = copy.copy(self)
+        other = self._copy()
         other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
         return other
 
     def with_rows(self, rows: RowSplit | None) -> "LossProgram":
         """The same program, which keeps the rows of the batch split over these axes."""
-        other = copy.copy(self)
+        other = self._copy()
         other._rows = rows
         other.report = [*self.report, *report_attention(self._graphs, rows)]
         return other
@@ -267,7 +272,10 @@ class _Inputs:
         return StackRow(self._stacks[id(stack)], row)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()
+_Programs = weakref.WeakValueDictionary[object, LossProgram]
+
+_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Programs]()
+"""Steps keep what they use: a program holds what the loss closes over, and so may hold the model."""
 
 
 def loss_program(
@@ -298,8 +306,8 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
-    programs = _CAPTURED.setdefault(model, LastUsed())
-    program = programs.use(key)
+    programs = _CAPTURED.setdefault(model, _Programs())
+    program = programs.get(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
         activations = Activations(model, plan.activations, plan.mesh)
         joint = JointLoss(
@@ -324,7 +332,7 @@ def loss_program(
             _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
         program = LossProgram(captured, model, guard := reads.guard())
         _warn_of(guard.too_large, what)
-        programs.keep(key, program)
+        programs[key] = program
     return program
 
 
