@@ -540,6 +540,32 @@ def test_values_that_are_equal_and_yet_others(values: tuple[Any, Any]) -> None:
     assert step.num_compiles == 2
 
 
+class Irreps(tuple):
+    """A container that is read in a way of its own, as that of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_containers_that_are_read_in_ways_of_their_own() -> None:
+    box = Plain(irreps=Irreps([1.0, 2.0]), kinds={"a": {Plain, 2}})
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * box.irreps[1] + (2 in box.kinds["a"])
+
+    model = nn.Linear(8, 8)
+    model.irreps = box.irreps  # pyright: ignore[reportArgumentType]
+    step, state, batch = stepped(loss, model)
+    state, _ = step(state, batch)
+    assert step.num_compiles == 1
+    box.irreps = Irreps([1.0, 3.0])
+    step(state, batch)
+    assert step.num_compiles == 2
+
+
 def test_attributes_that_nobody_reads_may_change() -> None:
     state_of_the_run = Settings()
     trainer = Plain(settings=state_of_the_run, scale=1.0, epoch=0)

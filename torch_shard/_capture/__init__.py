@@ -38,7 +38,6 @@ from torch_shard._capture.function_mode import (
 )
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
@@ -86,7 +85,6 @@ __all__ = [
     "equate",
     "flags_hold",
     "generator_states",
-    "give_values",
     "has_derivative",
     "hold",
     "in_transform",

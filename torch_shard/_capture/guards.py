@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,12 @@ _PLAIN = (
 )
 
 _COLLECTIONS = (dict, list, tuple, set, frozenset, collections.deque)
+
+_WAYS_IN = frozenset(
+    way
+    for kind in (*_COLLECTIONS, collections.OrderedDict, collections.defaultdict, collections.Counter)
+    for way in (kind.__iter__, kind.__len__)
+)
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 
@@ -95,7 +101,7 @@ class Walk:
 
     def __init__(self, settings: Names | None, *, functions: bool) -> None:
         self._settings, self._functions = settings, functions
-        self.values: list[tuple[str, object]] = []
+        self.values: list[tuple[str, Hashable]] = []
         """Name and value, in the order in which they were met: equal in walks that have met the same."""
         self.too_large: list[str] = []
         self._seen: dict[tuple[int, Names | None], object] = {}
@@ -150,7 +156,7 @@ class Walk:
         self._seen[id(value), names] = value
         if isinstance(value, np.ndarray):
             self._array(name, value)
-        elif isinstance(value, _COLLECTIONS):
+        elif _is_collection(value):
             self._collection(name, value, names)
             if hasattr(value, "__dict__"):  # of a subclass, such as a dict that is read by attributes
                 self._object(name, value, names)
@@ -224,10 +230,11 @@ class Walk:
             in_order = not isinstance(value, (set, frozenset))
             self.values.append((name, (type(value), len(items), in_order)))
             kinds = set(map(type, items))
-            if not in_order:
+            plain = all(issubclass(kind, _PLAIN) for kind in kinds)
+            if plain and not in_order:
                 items = sorted(items, key=lambda item: (str(type(item)), repr(item)))
             self.values += [(name, _kind(item) or _Leaf(item)) for item in items]
-            if not all(issubclass(kind, _PLAIN) for kind in kinds):
+            if not plain:
                 for item in items:
                     self._visit(name, item, names)
 
@@ -282,7 +289,7 @@ class Guard:
         return tuple(dict.fromkeys(f"{name} = {value!r}" for name, value in leaves if isinstance(value, NUMBERS)))
 
 
-def first_difference(before: list[tuple[str, object]], now: list[tuple[str, object]]) -> str | None:
+def first_difference(before: list[tuple[str, Hashable]], now: list[tuple[str, Hashable]]) -> str | None:
     """The name of the first value in which two walks differ."""
     for then, found in itertools.zip_longest(before, now):
         if then != found:
@@ -328,17 +335,25 @@ def _is_composite(value: object) -> bool:
     """Tell whether a value is more than itself: its contents are compared."""
     plain = (*_PLAIN, torch.Tensor, *_FUNCTIONS, nn.Module)
     return not isinstance(value, plain) and (
-        isinstance(value, (*_COLLECTIONS, np.ndarray, functools.partial)) or hasattr(value, "__dict__")
+        isinstance(value, (np.ndarray, functools.partial)) or _is_collection(value) or hasattr(value, "__dict__")
     )
 
 
-def _kind(value: object) -> object:
+def _kind(value: object) -> Hashable:
     """What stands for a value whose contents are compared: not the object, which may be replaced by an equal one."""
-    if isinstance(value, (*_COLLECTIONS, np.ndarray)) and not isinstance(value, torch.Size):
-        return type(value), np.shape(value) if isinstance(value, np.ndarray) else len(value)
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.shape
+    if _is_collection(value) and not isinstance(value, torch.Size):
+        return type(value), len(value)  # pyright: ignore[reportArgumentType]
     if is_record(value):
         return (type(value),)
     return None
+
+
+def _is_collection(value: object) -> bool:
+    """Tell whether a value is a container of Python, or of a class that is read like one."""
+    kind: Any = type(value)
+    return isinstance(value, _COLLECTIONS) and kind.__iter__ in _WAYS_IN and kind.__len__ in _WAYS_IN
 
 
 def _is_mapping(value: object) -> bool:
@@ -397,13 +412,13 @@ def _of_object(owner: object, method: object) -> Iterator[tuple[str, Any, Any]]:
             yield f"{type(owner).__name__}.{name}", vars(owner), name
 
 
-def read_by(fn: Any) -> list[tuple[str, object]]:
+def read_by(fn: Any) -> tuple[Hashable, ...]:
     """Now, the plain values that a function reads from outside, also as attributes of what it names."""
     names = frozenset(fn.__code__.co_names)
     walk = Walk(None, functions=False)
     for name, owner, key in _of_function(fn):
         walk.root(Root(name, owner, key, names))
-    return walk.values
+    return tuple(walk.values)
 
 
 def reached_by(model: nn.Module, loss_fn: Callable[..., object]) -> Iterator[tuple[str, object]]:

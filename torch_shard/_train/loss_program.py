@@ -25,7 +25,6 @@ from torch_shard._capture import (
     clocks_noted,
     flags_hold,
     generator_states,
-    give_values,
     made_buffers,
     module_roots,
     reached_by,
@@ -317,7 +316,6 @@ def loss_program(
         reads = Reads(loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
         with contextlib.ExitStack() as stack:
-            stack.callback(give_values)
             clocks = stack.enter_context(clocks_noted())
             stack.enter_context(_told(what, signature))
             stack.enter_context(reads.seen())
