@@ -20,7 +20,7 @@ from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.backend import DeviceModule, register_autocast
-from torch_shard._device.results import result_of
+from torch_shard._device.results import result_of, view_of
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
 from torch_shard._lowering import RANDOM, STORAGE_KWARGS, conform, find_lowering, import_torchax, refuse_generator
 
@@ -111,22 +111,27 @@ def _wrap(tree: PyTree) -> PyTree:
 def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """A view operator: the result shares the storage of its base."""
     base = args[0]._storage
-
-    def nth(index: int | None) -> Callable[[PyTree], PyTree]:
-        def view(value: PyTree) -> PyTree:
-            result = find_lowering(func)(value, *args[1:], **kwargs)  # pyright: ignore[reportOptionalCall]
-            return result if index is None else result[index]
-
-        return view
-
-    if find_lowering(func) is None:
-        return _wrap(_decompose(func, args, kwargs))
+    lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
     if func is aten.detach.default or func is aten.alias.default:
         return JaxTensor(base)
-    shapes = jax.eval_shape(nth(None), jax.ShapeDtypeStruct(base.shape, base.dtype))
-    if isinstance(shapes, (list, tuple)):
-        return [JaxTensor(ViewStorage(base, nth(i))) for i in range(len(shapes))]
-    return JaxTensor(ViewStorage(base, nth(None)))
+    if strided is None and (lowering is None or func is aten.view.default):
+        return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
+
+    def nth(index: int | None) -> Callable[[PyTree], PyTree] | None:
+        def view(value: PyTree) -> PyTree:
+            assert lowering is not None
+            result = lowering(value, *args[1:], **kwargs)
+            return result if index is None else result[index]
+
+        return view if lowering is not None else None
+
+    found = strided
+    if (whole := nth(None)) is not None and found is None:
+        found = jax.eval_shape(whole, jax.ShapeDtypeStruct(base.shape, base.dtype))
+    if isinstance(found, (list, tuple)):
+        parts = found if strided is not None else [None] * len(found)
+        return [JaxTensor(ViewStorage(base, nth(i), part)) for i, part in enumerate(parts)]
+    return JaxTensor(ViewStorage(base, whole, strided))
 
 
 def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:

@@ -29,6 +29,16 @@ def _result(func: Operator, args: Any, names: tuple[str, ...], values: Any) -> P
         return None
 
 
+def view_of(func: Operator, base: torch.Tensor, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+    """The result of a view operator on a meta tensor; None where its strides or its dtype are not torch's."""
+    try:
+        found = func(base, *args, **kwargs)
+    except Exception:  # torch cannot view these strides so, and an array can be reshaped always
+        return None
+    views = found if isinstance(found, (list, tuple)) else [found]
+    return found if all(view.dtype == base.dtype for view in views) else None
+
+
 def _outline(values: Any) -> Any:
     """For each value, its kind and what matters: 1, 1.0 and True are equal, and promote differently."""
     return tuple(
