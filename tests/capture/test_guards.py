@@ -1,8 +1,11 @@
 """Python values outside of the model that a loss reads: a change between steps is seen, one by the loss is refused."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import logging
+import pathlib
 import sys
 import types
 from collections.abc import Callable
@@ -604,3 +607,41 @@ def test_no_profile_function_is_left_by_a_capture_that_fails() -> None:
     with pytest.raises(RuntimeError, match="as meant"):
         stepped(loss)
     assert sys.getprofile() is None
+
+
+def test_the_package_of_the_loss_is_the_users_own_where_it_is_installed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "installed_trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("SCALE = 1.0\n")
+    (package / "losses.py").write_text(
+        "from installed_trainer import settings\n\n"
+        "def scale():\n    return settings.SCALE\n\n"
+        "def loss(model, batch):\n    return model(batch).square().mean() * scale()\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    losses, settings = (importlib.import_module(f"installed_trainer.{name}") for name in ("losses", "settings"))
+    model = nn.Linear(8, 8)
+    step, state, batch = stepped(losses.loss, model)
+    settings.SCALE = 3.0
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], losses.loss(model, batch).item(), rtol=1e-6)
+
+
+def test_two_threads_each_see_their_own_functions() -> None:
+    def trained(scale: float) -> tuple[float, float]:
+        box, model = Plain(scale=scale), nn.Linear(8, 8)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * box.scale
+
+        step, state, batch = stepped(loss, model)
+        box.scale = 3 * scale
+        _, metrics = step(state, batch)
+        return float(metrics["loss"]), loss(model, batch).item()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for found, wanted in pool.map(trained, (1.0, 2.0)):
+            assert found == pytest.approx(wanted, rel=1e-6)

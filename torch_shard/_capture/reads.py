@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from torch_shard._capture.calls import CallWatcher
-from torch_shard._capture.guards import Guard, Names, Root, Walk, first_difference
+from torch_shard._capture.guards import Guard
 from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
+from torch_shard._capture.walk import Names, Root, Walk, first_difference
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
 
