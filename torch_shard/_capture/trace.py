@@ -122,8 +122,8 @@ def capture(
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
-    drawn = random.getstate(), str(np.random.get_state())
-    with fakes(explain) as (mode, capture_mode), calls_seen(False):
+    with calls_seen(False), fakes(explain) as (mode, capture_mode):
+        drawn = random.getstate(), str(np.random.get_state())
         try:
             graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         finally:
