@@ -1,8 +1,12 @@
 """Python values outside of the model that a loss reads: a change between steps is seen, one by the loss is refused."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import logging
+import pathlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +49,44 @@ class Configured(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.settings.factor * sum(self.settings.parts)
+
+
+class Plain:
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+class Deep(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.cfg = Plain(depth=Plain(x=Plain(y=1.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.cfg.depth.x.y
+
+
+class Classed(nn.Linear):
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class Activated(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.activation = torch.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(super().forward(x))
+
+
+def helper() -> float:
+    return 1.0
+
+
+def reloaded() -> float:
+    return 1.0
 
 
 def by_global(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -139,7 +181,165 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         trainer = Trainer()
         return nn.Linear(8, 8), trainer, lambda: setattr(trainer, "factor", 3.0)
 
-    made = (cell, reassigned_tensor, module_global, bound_method, partial, settings_of_the_model, list_in_the_settings)
+    def four_levels() -> Any:
+        cfg = {"model": {"head": {"output": {"scale": 1.0}}}}
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * cfg["model"]["head"]["output"]["scale"]
+
+        return nn.Linear(8, 8), loss, lambda: cfg["model"]["head"]["output"].__setitem__("scale", 3.0)
+
+    def chain_of_attributes() -> Any:
+        head = Plain(output=Plain(scale=1.0))
+        cfg = Plain(model=Plain(head=head))
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            inner = cfg.model
+            return model(batch).square().mean() * inner.head.output.scale
+
+        return nn.Linear(8, 8), loss, lambda: setattr(head.output, "scale", 3.0)
+
+    def many_weights() -> Any:
+        weights = [1.0] * 1001
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * sum(weights)
+
+        return nn.Linear(8, 8), loss, lambda: weights.__setitem__(1000, 3.0)
+
+    def dispatched_function() -> Any:
+        box = Plain(scale=1.0)
+        table = {"scaled": [lambda x: x * box.scale]}
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return table["scaled"][0](model(batch)).square().mean()
+
+        return nn.Linear(8, 8), loss, lambda: setattr(box, "scale", 3.0)
+
+    def replaced_function() -> Any:
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * helper()
+
+        return nn.Linear(8, 8), loss, lambda: globals().__setitem__("helper", lambda: 3.0)
+
+    def replaced_code() -> Any:
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * reloaded()
+
+        return nn.Linear(8, 8), loss, lambda: setattr(reloaded, "__code__", (lambda: 3.0).__code__)
+
+    def closure_of_a_called_function() -> Any:
+        def make() -> Any:
+            factor = 1.0
+
+            def scaled(x: torch.Tensor) -> torch.Tensor:
+                return x * factor
+
+            def change() -> None:
+                nonlocal factor
+                factor = 3.0
+
+            return scaled, change
+
+        scaled, change = make()
+        make()
+        functions = {"scaled": scaled}
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return functions["scaled"](model(batch)).square().mean()
+
+        return nn.Linear(8, 8), loss, change
+
+    def returned_object() -> Any:
+        cfg = Plain(scale=1.0)
+        held = [cfg]
+
+        def current() -> Plain:
+            return next(iter(held))
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * current().scale
+
+        return nn.Linear(8, 8), loss, lambda: setattr(cfg, "scale", 3.0)
+
+    def given_object() -> Any:
+        cfg = types.SimpleNamespace(inner=Plain(scale=1.0))
+
+        def scaled(x: torch.Tensor, options: tuple[Plain, int]) -> torch.Tensor:
+            return x * options[0].scale
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return scaled(model(batch), (cfg.inner, 1)).square().mean()
+
+        return nn.Linear(8, 8), loss, lambda: setattr(cfg.inner, "scale", 3.0)
+
+    def by_name() -> Any:
+        cfg = Plain(scale=1.0)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * getattr(cfg, "scale")  # noqa: B009
+
+        return nn.Linear(8, 8), loss, lambda: setattr(cfg, "scale", 3.0)
+
+    def numpy_array() -> Any:
+        weights = np.ones(4, np.float32)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * float(weights.sum())
+
+        return nn.Linear(8, 8), loss, lambda: weights.__setitem__(0, 3.0)
+
+    def attribute_of_a_class() -> Any:
+        model = Classed(8, 8)
+        return model, plain, lambda: setattr(Classed, "factor", 3.0)
+
+    def object_of_the_model() -> Any:
+        model = Deep()
+        return model, plain, lambda: setattr(model.cfg.depth.x, "y", 3.0)
+
+    def swapped_submodule() -> Any:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        return model, plain, lambda: model.__setitem__(1, nn.Tanh())
+
+    def appended_submodule() -> Any:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        return model, plain, lambda: model.append(nn.Tanh())
+
+    def function_of_a_module() -> Any:
+        model = Activated()
+        return model, plain, lambda: setattr(model, "activation", torch.tanh)
+
+    def forward_of_an_instance() -> Any:
+        model = nn.Linear(8, 8)
+        return model, plain, lambda: setattr(model, "forward", lambda x: 3 * F.linear(x, model.weight, model.bias))
+
+    def forward_hook() -> Any:
+        model = nn.Linear(8, 8)
+        return model, plain, lambda: model.register_forward_hook(lambda module, args, out: out * 3)
+
+    def dropped_default() -> Any:
+        def loss(model: nn.Module, batch: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+            return model(batch).square().mean() * factor
+
+        return nn.Linear(8, 8), loss, lambda: setattr(loss, "__defaults__", (3.0,))
+
+    def in_another_layer() -> Any:
+        model = nn.Sequential(*(Deep() for _ in range(4)))
+        return model, plain, lambda: setattr(model[2].cfg.depth.x, "y", 3.0)
+
+    def teacher() -> Any:
+        other = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(model(batch), other(batch).detach())
+
+        return nn.Linear(8, 8), loss, lambda: other.__setitem__(0, nn.Linear(8, 8))
+
+    made = (four_levels, chain_of_attributes, many_weights, dispatched_function, replaced_function, replaced_code)
+    made += (closure_of_a_called_function, returned_object, given_object, by_name, numpy_array, attribute_of_a_class)
+    made += (object_of_the_model, swapped_submodule, appended_submodule, function_of_a_module, forward_of_an_instance)
+    made += (forward_hook, dropped_default, in_another_layer, teacher)
+    made += (cell, reassigned_tensor, module_global, bound_method, partial, settings_of_the_model, list_in_the_settings)
     made += (through_functions, through_methods, through_forward, called_object)
     return {make.__name__: make for make in made}
 
@@ -149,7 +349,9 @@ PLAN = ts.ShardingPlan({}, default=P())
 
 @pytest.mark.parametrize("name", closures())
 def test_a_change_between_steps_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    for changed, value in (("FACTOR", 1.0), ("helper", helper)):
+        monkeypatch.setitem(globals(), changed, value)
+    monkeypatch.setattr(Classed, "factor", 1.0)
     model, loss_fn, change = closures()[name]()
     batch = torch.randn(8, 8)
     step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=PLAN)
@@ -255,3 +457,191 @@ def test_an_explanation_lists_what_a_program_keeps() -> None:
     assert {f"FACTOR = {FACTOR}", f"schedule.offset = {schedule.offset}", f"Schedule.value = {schedule.value}"} <= set(
         found.frozen
     )
+
+
+def stepped(loss_fn: Any, model: nn.Module | None = None) -> tuple[Any, Any, torch.Tensor]:
+    """A step that has run once: it, its state, and the batch."""
+    model, batch = model or nn.Linear(8, 8), torch.ones(8, 8)
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=PLAN)
+    return step, step(step.init(), batch)[0], batch
+
+
+def calls_of(fn: Callable[[], object]) -> int:
+    """How many Python functions a call runs."""
+    count = [0]
+    sys.setprofile(lambda frame, event, arg: count.__setitem__(0, count[0] + (event == "call")))
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def test_what_is_read_is_compared_without_python_for_each_value() -> None:
+    """The cost of a step does not grow with the values, but by what C takes to compare identities."""
+    many = [[float(i)] * 20 for i in range(900)]
+    nested = {str(i): {"scale": 1.0} for i in range(100)}
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * sum(map(sum, many)) * nested["7"]["scale"]
+
+    few, _, _ = stepped(plain)
+    step, state, batch = stepped(loss, nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))))
+    assert calls_of(step.programs[0].outdated) == calls_of(few.programs[0].outdated) < 40
+    many[899][19] = 0.0
+    before = step.num_compiles
+    step(state, batch)
+    assert step.num_compiles == before + 1
+
+
+def test_what_is_too_large_to_compare_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    large, table, small = [0.5] * 200_000, np.ones(1 << 20), [1.0]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * large[0] * float(table[0]) * small[0]
+
+    step, state, batch = stepped(loss)
+    small[0] = 2.0
+    state, _ = step(state, batch)
+    assert step.num_compiles == 2
+    (said,) = (r.getMessage() for r in caplog.records if "too large" in r.getMessage())
+    assert "large (200,000 items), table (a NumPy array of 8,388,608 bytes)" in said
+    assert "make them tensors" in said
+    large.append(1.0)
+    step(state, batch)
+    assert step.num_compiles == 2, "said, and so not compared"
+
+
+def test_equal_values_in_new_objects_do_not_compile_again() -> None:
+    cfg = types.SimpleNamespace(weights=[1.0, 2.0], inner=Settings(), shape=(1, 2), scale=1.5, table=np.ones(2))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        total = sum(cfg.weights) * cfg.inner.factor * sum(cfg.shape) * cfg.scale * float(cfg.table[0])
+        return model(batch).square().mean() * total
+
+    step, state, batch = stepped(loss)
+    for _ in range(2):
+        cfg.weights, cfg.inner, cfg.shape, cfg.scale = [1.0, 2.0], Settings(), (1, 1 + 1), float("1.5")
+        cfg.table = np.ones(2)
+        state, _ = step(state, batch)
+    assert step.num_compiles == 1
+    cfg.weights[1] = 3.0
+    step(state, batch)
+    assert step.num_compiles == 2
+
+
+@pytest.mark.parametrize("values", [(1, 1.0), (0.0, -0.0), (1, True)])
+def test_values_that_are_equal_and_yet_others(values: tuple[Any, Any]) -> None:
+    box = Plain(value=values[0])
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() + (0.0 if box.value is None else 1.0)
+
+    step, state, batch = stepped(loss)
+    box.value = values[1]
+    step(state, batch)
+    assert step.num_compiles == 2
+
+
+class Irreps(tuple):
+    """A container that is read in a way of its own, as that of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+def test_containers_that_are_read_in_ways_of_their_own() -> None:
+    box = Plain(irreps=Irreps([1.0, 2.0]), kinds={"a": {Plain, 2}})
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * box.irreps[1] + (2 in box.kinds["a"])
+
+    model = nn.Linear(8, 8)
+    model.irreps = box.irreps  # pyright: ignore[reportArgumentType]
+    step, state, batch = stepped(loss, model)
+    state, _ = step(state, batch)
+    assert step.num_compiles == 1
+    box.irreps = Irreps([1.0, 3.0])
+    step(state, batch)
+    assert step.num_compiles == 2
+
+
+def test_attributes_that_nobody_reads_may_change() -> None:
+    state_of_the_run = Settings()
+    trainer = Plain(settings=state_of_the_run, scale=1.0, epoch=0)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        trainer.last = None
+        return model(batch).square().mean() * trainer.settings.factor * trainer.scale
+
+    step, state, batch = stepped(loss)
+    for epoch in range(3):
+        trainer.epoch, trainer.last, state_of_the_run.parts = epoch, epoch, [float(epoch)]
+        state, _ = step(state, batch)
+    assert step.num_compiles == 1
+
+
+def test_a_profile_function_that_is_set_goes_on() -> None:
+    seen: list[str] = []
+
+    def profile(frame: types.FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        ts.explain_capture(nn.Linear(8, 8), by_functions, torch.ones(8, 8))
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    assert {"by_functions", "annealed", "explain_capture", "capture"} <= set(seen)
+
+
+def test_no_profile_function_is_left_by_a_capture_that_fails() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("as meant")
+
+    with pytest.raises(RuntimeError, match="as meant"):
+        stepped(loss)
+    assert sys.getprofile() is None
+
+
+def test_the_package_of_the_loss_is_the_users_own_where_it_is_installed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "installed_trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("SCALE = 1.0\n")
+    (package / "losses.py").write_text(
+        "from installed_trainer import settings\n\n"
+        "def scale():\n    return settings.SCALE\n\n"
+        "def loss(model, batch):\n    return model(batch).square().mean() * scale()\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    losses, settings = (importlib.import_module(f"installed_trainer.{name}") for name in ("losses", "settings"))
+    model = nn.Linear(8, 8)
+    step, state, batch = stepped(losses.loss, model)
+    settings.SCALE = 3.0
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], losses.loss(model, batch).item(), rtol=1e-6)
+
+
+def test_two_threads_each_see_their_own_functions() -> None:
+    def trained(scale: float) -> tuple[float, float]:
+        box, model = Plain(scale=scale), nn.Linear(8, 8)
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return model(batch).square().mean() * box.scale
+
+        step, state, batch = stepped(loss, model)
+        box.scale = 3 * scale
+        _, metrics = step(state, batch)
+        return float(metrics["loss"]), loss(model, batch).item()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for found, wanted in pool.map(trained, (1.0, 2.0)):
+            assert found == pytest.approx(wanted, rel=1e-6)

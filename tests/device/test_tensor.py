@@ -2,6 +2,7 @@
 
 import copy
 import io
+import types
 
 import jax
 import jax.numpy as jnp
@@ -192,3 +193,53 @@ def test_a_parameter_with_hooks_does_not_move() -> None:
     model.weight.register_hook(lambda grad: grad * 100)
     with pytest.raises(NotImplementedError, match=r"parameter of shape \(2, 2\) has gradient hooks"):
         model.to("jax")
+
+
+VIEWS = {
+    "select": lambda x: x[1],
+    "slice": lambda x: x[1:3, ::2],
+    "transpose": lambda x: x.T,
+    "transposed slice": lambda x: x.T[1:, 1],
+    "flatten": lambda x: x.view(-1)[3:9],
+    "diagonal": lambda x: x.diagonal(1),
+    "unsqueeze": lambda x: x[:, None, 2:],
+    "split": lambda x: x.split(2)[1],
+    "unbind": lambda x: x.unbind(1)[2],
+    "element": lambda x: x[2, 3],
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "permuted": lambda x: x.view(2, 2, 6).permute(2, 0, 1)[1],
+    "chunk": lambda x: x.chunk(3, 1)[2].T,
+    "detached": lambda x: x.detach()[0],
+    "split with sizes": lambda x: x.split([1, 3])[1],
+    "reshaped": lambda x: x[1:3].reshape(3, 4)[1],
+    "narrow of a view": lambda x: x.view(3, 8).narrow(0, 1, 2),
+    "movedim": lambda x: x.movedim(0, 1)[2:],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_writes_to_views_look_at_no_more_than_the_view(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, wanted = (torch.arange(24.0, device=device).reshape(4, 6).clone() for device in ("jax", "cpu"))
+    sizes = []
+
+    def arange(size: int) -> jax.Array:
+        sizes.append(size)
+        return jnp.arange(size)
+
+    for x in (base, wanted):
+        view = VIEWS[name](x)
+        new = torch.arange(100.0, 100.0 + view.numel()).reshape(view.shape).to(x.device)
+        monkeypatch.setattr("torch_shard._device.tensor.jnp", types.SimpleNamespace(**{**vars(jnp), "arange": arange}))
+        view.copy_(new)
+        view.mul_(2)
+        monkeypatch.undo()
+    assert_same(base, wanted)
+    assert all(size <= max(view.shape, default=1) for size in sizes), sizes
+
+
+def test_a_reshape_that_copies_in_torch_shares_nothing() -> None:
+    base, wanted = (torch.arange(6.0, device=device).reshape(2, 3) for device in ("jax", "cpu"))
+    for x in (base, wanted):
+        x.T.reshape(-1).add_(1)
+        x.reshape(-1).mul_(2)
+    assert_same(base, wanted)

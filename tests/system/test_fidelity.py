@@ -18,7 +18,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def model(case: Case) -> torch.nn.Module:
-    """One model for all meshes: it is captured once."""
+    """One model for all meshes."""
     return case.model()
 
 

@@ -8,6 +8,9 @@ import torch_shard as ts
 from tests.oracles.errors import refuses
 from tests.tables.host_data import ROWS, X, batch_of, make_step
 from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
+from torch_shard._train.facts import FirstRows
+from torch_shard._train.last_used import KEPT
+from torch_shard._train.programs import ProgramKey
 from torch_shard._train.same_batches import _describe, compare_given
 
 MESH = ts.make_mesh(batch=4, model=2)
@@ -62,3 +65,18 @@ def test_what_processes_give_is_compared(monkeypatch):
         r"must give the same ones.\n\n  batch\['a'\]: other values in process 0, other values in process 1.\n\n"
     ):
         compare_given(rows, given({**alike, "batch['a']": np.ones((2, 3))}, alike))
+
+
+def test_what_is_known_of_signatures_does_not_grow_without_bound(monkeypatch):
+    """As of programs, the last ones used are kept."""
+    monkeypatch.setattr("torch_shard._train.facts.is_shared", lambda mesh: True)
+    step = make_step(MESH)
+    rows = FirstRows(MESH, local=False)
+    for length in range(1, KEPT + 9):
+        batch = {"x": torch.zeros(8, length), "rows": torch.arange(8)}
+        placed = step.put(batch)
+        rows.note(batch, placed.signature)
+        key = ProgramKey(placed.signature, (), (), None)
+        step._unfit(key, None, None)
+    assert len(step._placer._ways) == len(rows._found) == len(step._num_unfit) == KEPT
+    assert set(rows.of(placed.signature)) == {"the content of batch['rows']", "the content of batch['x']"}

@@ -36,9 +36,8 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
-from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
@@ -46,6 +45,7 @@ from torch_shard._capture.operators import has_derivative, is_composite, writes_
 from torch_shard._capture.outline import outline
 from torch_shard._capture.precision import Cast, Precision
 from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
@@ -57,17 +57,17 @@ __all__ = [
     "Captured",
     "Cast",
     "Change",
+    "Guard",
     "MetricCall",
     "MetricCalls",
     "ModuleFlags",
-    "PlainAttributes",
     "Precision",
+    "Reads",
     "Same",
     "Seen",
     "Spec",
     "StaleTensor",
     "TensorFn",
-    "ValueGuard",
     "active_regions",
     "add_modules",
     "annotated",
@@ -85,7 +85,6 @@ __all__ = [
     "equate",
     "flags_hold",
     "generator_states",
-    "give_values",
     "has_derivative",
     "hold",
     "in_transform",
@@ -97,6 +96,7 @@ __all__ = [
     "leaves_behind",
     "made_buffers",
     "meaning",
+    "module_roots",
     "new_values",
     "note",
     "num_draws",

@@ -5,7 +5,6 @@ import operator
 import pathlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -87,8 +86,6 @@ class DataDependence(TorchDispatchMode):
         """Number of random operators that have run; a checkpoint sets it back to draw the same numbers again."""
 
     def __enter__(self) -> "DataDependence":
-        if not _CURRENT.stack:
-            _CURRENT.made = list(filter(_is_alive, _CURRENT.made))
         _CURRENT.stack.append(self)
         self._mode = current_mode()
         return super().__enter__()
@@ -114,8 +111,6 @@ class DataDependence(TorchDispatchMode):
             raise
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note_draw(result)
-        made = result if isinstance(result, list | tuple) else [result]
-        _CURRENT.made += [weakref.ref(tensor) for tensor in made if isinstance(tensor, torch.Tensor)]
         if func in SELECTIONS and isinstance(result, torch.Tensor) and (node := self._node_of(result)) is not None:
             node.meta[PLACE] = current_user_line()
         return result
@@ -290,24 +285,9 @@ def specialise(buffers: Mapping[str, tuple[torch.Tensor, Callable[[], torch.Tens
 class _Current(threading.local):
     def __init__(self) -> None:
         self.stack: list[DataDependence] = []
-        self.made: list[weakref.ref[torch.Tensor]] = []
 
 
 _CURRENT = _Current()
-
-
-def _is_alive(made: "weakref.ref[torch.Tensor]") -> bool:
-    return made() is not None
-
-
-def left_over() -> list[torch.Tensor]:
-    """The tensors of captures in this thread that somebody still holds."""
-    return [tensor for made in _CURRENT.made if (tensor := made()) is not None]
-
-
-def forget_left_over() -> None:
-    """Look at what captures have left behind until now no more: searching for its holders takes long."""
-    _CURRENT.made.clear()
 
 
 def known_value(tensor: torch.Tensor) -> torch.Tensor | None:

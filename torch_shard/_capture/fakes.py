@@ -22,10 +22,12 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.constants import Constants
-from torch_shard._capture.data_dependence import DataDependence
+from torch_shard._capture.data_dependence import DEVICE_OF, DataDependence
 from torch_shard._capture.function_mode import CaptureMode, as_captured, current_mode
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.inputs import note_literal
@@ -52,11 +54,24 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
+class _Fakes(FakeTensorMode):
+    """The fakes of a capture. Once it is over, one that was left behind is the value that it stands for, if it has one.
+
+    So what a capture has put into a cache, wherever that is, serves eager torch and later captures.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self in _MODES or func is DEVICE_OF:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(torch.Tensor, _revive_once, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
     """The fakes of one capture, and what stands for tensors that are none."""
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
+    mode = _Fakes(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     part = functools.partial
     capture_mode = CaptureMode(
         part(_is_of_capture, mode),
@@ -224,6 +239,14 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def _revive_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a fake that an earlier capture left behind: the same tensor each time, as it may be written."""
+    value = _revive(tensor)
+    if value is not tensor:
+        remember(tensor, value)
+    return value
+
+
 def equate(fake: torch.Tensor, captured: torch.Tensor) -> None:
     """Say that a fake of a rehearsal is what another one is, of the capture that it repeats."""
     _SAME[fake] = captured
@@ -234,28 +257,18 @@ def remember(fake: torch.Tensor, value: torch.Tensor) -> None:
     _KNOWN[fake] = value
 
 
-def constant_of(fake: torch.Tensor) -> torch.Tensor | None:
+def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Tensor that a fake of an earlier capture stood for, if it is known."""
-    return constants_of([fake])[0]
-
-
-def constants_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """For each fake of an earlier capture, the tensor that it stood for, if that is known."""
-    graphs: dict[int, Constants] = {}
-
-    def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-        if (known := _KNOWN.get(tensor)) is not None:
-            return known
-        fake = _SAME.get(tensor, tensor)
-        earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
-        slot: Any = None if earlier is None else get_proxy_slot(fake, earlier, None)  # pyright: ignore
-        if earlier is None or slot is None:
-            return None
-        node: torch.fx.Node = slot.proxy.node
-        with _disable_current_modes(), torch.no_grad():
-            return graphs.setdefault(id(node.graph), Constants(node.graph, earlier.root)).value(node)
-
-    return [value_of(tensor) for tensor in tensors]
+    if (known := _KNOWN.get(tensor)) is not None:
+        return known
+    fake = _SAME.get(tensor, tensor)
+    earlier: Any = getattr(getattr(fake, "fake_mode", None), "tracer", None)
+    slot: Any = None if earlier is None else get_proxy_slot(fake, earlier, None)  # pyright: ignore
+    if earlier is None or slot is None:
+        return None
+    node: torch.fx.Node = slot.proxy.node
+    with _disable_current_modes(), torch.no_grad():
+        return Constants(node.graph, earlier.root).value(node)
 
 
 def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -297,7 +310,7 @@ def _seen(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if get_proxy_mode() is not None:
             annotate_backward(outputs, tracer().graph)
-        with current_mode() or contextlib.nullcontext():
+        with current_mode() or contextlib.nullcontext(), calls_seen(True):
             return run_backward(outputs, *args, **kwargs)
 
     return run

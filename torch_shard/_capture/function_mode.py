@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.autocast import widened
+from torch_shard._capture.calls import current_watcher
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.provenance import current_user_line
@@ -76,6 +77,15 @@ class CaptureMode(TorchFunctionMode):
             _INNERMOST.capture_mode is not self or func in _ABOUT
         ):  # a capture inside of a capture, or no use of the values
             return func(*args, **(kwargs or {}))
+        watcher = current_watcher()
+        paused = watcher is not None and watcher.pause()
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            if watcher is not None and paused:
+                watcher.resume()
+
+    def _called(self, func: Callable, args: PyTree, kwargs: PyTree) -> PyTree:
         if func == _DEVICE and not self.is_of_capture(args[0]):
             return torch.device("cpu")
         self.uses_grad = self.uses_grad or func in _GRAD

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import sys
 import sysconfig
 import traceback
 
@@ -21,8 +22,21 @@ def is_user_file(filename: str) -> bool:
     return not is_python and not filename.startswith(_LIBRARIES)
 
 
+_OWN_PACKAGES: set[str] = set()
+
+
+def count_as_own(module: str | None) -> None:
+    """Let the files of the package of a module be the user's own, also where it is installed."""
+    package = sys.modules.get(str(module).split(".")[0])
+    file = str(getattr(package, "__file__", None))
+    if file.endswith("__init__.py") and is_user_file(file):
+        _OWN_PACKAGES.add(file.removesuffix("__init__.py"))
+
+
 def is_own_file(filename: str) -> bool:
     """Tell whether a file is the user's own and not one of an installed library; what was typed in counts."""
+    if filename.startswith(tuple(_OWN_PACKAGES)):
+        return True
     typed = filename.startswith("<") and not filename.startswith("<frozen")
     return typed or (is_user_file(filename) and not any(folder in filename for folder in _INSTALLED))
 

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
+from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
@@ -121,8 +122,8 @@ def capture(
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
-    drawn = random.getstate(), str(np.random.get_state())
-    with fakes(explain) as (mode, capture_mode):
+    with calls_seen(False), fakes(explain) as (mode, capture_mode):
+        drawn = random.getstate(), str(np.random.get_state())
         try:
             graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         finally:
@@ -154,7 +155,8 @@ def _capture(
     def traced(*args: torch.Tensor) -> list[torch.Tensor]:
         own.tracer = tracer()  # for `_revive`, too
         with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
-            outputs, other = fn(*args)
+            with calls_seen(True):
+                outputs, other = fn(*args)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
                 for value in values.values([buffer]) or ():
                     remember(buffer, value)

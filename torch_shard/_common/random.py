@@ -30,11 +30,12 @@ class _Generator:
     @property
     def state(self) -> torch.Tensor:
         """Seed and position, to come back to; a checkpoint draws the same numbers again."""
-        return torch.tensor([torch.initial_seed() if self._seed is None else self._seed, self._count]).view(torch.uint8)
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return torch.from_numpy(np.array([seed % 2**64, self._count], np.uint64).view(np.uint8))
 
     @state.setter
     def state(self, state: torch.Tensor) -> None:
-        self._seed, self._count = cast(tuple[int, int], state.view(torch.int64).tolist())
+        self._seed, self._count = cast(tuple[int, int], state.cpu().numpy().copy().view(np.uint64).tolist())
 
     def next_seed(self) -> np.ndarray:
         """Two fresh words of key data, uint32."""

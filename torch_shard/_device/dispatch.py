@@ -20,8 +20,9 @@ from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.random import next_key
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._device.backend import DeviceModule, register_autocast
+from torch_shard._device.results import result_of, view_of
 from torch_shard._device.tensor import JaxTensor, Storage, ViewStorage, to_array, wrap_array
-from torch_shard._lowering import RANDOM, STORAGE_KWARGS, find_lowering, import_torchax, refuse_generator
+from torch_shard._lowering import RANDOM, STORAGE_KWARGS, conform, find_lowering, import_torchax, refuse_generator
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ def _run(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     options = {name: _operand(value) for name, value in kwargs.items() if name not in STORAGE_KWARGS}
     key = (next_key(),) if func in RANDOM else ()
     try:
-        return lowering(*key, *arrays, **options)
+        return conform(func, result_of(func, args, kwargs), lowering(*key, *arrays, **options))
     except NotImplementedError:
         if func in RANDOM:
             raise
@@ -110,22 +111,27 @@ def _wrap(tree: PyTree) -> PyTree:
 def _view(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     """A view operator: the result shares the storage of its base."""
     base = args[0]._storage
-
-    def nth(index: int | None) -> Callable[[PyTree], PyTree]:
-        def view(value: PyTree) -> PyTree:
-            result = find_lowering(func)(value, *args[1:], **kwargs)  # pyright: ignore[reportOptionalCall]
-            return result if index is None else result[index]
-
-        return view
-
-    if find_lowering(func) is None:
-        return _wrap(_decompose(func, args, kwargs))
+    lowering, strided = find_lowering(func), view_of(func, base.strided, args[1:], kwargs)
     if func is aten.detach.default or func is aten.alias.default:
         return JaxTensor(base)
-    shapes = jax.eval_shape(nth(None), jax.ShapeDtypeStruct(base.shape, base.dtype))
-    if isinstance(shapes, (list, tuple)):
-        return [JaxTensor(ViewStorage(base, nth(i))) for i in range(len(shapes))]
-    return JaxTensor(ViewStorage(base, nth(None)))
+    if strided is None and (lowering is None or func is aten.view.default):
+        return _wrap(_run(func, args, kwargs))  # of such strides torch's reshape makes a copy
+
+    def nth(index: int | None) -> Callable[[PyTree], PyTree] | None:
+        def view(value: PyTree) -> PyTree:
+            assert lowering is not None
+            result = lowering(value, *args[1:], **kwargs)
+            return result if index is None else result[index]
+
+        return view if lowering is not None else None
+
+    found = strided
+    if (whole := nth(None)) is not None and found is None:
+        found = jax.eval_shape(whole, jax.ShapeDtypeStruct(base.shape, base.dtype))
+    if isinstance(found, (list, tuple)):
+        parts = found if strided is not None else [None] * len(found)
+        return [JaxTensor(ViewStorage(base, nth(i), part)) for i, part in enumerate(parts)]
+    return JaxTensor(ViewStorage(base, whole, strided))
 
 
 def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
@@ -135,11 +141,32 @@ def _write(func: Operator, args: Sequence[PyTree], kwargs: dict) -> PyTree:
     functional = _functional(func)
     if functional is None:
         return _write_on_host(func, values, written)
-    result = _run(functional, args, {k: v for k, v in kwargs.items() if k not in written})
+    options = {k: v for k, v in kwargs.items() if k not in written}
+    if torch.Tag.pointwise in func.tags:
+        _refuse_lossy(result_of(functional, args, options), values[written[0]])
+    result = _run(functional, args, options)
     results = result if isinstance(result, (list, tuple)) and len(written) > 1 else [result]
     for name, value in zip(written, results, strict=True):
         _store(values[name], value)
     return _written(func, values, written)
+
+
+def _refuse_lossy(result: PyTree, target: PyTree) -> None:
+    """Refuse to write what has another kind of numbers, as torch does."""
+    if not isinstance(result, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return
+    if not torch.can_cast(result.dtype, target.dtype):
+        names = (str(x.dtype).removeprefix("torch.") for x in (result, target))
+        found, wanted = (_SCALAR_TYPES.get(name, name.capitalize()) for name in names)
+        raise RuntimeError(f"result type {found} can't be cast to the desired output type {wanted}")
+
+
+_SCALAR_TYPES = {
+    **{"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "bool": "Bool"},
+    **{"int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "uint8": "Byte"},
+    **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
+}
+"""As torch's messages spell them."""
 
 
 def _written(func: Operator, values: dict[str, PyTree], written: list[str]) -> PyTree:

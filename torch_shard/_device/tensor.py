@@ -1,5 +1,6 @@
 """The eager tensor of the jax device: a torch.Tensor whose data is a jax.Array, and the storage that views share."""
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -28,6 +29,16 @@ class Storage:
         """Tell whether there are values yet."""
         return isinstance(self.value, jax.Array)
 
+    @property
+    def root(self) -> "Storage":
+        """Where the elements are."""
+        return self
+
+    @property
+    def strided(self) -> torch.Tensor:
+        """A meta tensor with the strides that it has in torch, over those of the root."""
+        return torch.empty(self.shape, dtype=torch_dtype(self.dtype), device="meta")
+
     def read(self) -> jax.Array:
         if isinstance(self.value, jax.ShapeDtypeStruct):
             self.value = jnp.zeros(self.shape, self.dtype)
@@ -39,25 +50,57 @@ class Storage:
 
 
 class ViewStorage(Storage):
-    """A view: reads through the view operator; writes to the elements of the base that the operator selects."""
+    """A view: reads through the view operator; writes to the elements of the base that the operator selects.
 
-    def __init__(self, base: Storage, view: Callable[[jax.Array], jax.Array]) -> None:
-        self.base, self.view = base, view
+    Args:
+        base: What it is a view of.
+        view: The operator; None to read by strides.
+        strided: Its result for `base.strided`, if PyTorch has one of this dtype.
+    """
+
+    def __init__(
+        self, base: Storage, view: Callable[[jax.Array], jax.Array] | None, strided: torch.Tensor | None
+    ) -> None:
+        self.base, self.view, self._strided = base, view, strided
         self.dtype = base.dtype
-        self.shape = tuple(jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype)).shape)
+        if strided is None:
+            assert view is not None
+            self.shape = tuple(jax.eval_shape(view, jax.ShapeDtypeStruct(base.shape, base.dtype)).shape)
+        else:
+            self.shape = tuple(strided.shape)
 
     @property
     def is_written(self) -> bool:
         return self.base.is_written
 
+    @property
+    def root(self) -> Storage:
+        return self if self._strided is None else self.base.root
+
+    @property
+    def strided(self) -> torch.Tensor:
+        return super().strided if self._strided is None else self._strided
+
     def read(self) -> jax.Array:
+        if self.view is None:
+            return self.root.read().reshape(-1)[self._places()]
         return self.view(self.base.read())
 
     def write(self, value: jax.Array) -> None:
-        places = self.view(jnp.arange(int(np.prod(self.base.shape))).reshape(self.base.shape))
         value = jnp.broadcast_to(jnp.asarray(value, self.dtype), self.shape)
-        flat = self.base.read().reshape(-1).at[places.reshape(-1)].set(value.reshape(-1))
-        self.base.write(flat.reshape(self.base.shape))
+        base = self.base if self._strided is None else self.root
+        flat = base.read().reshape(-1).at[self._places()].set(value)
+        base.write(flat.reshape(base.shape))
+
+    def _places(self) -> jax.Array:
+        """Where each element is, in order: in the root, by strides, or else in the base."""
+        if self._strided is None:
+            assert self.view is not None
+            return self.view(jnp.arange(math.prod(self.base.shape)).reshape(self.base.shape))
+        places = jnp.full(self.shape, int(self._strided.storage_offset()))
+        for dim, (size, stride) in enumerate(zip(self.shape, self._strided.stride(), strict=True)):
+            places += (jnp.arange(size) * stride).reshape(size, *[1] * (len(self.shape) - dim - 1))
+        return places
 
 
 DEVICE = torch.device("privateuseone", 0)  # `jax:0`, once `register` has named it

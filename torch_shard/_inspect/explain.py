@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from torch_shard._capture import Captured, Precision, ValueGuard, capture
+from torch_shard._capture import Captured, Precision, Reads, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
@@ -116,7 +116,9 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     check_kind("train", train, bool)
     _, signature = flatten_batch(batch)
     fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train)()
-    graph = capture(fn, specs, keep=keeps_whole, explain=True)
+    reads = Reads(loss_fn)
+    with reads.seen():
+        graph = capture(fn, specs, keep=keeps_whole, explain=True)
     return Explanation(
         operators=_operators(graph),
         num_nodes=graph.num_nodes,
@@ -125,7 +127,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         unreached=tuple(map(str, graph.aux.without_grad)),
         skipped_checks=tuple(dict.fromkeys(graph.skipped)),
         random=draws_random(graph.module),
-        frozen=ValueGuard(model, loss_fn).frozen,
+        frozen=reads.guard().frozen,
     )
 
 

@@ -19,7 +19,6 @@ from torch_shard._capture import (
     TensorFn,
     active_regions,
     binding,
-    give_values,
     is_literal,
     repeating,
 )
@@ -85,10 +84,7 @@ class FlatFunction:
         specs, programs, found = self._current(arrays, needs_grad)
         self._needs_grad.add(needs_grad)
         if found is None:
-            try:
-                found = Program(self.fn, specs, self.what)
-            finally:
-                give_values()
+            found = Program(self.fn, specs, self.what)
             self._refuse_writes(found.graph)
             self._refuse_unseen(found.graph)
             programs.append(found)

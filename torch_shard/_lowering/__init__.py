@@ -2,6 +2,7 @@
 
 from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.interpreter import (
+    conform,
     draws_random,
     lower,
     matmul_precision,
@@ -39,6 +40,7 @@ __all__ = [
     "RowSplit",
     "capture_settings",
     "compiler_options",
+    "conform",
     "constrained",
     "current_rows",
     "draws_random",

@@ -120,7 +120,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
                 value = lowering(*first, *args, **named)
             if own is not None:
                 own.check(node.meta["val"], value)
-            return keep_rows(node, _conform(node, value))
+            return keep_rows(node, conform(target, node.meta.get("val"), value, node=node))
 
     return operate
 
@@ -148,26 +148,32 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch_dtype(jax_dtype(dtype))
 
 
-def _conform(node: Node, value: PyTree) -> PyTree:
-    """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug."""
-    fake = node.meta.get("val")
+def conform(target: object, fake: PyTree, value: PyTree, *, node: Node | None = None) -> PyTree:
+    """Give each result the dtype that PyTorch gives it; a shape that is not PyTorch's is our bug.
+
+    Args:
+        target: The operator.
+        fake: What PyTorch says that it gives; None where it does not say.
+        value: What its lowering gave.
+        node: Its node, in a graph.
+    """
     if isinstance(fake, torch.Tensor):
-        return _conform_one(node, fake, value)
+        return _conform_one(target, fake, value, node)
     if isinstance(fake, Sequence):
         pairs = zip(fake, value, strict=True)
-        return [_conform_one(node, f, v) if isinstance(f, torch.Tensor) else v for f, v in pairs]
+        return [_conform_one(target, f, v, node) if isinstance(f, torch.Tensor) else v for f, v in pairs]
     return value
 
 
-def _conform_one(node: Node, fake: torch.Tensor, value: PyTree) -> PyTree:
+def _conform_one(target: object, fake: torch.Tensor, value: PyTree, node: Node | None) -> PyTree:
     if value is None:
         return None
     value = value if isinstance(value, InPieces) else jax.numpy.asarray(value)
     if value.size == fake.numel() == 0:
         value = whole(value).reshape(tuple(fake.shape))
-    if value.shape != tuple(fake.shape) and not _is_unspecified(node, fake):
+    if value.shape != tuple(fake.shape) and not (node is not None and _is_unspecified(node, fake)):
         raise NotImplementedError(
-            f"The lowering of {node.target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "
+            f"The lowering of {target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "
             "This is a bug of torch_shard: please report the operator and its arguments."
         )
     dtype = jax_dtype(fake.dtype)

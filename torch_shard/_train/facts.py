@@ -25,6 +25,7 @@ from torch_shard._device import JaxTensor
 from torch_shard._hosts import Disagreement, compare, digest, exchange, is_shared
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._train.batch import BatchSignature, flatten_batch
+from torch_shard._train.last_used import LastUsed
 from torch_shard._train.placing import Given
 from torch_shard._train.programs import ProgramKey
 from torch_shard._train.state import TrainState
@@ -118,16 +119,16 @@ class FirstRows:
 
     def __init__(self, mesh: Mesh, *, local: bool) -> None:
         self._is_shared, self._local = is_shared(mesh), local
-        self._found: dict[BatchSignature, dict[str, bytes]] = {}
+        self._found = LastUsed[BatchSignature, dict[str, bytes]]()
 
     def note(self, batch: PyTree, signature: BatchSignature) -> None:
         """Look at a batch, if it is the first one."""
         given = batch if isinstance(batch, Given) else Given(batch, self._local)
-        if not self._is_shared or given.local or signature in self._found:
+        if not self._is_shared or given.local or self._found.use(signature) is not None:
             return
         leaves = zip(signature.paths, flatten_batch(given.batch)[0], strict=True)
         on_host = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array | JaxTensor)]
-        self._found[signature] = {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host}
+        self._found.keep(signature, {f"the content of {path}": _digest_of(leaf) for path, leaf in on_host})
 
     def of(self, signature: BatchSignature) -> dict[str, bytes]:
         """The digests, by name."""

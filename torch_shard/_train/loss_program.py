@@ -6,8 +6,10 @@
 import contextlib
 import copy
 import dataclasses
+import functools
+import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,16 +17,16 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._capture import (
+    Guard,
     MetricCall,
     ModuleFlags,
-    PlainAttributes,
     Precision,
-    ValueGuard,
+    Reads,
     clocks_noted,
     flags_hold,
     generator_states,
-    give_values,
     made_buffers,
+    module_roots,
     reached_by,
 )
 from torch_shard._common.caller import caller
@@ -58,7 +60,8 @@ from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
 from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.joint import JointLoss, LossShape
-from torch_shard._train.last_used import LastUsed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,7 @@ class LossProgram:
         self,
         captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
         model: torch.nn.Module,
-        guard: ValueGuard,
+        reads: Guard,
     ) -> None:
         program, rolled, self.groups = captured
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
@@ -92,23 +95,32 @@ class LossProgram:
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
         self.others: ModuleFlags = tuple((ref, flag) for ref, flag in program.graph.modules if ref() not in own)
         """Modules that ran without being part of the model (a teacher), with their training flags."""
-        self._attributes, self._guard = PlainAttributes(model), guard
+        modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
+        modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
+        self._attributes = Guard(module_roots(modules.items(), model))
+        self._reads = reads
         self._rows: RowSplit | None = None
+        self._original: LossProgram | None = None
 
     @property
     def _graphs(self) -> list[tuple[str, torch.fx.GraphModule]]:
         """Its graph, and those of the repeated layers as often as they run; each with the path of its module."""
         return [("", self.program.graph.module), *(self.rolled.graphs if self.rolled else ())]
 
+    def _copy(self) -> "LossProgram":
+        other = copy.copy(self)
+        other._original = self  # by which other steps find it as long as this one uses it
+        return other
+
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
-        other = copy.copy(self)
+        other = self._copy()
         other.rolled = None if self.rolled is None else self.rolled.with_remat(remat)
         return other
 
     def with_rows(self, rows: RowSplit | None) -> "LossProgram":
         """The same program, which keeps the rows of the batch split over these axes."""
-        other = copy.copy(self)
+        other = self._copy()
         other._rows = rows
         other.report = [*self.report, *report_attention(self._graphs, rows)]
         return other
@@ -151,10 +163,10 @@ class LossProgram:
             return "a module beside the model was switched between train() and eval()"
         if any(asked.name is None and not asked.holds() for asked in self.program.graph.specialised):
             return "a tensor whose value the loss asks for was written to"
-        if (name := self._guard.changed()) is not None:
-            return f"{name}, which the loss reads, has another value"
-        changed = self._attributes.changed()
-        return None if changed is None else f"the attribute {changed} has another value"
+        if (name := self._attributes.changed()) is not None:
+            return f"the attribute {name} has another value"
+        name = self._reads.changed()
+        return None if name is None else f"{name}, which the loss reads, has another value"
 
     @property
     def without_grad(self) -> tuple[str, ...]:
@@ -259,7 +271,10 @@ class _Inputs:
         return StackRow(self._stacks[id(stack)], row)
 
 
-_CAPTURED: "weakref.WeakKeyDictionary[torch.nn.Module, LastUsed[object, LossProgram]]" = weakref.WeakKeyDictionary()
+_Programs = weakref.WeakValueDictionary[object, LossProgram]
+
+_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Programs]()
+"""Steps keep what they use: a program holds what the loss closes over, and so may hold the model."""
 
 
 def loss_program(
@@ -290,33 +305,45 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
-    programs = _CAPTURED.setdefault(model, LastUsed())
-    program = programs.use(key)
+    programs = _CAPTURED.setdefault(model, _Programs())
+    program = programs.get(key)
     if program is None or program.outdated() or program.unfit(buffer, program.asked):
         activations = Activations(model, plan.activations, plan.mesh)
         joint = JointLoss(
             model, loss_fn, signature, precision=precision, train=train, buffer=buffer, activations=activations
         )
         what = f"{caller()}: the loss"
-        guard = ValueGuard(model, loss_fn)
+        reads = Reads(loss_fn)
         drawn = generator_states(reached_by(model, loss_fn))
         with contextlib.ExitStack() as stack:
-            stack.callback(give_values)
             clocks = stack.enter_context(clocks_noted())
             stack.enter_context(_told(what, signature))
+            stack.enter_context(reads.seen())
             num_batch = len(signature.specs)
             captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
-        if (name := guard.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
+        if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
             _refuse_counting(joint, what, f"changes {name} on each call")
-            guard = ValueGuard(model, loss_fn)  # it counted once more
         if clocks:
             _refuse_counting(joint, what, f"reads {clocks[0]}")
         after = generator_states(reached_by(model, loss_fn))
         if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
             _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-        program = LossProgram(captured, model, guard)
-        programs.keep(key, program)
+        program = LossProgram(captured, model, guard := reads.guard())
+        _warn_of(guard.too_large, what)
+        programs[key] = program
     return program
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_of(too_large: tuple[str, ...], what: str) -> None:
+    """Say once what is read and not compared."""
+    if too_large:
+        logger.warning(
+            "%s reads %s: too large to be compared before each step, so that later changes of their contents are not "
+            "seen. Pass them in the batch, make them tensors, or make a new step after a change.",
+            what,
+            ", ".join(too_large),
+        )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
 from torch_shard._device import BatchLayout, GatheredLayout, LocalLayout
 from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
+from torch_shard._train.last_used import LastUsed
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.same_batches import compare_given
 
@@ -64,7 +65,7 @@ class Placer:
 
     def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool, local: bool) -> None:
         self._layout, self._microbatches, self._must_divide, self._local = layout, microbatches, must_divide, local
-        self._ways: dict[tuple[bool, BatchSignature], _Way] = {}
+        self._ways = LastUsed[tuple[bool, BatchSignature], _Way]()
         self._num_local = 0
         if local:
             self._own.rows.shard()
@@ -98,12 +99,14 @@ class Placer:
         key = local, signature
         if local and self._is_compared(key, only_shapes):
             compare_given(self._own.rows, dict(zip(array_paths(given.batch), leaves, strict=True)))
-        if key not in self._ways:
+        way = self._ways.use(key)
+        if way is None:
             paths = array_paths(given.batch)
             whole = self._whole(signature, paths) if local else signature
-            self._ways[key] = _Way(self._choose(whole, paths, local), whole)
+            way = _Way(self._choose(whole, paths, local), whole)
+            self._ways.keep(key, way)
             _say_rounded(paths, signature)
-        return self._ways[key]
+        return way
 
     def _is_compared(self, key: tuple[bool, BatchSignature], only_shapes: bool) -> bool:
         """Tell whether processes compare this batch: each of a new signature, and of others the 2nd, 4th, 8th, ...

@@ -1,6 +1,5 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
-import collections
 import functools
 import logging
 import operator
@@ -87,7 +86,7 @@ class Step:
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
-        self._num_unfit: collections.Counter[ProgramKey] = collections.Counter()
+        self._num_unfit = LastUsed[ProgramKey, int]()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -159,8 +158,9 @@ class Step:
     def _unfit(self, key: ProgramKey, program: StepProgram, state: TrainState | None) -> str | None:
         """Say which buffer, whose value Python asks for, has another one in this state."""
         reason = program.unfit(state) if state is not None else None
-        self._num_unfit[key] += reason is not None
-        if self._num_unfit[key] > MOST_VALUES:
+        count = (self._num_unfit.use(key) or 0) + (reason is not None)
+        self._num_unfit.keep(key, count)
+        if count > MOST_VALUES:
             raise NotImplementedError(
                 f"{self.caller}: {reason}, for the {MOST_VALUES}th time, and each value needs a program of its own. "
                 "A value that changes with the steps has to be worked on as a tensor: torch.where(condition, a, b) "

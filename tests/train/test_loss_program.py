@@ -1,0 +1,83 @@
+"""How long captured losses live: as long as a step uses them."""
+
+import gc
+import weakref
+from typing import Any
+
+import optax
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import WHOLE, make_mesh
+
+
+class Trainer:
+    """The loss is a method of what holds the model."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(8, 8)
+        self.step = made_step(self.model, self.loss)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return self.model(batch).square().mean()
+
+
+def made_step(model: nn.Module, loss_fn: Any) -> Any:
+    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=WHOLE)
+
+
+def run(step: Any) -> None:
+    state = step.init()
+    for _ in range(2):
+        state, _ = step(state, torch.ones(8, 8))
+
+
+def by_method() -> list[object]:
+    trainer = Trainer()
+    run(trainer.step)
+    return [trainer, trainer.model]
+
+
+def by_closure() -> list[object]:
+    model = nn.Linear(8, 8)
+    step = made_step(model, lambda given, batch: model(batch).square().mean())
+    run(step)
+    return [model, step]
+
+
+def by_global() -> list[object]:
+    vars(HELD)["model"] = nn.Linear(8, 8)
+    step = made_step(HELD.model, lambda given, batch: HELD.model(batch).square().mean())
+    run(step)
+    return [vars(HELD).pop("model"), step]
+
+
+class Held:
+    model: Any
+
+
+HELD = Held()
+
+
+@pytest.mark.parametrize("make", [by_method, by_closure, by_global])
+def test_what_is_dropped_goes_away(make: Any) -> None:
+    found = [weakref.ref(value) for _ in range(3) for value in make()]
+    gc.collect()
+    assert [ref() for ref in found] == [None] * len(found)
+
+
+def test_steps_of_one_loss_share_a_capture() -> None:
+    captures = [0]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        captures.append(1)
+        return model(batch).square().mean()
+
+    model = nn.Linear(8, 8)
+    first = made_step(model, loss)
+    run(first)
+    before = len(captures)
+    run(made_step(model, loss))
+    assert len(captures) == before > 1

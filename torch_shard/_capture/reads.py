@@ -1,0 +1,226 @@
+"""What the user's own functions read from outside while a capture runs: the roots of a guard.
+
+Each function of the user's own that runs is seen (`calls`). Its code says which globals, closures and attributes it
+reads; its arguments, and what functions return to it, are the objects that it reads them from.
+"""
+
+import contextlib
+import dataclasses
+import dis
+import functools
+import gc
+import sys
+import types
+from collections.abc import Generator, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard._capture.calls import CallWatcher
+from torch_shard._capture.guards import Guard
+from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
+from torch_shard._capture.side_effects import is_record
+from torch_shard._capture.walk import Names, Root, Walk, first_difference
+
+_GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
+
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """What a code object names, and those within it.
+
+    Attributes:
+        globals: Global names that it reads.
+        attributes: Attributes that it reads.
+        modules: Python modules that it imports as it runs.
+    """
+
+    globals: Names
+    attributes: Names
+    modules: Names
+
+
+@functools.lru_cache(maxsize=4096)
+def _named(code: CodeType) -> _Named:
+    read = [i for i in dis.get_instructions(code) if not i.opname.startswith(("STORE_", "DELETE_"))]
+    globals_ = {i.argval for i in read if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")}
+    names = {i.argval for i in read if i.opcode in dis.hasname and isinstance(i.argval, str)}
+    modules = {i.argval for i in read if i.opname == "IMPORT_NAME"}
+    if not _GETS_ANY.isdisjoint(names):
+        names |= _words(code.co_consts)
+    inner = [_named(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return _Named(
+        frozenset(globals_).union(*(found.globals for found in inner)),
+        frozenset(names - globals_).union(*(found.attributes for found in inner)),
+        frozenset(modules).union(*(found.modules for found in inner)),
+    )
+
+
+def _words(consts: tuple[object, ...]) -> set[str]:
+    """The names among constants, by which attributes are got."""
+    inner = [_words(const) for const in consts if isinstance(const, tuple)]
+    return {const for const in consts if isinstance(const, str) and const.isidentifier()}.union(*inner)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield const
+            yield from _codes_in(const)
+
+
+class Reads:
+    """What is read from outside while functions run within `seen`.
+
+    Args:
+        loss_fn: What is captured. The package that it is of counts as the user's own, also where it is installed.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        count_as_own(getattr(loss_fn, "__module__", None))
+        self._roots: dict[object, Root] = {}
+        self._settings: set[str] = set()
+        self._any = False
+        self._own: dict[int, _Named] = {}
+        self._within: set[int] = set()
+        self._made: dict[int, object] = {}
+        self._closures: set[tuple[int, ...]] = set()
+        self._before = Walk(frozenset(), functions=False)
+        self._watcher = CallWatcher(self._wants, self._enter, self._leave)
+        self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
+
+    @contextlib.contextmanager
+    def seen(self) -> Generator[None, None, None]:
+        """See what captures within run, in this thread."""
+        with self._watcher.watching():
+            yield
+
+    def guard(self) -> Guard:
+        """A guard of all that was read, as it is now."""
+        return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
+
+    def changed(self) -> str | None:
+        """The name of a value that is not any more what it was before it was read: what was seen has changed it."""
+        if self._before.holds():
+            return None
+        now = Walk(frozenset(), functions=False)
+        for root in self._roots.values():
+            now.root(root)
+        return first_difference(self._before.values, now.values)
+
+    def _wants(self, code: CodeType) -> bool:
+        """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
+        file = code.co_filename
+        own = is_own_file(file)
+        if own or is_user_file(file):
+            self._settings.update(code.co_names)
+            self._settings |= _words(code.co_consts) if not _GETS_ANY.isdisjoint(code.co_names) else set()
+            self._any = self._any or not _GETS_ANY.isdisjoint(code.co_names)
+        if own:
+            self._own[id(code)] = _named(code)
+            self._within.update(map(id, _codes_in(code)))
+        return own
+
+    def _enter(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if code.co_name in _CONSTRUCTORS and code.co_argcount:
+            made = frame.f_locals.get(code.co_varnames[0])
+            self._made[id(made)] = made
+        if code.co_filename.startswith("<") and not _is_typed(frame):
+            return
+        named = self._own[id(code)]
+        names = named.attributes
+        if (id(code),) not in self._closures:
+            self._closures.add((id(code),))
+            for name in sorted(named.globals & frame.f_globals.keys()):
+                self._note((id(frame.f_globals), name, names), Root(name, frame.f_globals, name, names))
+            for name in sorted(named.modules):
+                if (module := sys.modules.get(name)) is not None:
+                    self._note((id(module), names), Root(name, None, module, names))
+        given = frame.f_locals
+        if code.co_freevars and id(code) not in self._within:
+            self._closure(code, {name: given[name] for name in code.co_freevars if name in given}, frame)
+        count = code.co_argcount + code.co_kwonlyargcount
+        count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args, **kwargs
+        for number, name in enumerate(code.co_varnames[:count]):
+            value = given.get(name)
+            if value is not None:
+                name = type(value).__name__ if number == 0 and name == "self" else name
+                self._object(name, value, names)
+
+    def _leave(self, frame: FrameType, value: object) -> None:
+        caller = None if frame.f_back is None else self._own.get(id(frame.f_back.f_code))
+        if caller is not None and value is not None:
+            self._object(f"{frame.f_code.co_name}()", value, caller.attributes)
+
+    def _object(self, name: str, value: Any, names: Names, depth: int = 1) -> None:
+        """Note an object that a function is given, or what a container of such has in it."""
+        if isinstance(value, (str, bytes, int, float, torch.Tensor)):
+            return
+        if isinstance(value, (tuple, list, dict)) and not is_record(value):
+            for item in (list(value.values()) if isinstance(value, dict) else value) if depth else ():
+                self._object(name, item, names, depth - 1)
+            return
+        key = id(value), names
+        if key in self._roots or id(value) in self._made or not hasattr(value, "__dict__"):
+            return
+        if not isinstance(value, nn.Module) and any(_is_of_capture(held) for held in vars(value).values()):
+            return  # it was made within
+        self._note(key, Root(name, None, value, names))
+
+    def _closure(self, code: CodeType, values: dict[str, object], frame: FrameType) -> None:
+        """Note the cells of a function that closes over variables."""
+        key = (id(code), *map(id, values.values()))
+        if key in self._closures:
+            return
+        self._closures.add(key)
+        function = _function_of(code, values, frame)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True) if function else ()
+        names = self._own[id(code)].attributes
+        for name, cell in cells:
+            if name != "__class__":
+                self._note((id(cell), names), Root(name, cell, "cell_contents", names))
+
+    def _note(self, key: object, root: Root) -> None:
+        if key not in self._roots:
+            self._roots[key] = root
+            self._before.root(root)
+
+
+def _is_typed(frame: FrameType) -> bool:
+    """Tell whether code without a file is the user's own: `dataclasses` makes some for every library."""
+    file = getattr(sys.modules.get(frame.f_globals.get("__name__", "")), "__file__", None)
+    return file is None or is_own_file(file)
+
+
+def _is_of_capture(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "fake_mode")
+
+
+def _function_of(code: CodeType, values: dict[str, object], frame: FrameType) -> types.FunctionType | None:
+    """The function of a frame that has just begun."""
+
+    def fits(found: object) -> bool:
+        if not isinstance(found, types.FunctionType) or found.__code__ is not code:
+            return False
+        return all(
+            _content(cell) is values.get(name)
+            for name, cell in zip(code.co_freevars, found.__closure__ or (), strict=True)
+        )
+
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    likely = [frame.f_globals.get(code.co_name)]
+    likely += [vars(cls).get(code.co_name) for cls in type(first).__mro__]
+    found = next(filter(fits, likely), None)
+    return found or next(filter(fits, gc.get_referrers(code)), None)  # pyright: ignore[reportReturnType]
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
