@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -65,6 +66,23 @@ class RegistersAtFirst(nn.Module):
         return self.a(x) @ self.mask + self.table * self.slopes
 
 
+class RegistersNumbers(nn.Module):
+    """Indices written out in Python or by numpy at the first call, as litgpt's LoRA of a fused projection has them."""
+
+    places = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.place = nn.Linear(WIDTH, WIDTH), next(self.places)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "chosen"):
+            self.register_buffer("chosen", torch.tensor([0, 2, 1 + 2 * (self.place % 2)]), persistent=False)
+            self.register_buffer("signs", torch.from_numpy(np.array([1, -1, 1], dtype=np.float32)))
+        y = self.a(x)
+        return x + torch.zeros_like(y).index_copy(1, self.chosen, y[:, :3] * self.signs)
+
+
 class Alibi(nn.Module):
     """Positional biases made of a buffer at the first call, as x-transformers has them."""
 
@@ -90,8 +108,9 @@ class UnderTwoNames(nn.Module):
         return self.right(torch.tanh(self.left(x))) + x @ self.weights[0]
 
 
-def test_what_forward_makes_of_constants_is_a_constant_and_is_exported() -> None:
-    case = built(lambda: nn.Sequential(*(RegistersAtFirst() for _ in range(3))))
+@pytest.mark.parametrize("layer", [RegistersAtFirst, RegistersNumbers])
+def test_what_forward_makes_of_constants_is_a_constant_and_is_exported(layer: type[nn.Module]) -> None:
+    case = built(lambda: nn.Sequential(*(layer() for _ in range(4))))
     model, eager = case.model(), case.model()
     trajectory = eager_trajectory(case, 2)
     for wanted in trajectory:

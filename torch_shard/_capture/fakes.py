@@ -252,7 +252,7 @@ def constants_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         if earlier is None or slot is None:
             return None
         node: torch.fx.Node = slot.proxy.node
-        with _disable_current_modes(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             return graphs.setdefault(id(node.graph), Constants(node.graph, earlier.root)).value(node)
 
     return [value_of(tensor) for tensor in tensors]
