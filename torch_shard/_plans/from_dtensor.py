@@ -279,8 +279,8 @@ def _asked(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str | in
 
 
 def _enforced(pairs: "Iterable[tuple[Placement | None, Placement | None]]") -> "list[Placement | None]":
-    """The wanted layouts, but for those of what is given without one, which stays as it is."""
-    return [wanted if given is not None else None for given, wanted in pairs]
+    """The wanted layouts, but for what stays as it is: given without a layout, or whole and wanted whole."""
+    return [None if given is None or (given == wanted and given.is_replicate()) else wanted for given, wanted in pairs]
 
 
 def _by_position(module: nn.Module, wanted: "list[Placement | None]") -> Iterator[tuple[str | int, "Placement"]]:

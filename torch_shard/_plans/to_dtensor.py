@@ -131,6 +131,7 @@ def _preparing(module: nn.Module, asked: "Mapping[str, Placement]") -> "Parallel
     """A style for what a module takes and returns."""
     from torch.distributed.tensor import Replicate, parallel
 
+    asked = {place: made for place, made in asked.items() if not made.is_replicate()}  # whole to whole moves nothing
     names, inputs = positional(module), {p: made for p, made in asked.items() if p and not p.startswith("return")}
     last = max((names.index(name) + 1 for name in inputs if name in names), default=0)
     wanted = tuple(inputs.get(name) for name in names[:last])
