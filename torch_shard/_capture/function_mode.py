@@ -56,7 +56,7 @@ class CaptureMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
-        self._set_data, self._explain = set_data, explain
+        self._set_data, self.explains = set_data, explain
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
@@ -85,7 +85,7 @@ class CaptureMode(TorchFunctionMode):
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
         _refuse_lost_writes(func, kwargs)
-        with annotated(where=self._where()) if self._explain else contextlib.nullcontext():
+        with annotated(where=self._where()) if self.explains else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: PyTree) -> PyTree:

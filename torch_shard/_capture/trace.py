@@ -31,7 +31,7 @@ from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, standins_given, tracer
-from torch_shard._capture.function_mode import CaptureMode
+from torch_shard._capture.function_mode import CaptureMode, current_mode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
@@ -122,7 +122,8 @@ def capture(
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
     drawn = random.getstate(), str(np.random.get_state())
-    with fakes(explain) as (mode, capture_mode):
+    around = current_mode()
+    with fakes(explain or (around is not None and around.explains)) as (mode, capture_mode):
         try:
             graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         finally:

@@ -33,14 +33,20 @@ from torch_shard._sharding import (
 )
 
 
-def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
+def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding, *, rounds: bool = False) -> jax.Array:
+    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased.
+
+    Args:
+        value: Of the global shape.
+        sharding: Where it is to lie.
+        rounds: Take 64-bit floating point where JAX has 32 bits.
+    """
     refuse_compile_only(sharding.mesh)
     if isinstance(value, JaxTensor):
         value = value.jax()
     if isinstance(value, jax.Array):
         return jax.device_put(value, sharding)
-    host = host_array(value)
+    host = host_array(value, rounds=rounds)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 

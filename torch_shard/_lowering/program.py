@@ -27,6 +27,7 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.overrides import KERNELS
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
+from torch_shard._lowering.rounding import warn_of_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Program(Generic[Aux]):
         self._check_next_call(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
+        explained = functools.partial(capture, fn, specs, keep=keeps_whole, explain=True)
+        warn_of_rounding(self.graph, inner, what, explained)
         self.random = draws_random(self.graph.module)
 
     @functools.cached_property
