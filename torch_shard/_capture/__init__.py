@@ -1,7 +1,14 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
 from torch_shard._capture.attention_masks import Seen, seen_through
-from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting, widened
+from torch_shard._capture.autocast import (
+    ActiveRegions,
+    active_regions,
+    autocast_only,
+    casting,
+    float16_refused,
+    widened,
+)
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.data_dependence import (
@@ -84,6 +91,7 @@ __all__ = [
     "drawing_along",
     "equate",
     "flags_hold",
+    "float16_refused",
     "generator_states",
     "give_values",
     "has_derivative",
