@@ -28,6 +28,7 @@ from torch_shard._capture.fakes import (
     leave,
     made_buffers,
     rehearse,
+    replaces_tensors,
     unknown_like,
     untraced,
 )
@@ -46,7 +47,7 @@ from torch_shard._capture.function_mode import (
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
-from torch_shard._capture.meaning import meaning
+from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
@@ -114,7 +115,9 @@ __all__ = [
     "read_by",
     "rehearse",
     "repeating",
+    "replaces_tensors",
     "runs_user_backward",
+    "same_closure",
     "seen_through",
     "skip_draws",
     "specialise",

@@ -3,6 +3,7 @@
 With `trace`, the only module that imports PyTorch's semi-public tracing API.
 """
 
+import collections
 import contextlib
 import functools
 import threading
@@ -43,6 +44,8 @@ _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
 _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buffers
 
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
+
+_ORIGINALS = WeakIdKeyDictionary()  # closed-over tensors for the fakes that stand for them
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
@@ -187,6 +190,38 @@ def depends_on_inputs(change: Change) -> bool:
     return False
 
 
+def changes_nothing(change: Change) -> bool:
+    """Tell whether a callable has left in an attribute what was there: `self.mask = self.mask.to(x.device)`."""
+    return _is_same(change.old, change.new)
+
+
+def replaces_tensors(change: Change) -> bool:
+    """Tell whether a callable has left something else where a tensor was."""
+    return _replaces(change.old, change.new)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    while new is not old and isinstance(new, torch.Tensor) and (original := _ORIGINALS.get(new)) is not None:
+        new = original
+    before, after = _by_key(old), _by_key(new)
+    if new is old or before is None or after is None:
+        return new is old
+    return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in after)
+
+
+def _replaces(old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor):
+        return not _is_same(old, new)
+    before, after = _by_key(old) or {}, _by_key(new) or {}
+    return any(_replaces(value, after.get(key)) for key, value in before.items())
+
+
+def _by_key(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple | collections.deque) else None
+
+
 def made_buffers(changes: Iterable[Change]) -> list[tuple[str, torch.Tensor, bool]]:
     """The buffers that a callable has registered: name, value, and whether a `state_dict` has it.
 
@@ -217,6 +252,8 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return _revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
+    if (original := _ORIGINALS.get(tensor)) is not None:
+        return _revive(original)
     value = constant_of(tensor)
     if value is None:
         raise StaleTensor(tensor, current_user_line())
@@ -266,7 +303,9 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
         else:
             meta = torch.empty(tensor.shape, **options)
-        return FakeTensor(mode, meta, torch.device("cpu"))
+        fake = FakeTensor(mode, meta, torch.device("cpu"))
+    _ORIGINALS[fake] = tensor
+    return fake
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, standins_given, tracer
+from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode, current_mode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
@@ -134,7 +134,7 @@ def capture(
                 "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
             )
         refuse_new_parameters(changes)
-        return dataclasses.replace(graph, changed=[change for change in changes if change.matters])
+        return dataclasses.replace(graph, changed=[c for c in changes if c.matters and not changes_nothing(c)])
 
 
 def _capture(
