@@ -53,7 +53,7 @@ from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
 from torch_shard._capture.outline import outline
 from torch_shard._capture.precision import Cast, Precision
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import current_user_line, is_user_file
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
 
@@ -102,6 +102,7 @@ __all__ = [
     "is_fake",
     "is_literal",
     "is_repeating",
+    "is_user_file",
     "leave",
     "leaves_behind",
     "made_buffers",

@@ -22,6 +22,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     normalisation,
     packed,
     pointwise,
+    process_groups,
     random,
     recurrent,
     repeated_heads,
