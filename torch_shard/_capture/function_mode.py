@@ -210,7 +210,7 @@ def _refuse_lost_writes(func: Callable, kwargs: dict[str, object]) -> None:
 
 def _refuse_other_devices(func: Callable, args: PyTree, kwargs: dict[str, Any]) -> None:
     """A move to a device, or a tensor made on one, where all tensors are on those of the mesh."""
-    found = [arg for arg in (*args, kwargs.get("device")) if type(arg) is torch.device]
+    found: list[object] = [arg for arg in (*args, kwargs.get("device")) if type(arg) is torch.device]
     if isinstance(kwargs.get("device"), str | int):
         found.append(kwargs["device"])
     if func is _T.to and len(args) > 1 and isinstance(args[1], str | int):

@@ -39,7 +39,7 @@ from torch_shard._train.pace import Pace
 from torch_shard._train.placing import Placed, Placer
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import ProgramKey, StepProgram
-from torch_shard._train.state import TrainState, with_key
+from torch_shard._train.state import TrainState, as_arrays, with_key
 from torch_shard._train.state_checks import check_state
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class Step:
 
     def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
-        return state
+        return as_arrays(state)
 
     @speaks_as(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
