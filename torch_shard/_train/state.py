@@ -3,6 +3,7 @@
 # optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -296,10 +297,11 @@ def _own(array: jax.Array, taken: set[int]) -> jax.Array:
     return array
 
 
-def _memory_of(array: jax.Array) -> int:
+def _memory_of(array: object) -> int:
     """Where the first of its shards here lies; 0 if it takes none."""
-    is_here = isinstance(array, jax.Array) and array.size  # and no shape
-    return array.addressable_shards[0].data.unsafe_buffer_pointer() if is_here else 0
+    if not isinstance(array, jax.Array) or not array.size:
+        return 0
+    return array.addressable_shards[0].data.unsafe_buffer_pointer()
 
 
 def as_arrays(state: TrainState, like: TrainState | None = None) -> TrainState:
@@ -332,7 +334,7 @@ def _as_array(path: tuple[Any, ...], leaf: Any, like: Any, replicated: NamedShar
     name = jax.tree_util.keystr(path).removeprefix(".")
     if not isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic | torch.Tensor):
         raise TypeError(f"{caller()}: {name} of the state must be an array or a number, got {type(leaf).__name__}.")
-    host = host_array(leaf, rounds=True)
+    host = host_array(leaf if isinstance(leaf, torch.Tensor) else np.asarray(leaf), rounds=True)
     if like is not None and not np.can_cast(host.dtype, like.dtype, "same_kind"):
         raise TypeError(f"{caller()}: {name} of the state must be {like.dtype}, got {leaf!r:.99}.")
     return put(host if like is None else host.astype(like.dtype), replicated)

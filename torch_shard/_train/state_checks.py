@@ -1,5 +1,8 @@
 """What a step is given as a state: one that is whole, of the same model, not used up, and not of a trace."""
 
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
