@@ -15,6 +15,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._hosts import exchange
 from torch_shard._sharding import (
@@ -139,8 +140,8 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     check_mesh(mesh)
     check_kind("plan", plan, ShardingPlan)
     shardings = plan.resolve(model_or_tree, mesh)
-    is_module = isinstance(model_or_tree, torch.nn.Module)
-    held: Mapping[str, PyTree] = holdings(model_or_tree).all if is_module else model_or_tree
+    module = unwrapped(model_or_tree) if isinstance(model_or_tree, torch.nn.Module) else None
+    held: Mapping[str, Any] = model_or_tree if module is None else holdings(module).all  # pyright: ignore
     for name, value in held.items():
         check_kind(name, value, torch.Tensor | jax.Array | np.ndarray)
     refuse_meta(held)
@@ -150,12 +151,12 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         with named(name):
             return wrap_array(put(value, shardings[name]))
 
-    if not is_module:
+    if module is None:
         return {name: placed(name, value) for name, value in held.items()}
-    refuse_hooks(model_or_tree)
-    places = TensorPlaces(model_or_tree)
+    refuse_hooks(module)
+    places = TensorPlaces(module)
     for name in list(held):
-        tensor = entry_of(model_or_tree, name)
+        tensor = entry_of(module, name)
         places.replace([(tensor, placed(name, tensor.detach()))])
     return model_or_tree
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind, is_integer
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
 from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import ShardingPlan, check_mesh
@@ -77,7 +78,7 @@ def from_dtensor(
         >>> plan.rules["2.weight"], plan.activations["0"]
         (P(None, 'model'), P('batch', None, 'model'))
     """
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_kind("tp", tp, str)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)

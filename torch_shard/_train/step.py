@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import (
     LossFn,
@@ -59,7 +59,7 @@ class Step:
 
     @speaks_as(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
-        check_kind("model", model, torch.nn.Module)
+        model = check_module("model", model)
         check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
