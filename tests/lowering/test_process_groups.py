@@ -131,6 +131,8 @@ def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture
             gradient_of(LOSSES["all_reduce"], nn.Linear(8, 8), torch.randn(BATCH, 8))
     said = [record.getMessage() for record in caplog.records if "world of one" in record.getMessage()]
     assert len(said) == 3
+    step = ts.make_train_step(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step.prove(step.init(), torch.randn(BATCH, 8)).raise_if_different()  # eager torch needs no group either
     assert re.match(r'File ".*test_process_groups.py", line \d+, in loss: work = getattr\(dist, name\)', said[0])
     assert (
         "Here torch.distributed.all_reduce does what it does in a world of one process: a compiled program" in said[0]

@@ -21,6 +21,7 @@ from torch_shard._lowering.ops import (
     lowers,
     refuse_generator,
     report_attention,
+    world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
@@ -58,4 +59,5 @@ __all__ = [
     "report_own",
     "rows_split",
     "sources_of",
+    "world_of_one",
 ]

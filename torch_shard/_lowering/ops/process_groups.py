@@ -5,11 +5,13 @@ does in a world of one process. With several JAX processes it is refused: each o
 that a sum over processes would count each row several times.
 """
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, cast
 
 import jax
 import torch
@@ -17,12 +19,26 @@ import torch.distributed as dist
 
 from torch_shard._capture import current_user_line, is_user_file
 from torch_shard._common.overrides import OPERATORS, instead_of_attribute
+from torch_shard._common.patching import patched
 
 logger = logging.getLogger(__name__)
 
 _HOMES = ("torch.distributed", "torch.distributed.distributed_c10d")
 
 _DIFFERENTIABLE = ("torch.distributed.nn", "torch.distributed.nn.functional")
+
+
+_CALLS: list[tuple[str, str, Callable[..., Any]]] = []
+
+
+@contextlib.contextmanager
+def world_of_one() -> Iterator[None]:
+    """Let eager torch do the same within: it needs no process group."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, call in _CALLS:
+            if hasattr(module := sys.modules.get(owner), name):
+                stack.enter_context(patched(cast(ModuleType, module), name, lambda _, own=call: own))
+        yield
 
 
 class _Done:
@@ -58,6 +74,7 @@ def _in_a_world_of_one(name: str, owners: Sequence[str]) -> Callable[[Callable[.
 
         for owner in owners:
             instead_of_attribute(owner, name)(call)
+            _CALLS.append((owner, name, call))
         return fn
 
     return register
