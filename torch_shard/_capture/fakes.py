@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buf
 
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 
-_ORIGINALS = WeakIdKeyDictionary()  # closed-over tensors for the fakes that stand for them
+_ORIGINALS = WeakIdKeyDictionary()  # weak references to closed-over tensors, for the fakes that stand for them
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
@@ -201,7 +202,7 @@ def replaces_tensors(change: Change) -> bool:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    while new is not old and isinstance(new, torch.Tensor) and (original := _ORIGINALS.get(new)) is not None:
+    while new is not old and isinstance(new, torch.Tensor) and (original := _original_of(new)) is not None:
         new = original
     before, after = _by_key(old), _by_key(new)
     if new is old or before is None or after is None:
@@ -252,7 +253,7 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return _revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
-    if (original := _ORIGINALS.get(tensor)) is not None:
+    if (original := _original_of(tensor)) is not None:
         return _revive(original)
     value = constant_of(tensor)
     if value is None:
@@ -304,8 +305,14 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         else:
             meta = torch.empty(tensor.shape, **options)
         fake = FakeTensor(mode, meta, torch.device("cpu"))
-    _ORIGINALS[fake] = tensor
+    _ORIGINALS[fake] = weakref.ref(tensor)
     return fake
+
+
+def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
+    """The closed-over tensor that a fake stood for, if it is still there."""
+    reference = _ORIGINALS.get(fake)
+    return None if reference is None else reference()
 
 
 @contextlib.contextmanager
