@@ -69,6 +69,81 @@ def test_autocast_regions(device: str, sizes: Any) -> None:
     assert_grads(state, eager, BFLOAT16)
 
 
+MADE_BEFORE = {device: torch.autocast(device, dtype=torch.bfloat16) for device in ("cpu", "jax")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_a_region_made_before_the_loss_is_one_made_in_it(device: str) -> None:
+    """As in scripts that choose it once, at the top, between torch.autocast and nullcontext."""
+    region, seen = MADE_BEFORE[device], list[torch.dtype]()
+
+    def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        with region, region:
+            seen.append(m[0](batch).dtype)
+            with torch.autocast(device, enabled=False):
+                seen.append(m[0](batch).dtype)
+            seen.append(m[0](batch).exp().dtype)
+            found = loss_fn(m, batch)
+        seen.append(m[0](batch).dtype)
+        return found
+
+    _, metrics = one_step(model(), loss, batch())
+    _, wanted = one_step(model(), autocast_loss(device), batch())
+    assert float(metrics["loss"]) == float(wanted["loss"])
+    exp = torch.float32 if device == "jax" else torch.bfloat16  # PyTorch's tables for CUDA and for the CPU
+    assert seen[:4] == [torch.bfloat16, torch.float32, exp, torch.float32]
+
+
+FLOAT16 = {
+    "default of cuda": lambda: torch.autocast("cuda"),
+    "cuda": lambda: torch.autocast("cuda", dtype=torch.float16),
+    "cpu": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "made before": lambda before=torch.autocast("jax", dtype=torch.float16): before,  # noqa: B008
+}
+
+
+@pytest.mark.parametrize("region", FLOAT16.values(), ids=FLOAT16)
+def test_float16_autocast_is_refused_where_gradients_are_taken(region: Any) -> None:
+    def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        with region():
+            return loss_fn(m, batch).float()
+
+    said = r"""(?s)File ".*test_autocast.py", line \d+, in loss: with region\(\):
+Here torch.autocast computes in float16 .*torch.autocast\(device_type, dtype=torch.bfloat16\).*compute_dtype=torch.bf"""
+    with pytest.raises(NotImplementedError, match=said):
+        one_step(model(), loss, batch())
+    mesh, m = make_mesh((4, 2)), model()
+    evaluation = ts.make_eval_step(m, loss, mesh=mesh, plan=PLAN)
+    state = ts.make_train_step(m, loss_fn, optax.sgd(0.1), mesh=mesh, plan=PLAN).init()
+    wanted = loss_fn(m, batch()).item()
+    np.testing.assert_allclose(float(evaluation(state, batch())["loss"]), wanted, rtol=BFLOAT16)  # no gradient
+
+
+def test_float16_autocast_around_a_step_is_refused_and_around_a_teacher_is_not() -> None:
+    with torch.autocast("jax", dtype=torch.float16), pytest.raises(NotImplementedError, match="computes in float16"):
+        one_step(model(), loss_fn, batch())
+    teacher = model()
+
+    def distilled(m: Any, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+            wanted = teacher(batch)
+        return F.mse_loss(m(batch) * 2, wanted.float())
+
+    eager = F.mse_loss(model()(batch()) * 2, teacher(batch())).item()
+    np.testing.assert_allclose(one_step(model(), distilled, batch())[1]["loss"], eager, rtol=BFLOAT16)
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    def loss(m: Any, batch: torch.Tensor, scaler: Any) -> Any:
+        return scaler.scale(loss_fn(m, batch))
+
+    enabled, disabled = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    said = r"(?s)test_autocast.py.*Here a GradScaler scales the loss, and nothing would unscale.*delete the scaler"
+    with pytest.raises(NotImplementedError, match=said):
+        one_step(model(), lambda m, batch: loss(m, batch, enabled), batch())
+    one_step(model(), lambda m, batch: loss(m, batch, disabled), batch())
+
+
 def test_autocast_gives_the_dtypes_of_its_device() -> None:
     def forward(x: torch.Tensor, m: nn.Sequential, device: str) -> list[torch.Tensor]:
         with torch.autocast(device, dtype=torch.bfloat16):

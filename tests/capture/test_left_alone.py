@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -46,6 +48,10 @@ def _within(value: object, depth: int) -> Iterator[object]:
         yield id(value)
 
 
+ALIKE = {"*.a.weight": P("model")}
+"""Rules by which layers may be one loop."""
+
+
 class RegistersAtFirst(nn.Module):
     """A causal mask made at the first call, a table that is filled lazily, a count."""
 
@@ -63,6 +69,33 @@ class RegistersAtFirst(nn.Module):
         self.state.calls += 1
         self.state.seen.append(x.shape)
         return self.a(x) @ self.mask + self.table * self.slopes
+
+
+class RegistersNumbers(nn.Module):
+    """Indices written out in Python or by numpy at the first call, as litgpt's LoRA of a fused projection has them."""
+
+    places = itertools.count()
+    chosen: torch.Tensor
+    signs: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.place = nn.Linear(WIDTH, WIDTH), next(self.places)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "chosen"):
+            self.register_buffer("chosen", torch.tensor([0, 2, 1 + 2 * (self.place % 2)]), persistent=False)
+            self.register_buffer("signs", self.signs_of())
+        y = self.a(x)
+        return x + torch.zeros_like(y).index_copy(1, self.chosen, y[:, :3] * self.signs)
+
+    def signs_of(self) -> torch.Tensor:
+        return torch.tensor([1.0, -1.0, 1.0])
+
+
+class RegistersNumpy(RegistersNumbers):
+    def signs_of(self) -> torch.Tensor:
+        return torch.from_numpy(np.array([1, -1, 1], dtype=np.float32))
 
 
 class Alibi(nn.Module):
@@ -90,8 +123,9 @@ class UnderTwoNames(nn.Module):
         return self.right(torch.tanh(self.left(x))) + x @ self.weights[0]
 
 
-def test_what_forward_makes_of_constants_is_a_constant_and_is_exported() -> None:
-    case = built(lambda: nn.Sequential(*(RegistersAtFirst() for _ in range(3))))
+@pytest.mark.parametrize("layer", [RegistersAtFirst, RegistersNumbers, RegistersNumpy])
+def test_what_forward_makes_of_constants_is_a_constant_and_is_exported(layer: type[nn.Module]) -> None:
+    case = dataclasses.replace(built(lambda: nn.Sequential(*(layer() for _ in range(4)))), rules=ALIKE)
     model, eager = case.model(), case.model()
     trajectory = eager_trajectory(case, 2)
     for wanted in trajectory:

@@ -106,19 +106,23 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
-def test_a_wrapper_runs_its_module_under_the_names_of_its_state_dict(wrapper: type, caplog: Any) -> None:
+def test_a_wrapper_that_a_loss_closes_over_runs_its_module(wrapper: type, caplog: Any) -> None:
     torch.manual_seed(0)
     layer, batch = nn.Linear(8, 4), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    plan = ts.ShardingPlan({"module.weight": P("model")}, default=P())
+    plan = ts.ShardingPlan({"weight": P("model")}, default=P())
     model = wrapper(layer)
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
+
+    def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
+        return squared_error(model, batch)
+
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
     with caplog.at_level("INFO", "torch_shard"):
         state, _ = step(step.init(), batch)
     assert f"{wrapper.__name__} runs its module" in caplog.text
     squared_error(layer, batch).backward()
     wanted = (layer.weight - 0.1 * layer.weight.grad).detach()
-    assert set(state.params) == set(model.state_dict())
-    torch.testing.assert_close(step.export(state).module.weight.detach(), wanted, **CLOSE)
+    assert set(state.params) == set(layer.state_dict())
+    torch.testing.assert_close(step.export(state).weight.detach(), wanted, **CLOSE)
     assert model.module is layer
 
 

@@ -1,18 +1,27 @@
 """What forward does to the plain attributes of modules: right or refused, and the module is left as it was."""
 
+import dataclasses
 import functools
+import types
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.cases import WHOLE, make_mesh, squared_error
 from tests.tables.semantics import WIDTH, built
+
+ALIKE = {"*.a.weight": P("model")}
+"""Rules by which layers may be one loop."""
 
 
 class One(nn.Module):
@@ -72,6 +81,84 @@ def test_a_function_of_jax_that_is_made_anew_in_each_call_is_the_same() -> None:
 
     case = built(InTorch)
     assert_follows(case, built(InJax).model(), eager_trajectory(case, 2), (4, 2))
+
+
+class Moves(One):
+    """A mask that each call brings to the device of its input, as CLIP does it, also within a list and a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.tril(torch.ones(WIDTH, WIDTH))
+        self.others: list[torch.Tensor] = [torch.linspace(0, 1, WIDTH), torch.ones(WIDTH)]
+        self.record = types.SimpleNamespace(scale=torch.full((), 0.5), names=["a"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mask = self.mask.to(x.device) if self.mask is not None else None
+        self.mask = self.mask.to(dtype=x.dtype).contiguous()
+        self.others[0] = self.others[0].type_as(x)
+        self.others = [other.cpu() for other in self.others]
+        self.record.scale = self.record.scale.float()
+        return (self.a(x) @ self.mask + self.others[0] * self.others[1]) * self.record.scale
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_write_that_changes_nothing_is_none(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    case = dataclasses.replace(built(lambda: nn.Sequential(*(Moves() for _ in range(depth)))), rules=ALIKE)
+    model = case.model()
+    before = [(layer.mask, *layer.others, layer.record.scale) for layer in model]
+    step = assert_follows(case, model, eager_trajectory(case, 2), (4, 2))
+    assert all(
+        now is then
+        for layer, held in zip(model, before, strict=True)
+        for now, then in zip((layer.mask, *layer.others, layer.record.scale), held, strict=True)
+    )
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    if depth > 1:
+        assert any("one loop" in line for line in step.programs[-1].report)
+    state = step.init()
+    model[0].mask.zero_()  # it is closed over, and stays live
+    batch = case.batches(1)[0]
+    wanted = case.loss_fn(model, batch).item()
+    np.testing.assert_allclose(step(state, batch)[1]["loss"], wanted, rtol=case.rtol)
+
+
+TABLE = torch.full((WIDTH,), 3.0)
+
+
+class Swaps(One):
+    """It reads a tensor and leaves another one for the next call, made of numbers or lying elsewhere."""
+
+    def __init__(self, new: Callable[[torch.Tensor], torch.Tensor], *, in_list: bool) -> None:
+        super().__init__()
+        self.new, self.in_list = new, in_list
+        self.scale, self.scales = torch.ones(WIDTH), [torch.ones(WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) * (self.scales[0] if self.in_list else self.scale)
+        if self.in_list:
+            self.scales[0] = self.new(x)
+        else:
+            self.scale = self.new(x)
+        return y
+
+
+NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "full": lambda x: torch.full((WIDTH,), 2.0),
+    "numbers": lambda x: torch.tensor([2.0] * WIDTH),
+    "another tensor": lambda x: TABLE,
+    "another tensor, moved": lambda x: TABLE.to(x.device),
+}
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
+def test_another_tensor_for_the_next_call_is_refused(new: Any, depth: int, in_list: bool) -> None:
+    """The program would be that of the first call at every call, or that of the second already at the first."""
+    build = functools.partial(Swaps, new, in_list=in_list)
+    case = dataclasses.replace(built(lambda: nn.Sequential(*(build() for _ in range(depth)))), rules=ALIKE)
+    with pytest.raises(NotImplementedError, match=r"changes .*0\.scales?\b.* on each call and depends on it"):
+        assert_follows(case, case.model(), eager_trajectory(case, 1), (1, 1))
 
 
 class Warmup(One):

@@ -1,11 +1,15 @@
 """What a capture means, and refuses."""
 
 import random
+from collections.abc import Callable
+from random import random as draw_one
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
@@ -58,7 +62,71 @@ def test_two_threads_capture_side_by_side() -> None:
         torch.testing.assert_close(out, model(X))
 
 
-@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()], ids=["random", "numpy"])
-def test_python_random_numbers_are_refused(draw: Any) -> None:
-    with refuses("draws from Python's `random` or from numpy.random", NotImplementedError):
-        ts.jax_jit(lambda x: x * draw())(torch.ones(2))
+DRAWS: dict[str, Callable[[], float]] = {
+    "random": lambda: random.random(),
+    "under its own name": lambda: draw_one(),
+    "shuffled": lambda: sorted(range(3), key=lambda _: random.random())[0],
+    "numpy": lambda: np.random.rand(),
+}
+
+
+class Draws(nn.Linear):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__(4, 4)
+        self.draw = draw
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        before = super().forward(input)
+        scale = self.draw()  # the line
+        return before * scale
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_python_random_numbers_are_refused_with_their_line(draw: Callable[[], float], depth: int) -> None:
+    model = nn.Sequential(*(Draws(draw) for _ in range(depth)))
+    line = rf"(?s)^File .{__file__}., line {draw.__code__.co_firstlineno}, in <lambda>: .*\nHere the captured function "
+    with refuses(line + "draws from Python's `random` or from numpy.random", NotImplementedError):
+        ts.jax_jit(model)(torch.ones(2, 4))
+    step = ts.make_train_step(
+        model,
+        lambda m, x: m(x).mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(batch=8),
+        plan=ts.ShardingPlan({}, default=P()),
+    )
+    with refuses(line, NotImplementedError):
+        step(step.init(), torch.ones(8, 4))
+
+
+DEVICES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "cuda": (lambda x: x.cuda(), "cuda"),
+    "to": (lambda x: x.to("cuda"), "cuda"),
+    "to a device": (lambda x: x.to(torch.device("cuda", 1)), "cuda:1"),
+    "to a number": (lambda x: x.to(0), "0"),
+    "by keyword": (lambda x: x.to(device="mps", dtype=torch.float16), "mps"),
+    "made there": (lambda x: x + torch.zeros(4, device="cuda:0"), "cuda:0"),
+    "a module": (lambda x: nn.Linear(4, 4).cuda()(x), "cuda"),
+    "a module, moved": (lambda x: nn.Linear(4, 4).to("cuda")(x), "cuda"),
+    "a context": (lambda x: made_on_cuda() + x, "cuda"),
+}
+
+
+def made_on_cuda() -> torch.Tensor:
+    with torch.device("cuda"):
+        return torch.ones(4)
+
+
+@pytest.mark.parametrize(("fn", "said"), DEVICES.values(), ids=DEVICES)
+def test_other_devices_are_refused_with_their_line(fn: Callable[[torch.Tensor], Any], said: str) -> None:
+    line = rf"(?s)^File .{__file__}., line \d+, in .*\nHere the captured function asks for the device {said}, where"
+    with refuses(line, NotImplementedError):
+        ts.jax_jit(fn)(torch.ones(2, 4))
+
+
+def test_the_devices_of_a_capture_are_taken() -> None:
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(x.device).to("cpu").to(torch.device("cpu"), torch.float32).cpu().to("jax")
+        return x + torch.ones(4, device=x.device) + torch.zeros(4, device="jax:0")
+
+    torch.testing.assert_close(ts.jax_jit(moved)(torch.ones(2, 4)).cpu(), torch.full((2, 4), 2.0))

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -22,7 +23,9 @@ def poisoned(position, at):
 def test_bad_step_is_named(step, tmp_path):
     batches = [poisoned(n, 3) for n in range(6)]
     with ts.Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ts.BadStepError, match=r"batch 4 was not taken.*the loss is nan.*that of 3\.bias") as found:
+        with pytest.raises(
+            ts.BadStepError, match=r"batch 4 was not taken.*the loss is nan.*The batch itself has"
+        ) as found:
             ts.fit(step, None, batches, steps=6, checkpointer=checkpointer, progress=False)
         assert found.value.non_finite == ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
         assert (int(found.value.state.step), int(found.value.state.num_batches)) == (3, 3)
@@ -52,20 +55,93 @@ def test_large_gradient_is_no_step(step):
     assert found.value.non_finite == []
 
 
-def test_first_bad_gradient_is_where_backward_came_to_it():
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt(x * 0)
+
+
+class Model(nn.Module):
+    """Registered in another order than it runs: a, b, root, c."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.b, self.root, self.a = (nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.root = Root()
+
+    def forward(self, x):
+        return self.c(self.root(self.b(self.a(x))))
+
+
+class Logs(Model):
+    def forward(self, x):
+        hidden = self.a(x).clamp(min=0) * 0
+        return self.c(-torch.log(hidden)) * 0
+
+
+class Masked(Model):
+    """Hidden keys are minus infinity, as they should be; a row without a key is what fails."""
+
+    def forward(self, x):
+        scores = self.a(x).masked_fill(x > -99, -math.inf)
+        return self.c(scores.softmax(-1))
+
+
+LINE = r'\(File ".*test_bad_step.py", line \d+, in forward: '
+FAILS = [
+    (
+        Model,
+        r"gradients are not finite .*The first value that is not finite is in the gradient of sqrt in root " + LINE,
+    ),
+    (
+        Logs,
+        r"nan.*The first infinity is a result of log in Logs .*torch.log.*\. The first NaN is a result of linear in c",
+    ),
+    (Masked, r"nan.* not finite \([^)]*\)\. The first NaN is a result of softmax in Masked .*scores.softmax"),
+]
+
+
+@pytest.mark.parametrize(("build", "said"), FAILS, ids=lambda row: getattr(row, "__name__", ""))
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_the_place_where_it_began_is_named(build, said, accumulate_steps):
+    options = {"mesh": ts.make_mesh(batch=4), "plan": ts.ShardingPlan({}, default=P())}
+    options |= {"accumulate_steps": accumulate_steps}
+    step = ts.make_train_step(build(), lambda m, x: F.dropout(m(x), 0.1).sum(), optax.sgd(0.1), **options)
+    with pytest.raises(ts.BadStepError, match=said):
+        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+
+
+def test_where_it_began_is_not_guessed(monkeypatch):
+    options = {"mesh": ts.make_mesh(batch=8), "plan": ts.ShardingPlan({}, default=P())}
+    step = ts.make_train_step(Model(), lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
+    monkeypatch.setattr("torch_shard._fit.first_non_finite._MOST_WORK", 10)
+    with pytest.raises(
+        ts.BadStepError, match="Where it began is not known: repeating the batch in eager torch would take"
+    ):
+        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+    monkeypatch.undo()
+    monkeypatch.setattr("torch_shard._fit.first_non_finite.eager_loss", lambda *args: (torch.ones(()), {}))
+    with pytest.raises(
+        ts.BadStepError, match="Where it began is not known: the batch cannot be repeated in eager torch"
+    ):
+        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+
+
+def test_parameters_that_were_bad_before_are_named():
+    options = {"mesh": ts.make_mesh(batch=8), "plan": ts.ShardingPlan({}, default=P())}
+    model = nn.Linear(FEATURES, 1)
+    model.bias.data.fill_(math.nan)
+    step = ts.make_train_step(model, lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
+    with pytest.raises(ts.BadStepError, match="Before the batch, bias of the state had values that are not finite"):
+        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+
+
+def test_gradients_that_are_not_finite_are_named():
     """A square root of zero has no gradient: what stands before it is bad, what stands after it is not."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
-
-        def forward(self, x):
-            return self.c(torch.sqrt(self.b(self.a(x)) * 0))
-
     mesh = ts.make_mesh(batch=8)
     options = {"mesh": mesh, "plan": ts.ShardingPlan({}, default=P())}
     step = ts.make_train_step(Model(), lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
-    with pytest.raises(ts.BadStepError, match=r"4 of 6 gradients are not finite .* that of b\.bias") as found:
+    with pytest.raises(
+        ts.BadStepError, match=r"4 of 6 gradients are not finite \(b.weight, b.bias, a.weight, a.bias\)"
+    ) as found:
         ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
-    assert found.value.non_finite == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert found.value.non_finite == ["b.weight", "b.bias", "a.weight", "a.bias"]

@@ -144,6 +144,50 @@ def test_layouts_of_arguments_parts_and_ranks(style, options, expected):
     assert dict(plan.activations) == expected
 
 
+class Rotated(nn.Module):
+    """A block as of PyTorch's fsdp_tp_example.py: attention takes a table of rotations, of rank 2, beside the stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), RotatedAttention()
+
+    def forward(self, x, table):
+        return x + self.attention(self.norm(x), table)
+
+
+class RotatedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x, table):
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        turned = (
+            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * table).flatten(-2) for t in (q, k)
+        )
+        return self.wo(
+            nn.functional.scaled_dot_product_attention(*turned, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+
+
+def test_a_whole_argument_of_another_rank_stays_as_it_is():
+    torch.manual_seed(0)
+    model = Rotated()
+    table = torch.polar(torch.ones(6, 2), torch.arange(12.0).reshape(6, 2))  # 6 rows do not divide over batch=4
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    styles = {"norm": SequenceParallel(), "attention": PrepareModuleInput(
+        input_layouts=(Shard(1), Replicate()), desired_input_layouts=(Replicate(), Replicate()),
+    ), "attention.w[qkv]": column, "attention.wo": row}  # fmt: skip
+    plan = ts.plans.from_dtensor(model, MESH, styles)
+    assert plan.activations["attention:x"] == P("batch", None, None)
+    assert "attention:table" not in plan.activations
+    x = torch.randn(4, 6, 8)
+    step = ts.make_train_step(model, lambda m, x: m(x, table).square().mean(), optax.sgd(0.0), mesh=MESH, plan=plan)
+    _, metrics = step(step.init(), x)
+    wanted = model(x, table).square().mean().item()
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)  # sums in another order
+
+
 def test_a_style_alone_is_for_the_model_itself():
     for styles in (ColwiseParallel(), {"": ColwiseParallel()}):
         plan = ts.plans.from_dtensor(nn.Linear(4, 8), MESH, styles, ndim=2)

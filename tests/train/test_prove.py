@@ -48,6 +48,34 @@ def test_random_numbers_are_drawn_alike() -> None:
     assert float(metrics["loss"]) > 0
 
 
+class Attends(nn.Module):
+    """Attention by torch's own function."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.dropout = nn.Linear(8, 24), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(2, 0).transpose(2, 3)
+        return x + F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_beside_random_numbers(dropout: float) -> None:
+    torch.manual_seed(0)
+
+    def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:  # as masked autoencoders take patches
+        before = torch.rand(BATCH, 6).argsort(1)[:, :3, None].expand(-1, -1, 8)
+        out = model(x.gather(1, before))
+        return (out + torch.randn_like(out)).square().mean()
+
+    layers = nn.Sequential(Attends(dropout), nn.Linear(8, 8), Attends(dropout))
+    step = ts.make_train_step(layers, masked, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    found = step.prove(step.init(), torch.randn(BATCH, 6, 8))
+    assert found.reference == "eager torch, which drew the random numbers of the step"
+    found.raise_if_different()
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_buffers_and_metrics_too(accumulate_steps: int) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,14 @@
 """A torch callable and shapes become one functional ATen graph, by PyTorch alone. No JAX in here."""
 
 from torch_shard._capture.attention_masks import Seen, seen_through
-from torch_shard._capture.autocast import ActiveRegions, active_regions, autocast_only, casting, widened
+from torch_shard._capture.autocast import (
+    ActiveRegions,
+    active_regions,
+    autocast_only,
+    casting,
+    float16_refused,
+    widened,
+)
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.data_dependence import (
@@ -21,6 +28,7 @@ from torch_shard._capture.fakes import (
     leave,
     made_buffers,
     rehearse,
+    replaces_tensors,
     unknown_like,
     untraced,
 )
@@ -38,13 +46,13 @@ from torch_shard._capture.function_mode import (
 )
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.inputs import is_literal
-from torch_shard._capture.meaning import meaning
+from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
 from torch_shard._capture.outline import outline
 from torch_shard._capture.precision import Cast, Precision
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import current_user_line, is_user_file
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
 from torch_shard._capture.trace import Aux, Captured, Spec, TensorFn, capture
@@ -84,6 +92,7 @@ __all__ = [
     "drawing_along",
     "equate",
     "flags_hold",
+    "float16_refused",
     "generator_states",
     "has_derivative",
     "hold",
@@ -92,6 +101,7 @@ __all__ = [
     "is_fake",
     "is_literal",
     "is_repeating",
+    "is_user_file",
     "leave",
     "leaves_behind",
     "made_buffers",
@@ -106,7 +116,9 @@ __all__ = [
     "read_by",
     "rehearse",
     "repeating",
+    "replaces_tensors",
     "runs_user_backward",
+    "same_closure",
     "seen_through",
     "skip_draws",
     "specialise",

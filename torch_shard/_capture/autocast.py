@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.autocast_policy import FLOAT32, LOWER
+from torch_shard._common.overrides import instead_of_attribute
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 
@@ -24,6 +26,9 @@ class _Active(threading.local):
     depth = 0
     """Number of autocast regions of an accelerator that are entered in the capture of this thread."""
     capturing = False
+    entered: tuple[torch.autocast, ...] = ()
+    """Those that stand in the capture for the regions that are entered."""
+    refuses_float16 = False
 
 
 _ACTIVE = _Active()
@@ -50,7 +55,7 @@ def autocast_on_fakes() -> Iterator[None]:
         yield
         return
     outside = [d for d in ("jax", "cuda") if torch.is_autocast_enabled(d)]
-    _ACTIVE.depth, _ACTIVE.capturing = 0, True
+    _ACTIVE.depth, _ACTIVE.entered, _ACTIVE.capturing = 0, (), True
     methods = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
     try:
         with contextlib.ExitStack() as stack:
@@ -60,7 +65,7 @@ def autocast_on_fakes() -> Iterator[None]:
             with torch.autocast("jax", dtype) if outside else contextlib.nullcontext():
                 yield
     finally:
-        _ACTIVE.depth, _ACTIVE.capturing = 0, False
+        _ACTIVE.depth, _ACTIVE.entered, _ACTIVE.capturing = 0, (), False
 
 
 def _init(original: Callable[..., object]) -> Callable[..., object]:
@@ -81,19 +86,70 @@ def _init(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _enter(original: Callable[..., object]) -> Callable[..., object]:
-    def enter(self: torch.autocast) -> object:
-        _ACTIVE.depth += getattr(self, "_is_accelerator", False)
-        return original(self)
+    def enter(self: Any) -> object:
+        region: Any = self
+        if not hasattr(self, "_is_accelerator"):  # it was made before the capture
+            region = torch.autocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        if region._enabled and region.fast_dtype is torch.float16:
+            _refuse_float16()
+        _ACTIVE.depth += region._is_accelerator
+        _ACTIVE.entered = (*_ACTIVE.entered, region)
+        original(region)
+        return self
 
     return enter
 
 
 def _exit(original: Callable[..., object]) -> Callable[..., object]:
     def leave(self: torch.autocast, *error: object) -> object:
-        _ACTIVE.depth -= getattr(self, "_is_accelerator", False)
-        return original(self, *error)
+        *entered, region = _ACTIVE.entered
+        _ACTIVE.entered = tuple(entered)
+        _ACTIVE.depth -= getattr(region, "_is_accelerator", False)
+        return original(region, *error)
 
     return leave
+
+
+@contextlib.contextmanager
+def float16_refused() -> Iterator[None]:
+    """Refuse float16 autocast in a loss whose gradient is taken: small gradients would be zero.
+
+    Raises:
+        NotImplementedError: It is active, or is entered within.
+    """
+    _ACTIVE.refuses_float16 = True
+    try:
+        if any(torch.get_autocast_dtype(device) is torch.float16 for device in casting()):
+            _refuse_float16()
+        yield
+    finally:
+        _ACTIVE.refuses_float16 = False
+
+
+def _refuse_float16() -> None:
+    if _ACTIVE.refuses_float16 and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere torch.autocast computes in float16 (its default for cuda), whose small "
+            "gradients are zero unless the loss is scaled, and a compiled step has no GradScaler. Write bfloat16, "
+            "which has the range of float32: torch.autocast(device_type, dtype=torch.bfloat16), or leave the region "
+            "out and give the step compute_dtype=torch.bfloat16."
+        )
+
+
+@instead_of_attribute(torch.amp.GradScaler, "scale")
+def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    """`GradScaler.scale`, which nothing takes back where the gradients are those of a compiled program.
+
+    Raises:
+        NotImplementedError: The scaler is enabled.
+    """
+    if scaler.is_enabled():
+        raise NotImplementedError(
+            f"{current_user_line()}\nHere a GradScaler scales the loss, and nothing would unscale the gradients of a "
+            "compiled program. Return the loss itself and delete the scaler (or make it with enabled=False): bfloat16, "
+            "as in compute_dtype=torch.bfloat16, needs none."
+        )
+    return outputs
 
 
 def casting() -> list[str]:

@@ -6,11 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
+from traceback import FrameSummary
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from torch_shard._capture.provenance import is_user_file
+from torch_shard._capture.provenance import describe, is_user_file
 from torch_shard._common.overrides import instead_of_attribute
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
@@ -41,6 +43,35 @@ def _noting(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
 
 for _name in (name + unit for name in _CLOCKS for unit in ("", "_ns")):
     instead_of_attribute(time, _name)(_noting(_name, getattr(time, _name)))
+
+
+def draws_so_far() -> tuple[object, ...]:
+    """The states of the generators that all code shares, of Python and of numpy."""
+    kind, words, *rest = np.random.get_state()
+    return random.getstate(), kind, np.asarray(words).tobytes(), *rest
+
+
+def line_that_draws(run: Callable[[], object]) -> str:
+    """Run a callable again, slowly, and say which line of the user's code draws from these generators."""
+    before, lines, found = draws_so_far(), list[FrameSummary](), list[FrameSummary]()
+
+    def look(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if found or not is_user_file(frame.f_code.co_filename):
+            return None
+        if draws_so_far() != before:
+            found.extend(lines)
+        elif event == "line":
+            lines[:] = [FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+        return look
+
+    tracing = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with contextlib.suppress(Exception):  # what it was refused for is to be said
+            run()
+    finally:
+        sys.settrace(tracing)
+    return describe(found[0]) if found else "(no line of user code)"
 
 
 def generator_states(named: Iterable[tuple[str, object]]) -> dict[str, str]:

@@ -3,9 +3,11 @@
 With `trace`, the only module that imports PyTorch's semi-public tracing API.
 """
 
+import collections
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +47,8 @@ _MODES: list[FakeTensorMode] = []  # of the captures under way, which may nest
 _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buffers
 
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
+
+_ORIGINALS = WeakIdKeyDictionary()  # weak references to closed-over tensors, for the fakes that stand for them
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
@@ -202,6 +206,38 @@ def depends_on_inputs(change: Change) -> bool:
     return False
 
 
+def changes_nothing(change: Change) -> bool:
+    """Tell whether a callable has left in an attribute what was there: `self.mask = self.mask.to(x.device)`."""
+    return _is_same(change.old, change.new)
+
+
+def replaces_tensors(change: Change) -> bool:
+    """Tell whether a callable has left something else where a tensor was."""
+    return _replaces(change.old, change.new)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    while new is not old and isinstance(new, torch.Tensor) and (original := _original_of(new)) is not None:
+        new = original
+    before, after = _by_key(old), _by_key(new)
+    if new is old or before is None or after is None:
+        return new is old
+    return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in after)
+
+
+def _replaces(old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor):
+        return not _is_same(old, new)
+    before, after = _by_key(old) or {}, _by_key(new) or {}
+    return any(_replaces(value, after.get(key)) for key, value in before.items())
+
+
+def _by_key(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple | collections.deque) else None
+
+
 def made_buffers(changes: Iterable[Change]) -> list[tuple[str, torch.Tensor, bool]]:
     """The buffers that a callable has registered: name, value, and whether a `state_dict` has it.
 
@@ -232,6 +268,8 @@ def _revive(tensor: torch.Tensor) -> torch.Tensor:
         return _revive(value())
     if not isinstance(tensor, FakeTensor) or tensor.fake_mode in _MODES:
         return tensor
+    if (original := _original_of(tensor)) is not None:
+        return _revive(original)
     value = constant_of(tensor)
     if value is None:
         raise StaleTensor(tensor, current_user_line())
@@ -267,7 +305,7 @@ def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if earlier is None or slot is None:
         return None
     node: torch.fx.Node = slot.proxy.node
-    with _disable_current_modes(), torch.no_grad():
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         return Constants(node.graph, earlier.root).value(node)
 
 
@@ -279,7 +317,15 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
         else:
             meta = torch.empty(tensor.shape, **options)
-        return FakeTensor(mode, meta, torch.device("cpu"))
+        fake = FakeTensor(mode, meta, torch.device("cpu"))
+    _ORIGINALS[fake] = weakref.ref(tensor)
+    return fake
+
+
+def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
+    """The closed-over tensor that a fake stood for, if it is still there."""
+    reference = _ORIGINALS.get(fake)
+    return None if reference is None else reference()
 
 
 @contextlib.contextmanager

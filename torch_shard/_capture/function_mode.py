@@ -4,6 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ class CaptureMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.is_of_capture, self._make_standin, self._revive = is_of_capture, make_standin, revive
-        self._set_data, self._explain = set_data, explain
+        self._set_data, self.explains = set_data, explain
         self._standins: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._modules: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._running: list[nn.Module] = []
@@ -95,7 +96,8 @@ class CaptureMode(TorchFunctionMode):
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
         _refuse_lost_writes(func, kwargs)
-        with annotated(where=self._where()) if self._explain else contextlib.nullcontext():
+        _refuse_other_devices(func, args, kwargs)
+        with annotated(where=self._where()) if self.explains else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     def _on_cpu(self, value: PyTree) -> PyTree:
@@ -214,6 +216,24 @@ def _refuse_lost_writes(func: Callable, kwargs: dict[str, object]) -> None:
         raise NotImplementedError(
             "torch.linalg.matrix_rank(out=...) cannot be captured: PyTorch's tracer loses the write. Use its result."
         )
+
+
+def _refuse_other_devices(func: Callable, args: PyTree, kwargs: dict[str, Any]) -> None:
+    """A move to a device, or a tensor made on one, where all tensors are on those of the mesh."""
+    found: list[object] = [arg for arg in (*args, kwargs.get("device")) if type(arg) is torch.device]
+    if isinstance(kwargs.get("device"), str | int):
+        found.append(kwargs["device"])
+    if func is _T.to and len(args) > 1 and isinstance(args[1], str | int):
+        found.append(args[1])
+    if func in (_T.cuda, _T.xpu):
+        found.append(func.__name__)
+    for device in found:
+        if str(device).split(":")[0] not in ("cpu", "meta"):
+            raise NotImplementedError(
+                f"{current_user_line()}\nHere the captured function asks for the device {device!s}, "
+                "where every tensor is on the devices of the mesh. Delete it, or write the device of another tensor "
+                "(x.to(y.device), torch.zeros(3, device=y.device)): the step itself puts model and batch on the mesh."
+            )
 
 
 class _Innermost(threading.local):

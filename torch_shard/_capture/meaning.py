@@ -12,6 +12,12 @@ from torch_shard._capture.trace import Captured
 from torch_shard._common.fx import args_of, fill_in, is_random
 
 
+def same_closure(first: Captured, second: Captured) -> bool:
+    """Tell whether two captures with the same graph close over the same tensors; literals are compared by value."""
+    pairs = zip(first.closure, second.closure, strict=True)
+    return all(a is b or (is_literal(a) and is_literal(b) and _bits(a) == _bits(b)) for a, b in pairs)
+
+
 def meaning(captured: Captured) -> tuple[Hashable, ...]:
     """The operators of a program in order; programs with equal ones compute the same.
 

@@ -8,11 +8,9 @@ PyTorch's semi-public tracing API.
 import contextlib
 import dataclasses
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
@@ -28,11 +26,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.calls import calls_seen
+from torch_shard._capture.clock import draws_so_far, line_that_draws
 from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
-from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, standins_given, tracer
-from torch_shard._capture.function_mode import CaptureMode
+from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
+from torch_shard._capture.function_mode import CaptureMode, current_mode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
@@ -122,19 +121,33 @@ def capture(
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
+    drawn = draws_so_far()
+    around = current_mode()
+    explain = explain or (around is not None and around.explains)
+    graph, changes = _capture_on_fakes(fn, specs, keep=keep, explain=explain, restore=restore)
+    if drawn != draws_so_far():
+        line = line_that_draws(lambda: _capture_on_fakes(fn, specs, keep=keep, explain=False, restore=restore))
+        raise NotImplementedError(
+            f"{line}\nHere the captured function draws from Python's `random` or from numpy.random. It runs once, so a "
+            "compiled program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each "
+            "call, or draw outside and pass the numbers in the batch."
+        )
+    refuse_new_parameters(changes)
+    return dataclasses.replace(graph, changed=[c for c in changes if c.matters and not changes_nothing(c)])
+
+
+def _capture_on_fakes(
+    fn: TensorFn[Aux], specs: Sequence[Spec], *, keep: Keep, explain: bool, restore: bool
+) -> tuple[Captured[Aux], list[Change]]:
+    """Capture, and give what it has changed and been put back."""
     with calls_seen(False), fakes(explain) as (mode, capture_mode):
-        drawn = random.getstate(), str(np.random.get_state())
+        changes: list[Change] = []
         try:
             graph = _capture(fn, specs, keep=keep, mode=mode, capture_mode=capture_mode)
         finally:
-            changes = capture_mode.side_effects.restore() if restore else []
-        if drawn != (random.getstate(), str(np.random.get_state())):
-            raise NotImplementedError(
-                "The captured function draws from Python's `random` or from numpy.random. It runs once, so a compiled "
-                "program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each call."
-            )
-        refuse_new_parameters(changes)
-        return dataclasses.replace(graph, changed=[change for change in changes if change.matters])
+            if restore:
+                changes = capture_mode.side_effects.restore()
+        return graph, changes
 
 
 def _capture(

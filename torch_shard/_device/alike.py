@@ -28,7 +28,7 @@ class DrawsAlike(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Operator, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
-        if self._key is None or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._key is None or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         key = jax.random.fold_in(self._key, self.position)
         self.position += 1
@@ -52,3 +52,12 @@ class DrawsAlike(TorchDispatchMode):
 
     def _go_to(self, state: torch.Tensor) -> None:
         self.position = int(state)
+
+
+def _draws(func: Operator, args: PyTree, kwargs: PyTree) -> bool:
+    """Tell whether a call draws random numbers; an attention kernel that drops nothing does not, whatever its tags."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    dropout = next((a.default_value for a in func._schema.arguments if a.name == "dropout_p"), None)
+    return given.get("dropout_p", dropout) != 0

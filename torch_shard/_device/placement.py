@@ -15,6 +15,7 @@ from torch_shard._common.caller import caller, public
 from torch_shard._common.convert import flatten, host_array, struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, named
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._hosts import exchange
 from torch_shard._sharding import (
@@ -34,14 +35,20 @@ from torch_shard._sharding import (
 )
 
 
-def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased."""
+def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding, *, rounds: bool = False) -> jax.Array:
+    """A tensor or array onto its shards; a CPU tensor is read shard by shard, and never aliased.
+
+    Args:
+        value: Of the global shape.
+        sharding: Where it is to lie.
+        rounds: Take 64-bit floating point where JAX has 32 bits.
+    """
     refuse_compile_only(sharding.mesh)
     if isinstance(value, JaxTensor):
         value = value.jax()
     if isinstance(value, jax.Array):
         return jax.device_put(value, sharding)
-    host = host_array(value)
+    host = host_array(value, rounds=rounds)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], order="C"))
 
 
@@ -134,8 +141,8 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
     check_mesh(mesh)
     check_kind("plan", plan, ShardingPlan)
     shardings = plan.resolve(model_or_tree, mesh)
-    is_module = isinstance(model_or_tree, torch.nn.Module)
-    held: Mapping[str, PyTree] = holdings(model_or_tree).all if is_module else model_or_tree
+    module = unwrapped(model_or_tree) if isinstance(model_or_tree, torch.nn.Module) else None
+    held: Mapping[str, Any] = model_or_tree if module is None else holdings(module).all  # pyright: ignore
     for name, value in held.items():
         check_kind(name, value, torch.Tensor | jax.Array | np.ndarray)
     refuse_meta(held)
@@ -145,12 +152,12 @@ def place(model_or_tree: PyTree, mesh: Mesh, plan: ShardingPlan) -> PyTree:
         with named(name):
             return wrap_array(put(value, shardings[name]))
 
-    if not is_module:
+    if module is None:
         return {name: placed(name, value) for name, value in held.items()}
-    refuse_hooks(model_or_tree)
-    places = TensorPlaces(model_or_tree)
+    refuse_hooks(module)
+    places = TensorPlaces(module)
     for name in list(held):
-        tensor = entry_of(model_or_tree, name)
+        tensor = entry_of(module, name)
         places.replace([(tensor, placed(name, tensor.detach()))])
     return model_or_tree
 

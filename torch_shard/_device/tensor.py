@@ -249,10 +249,14 @@ def wrap_array(array: jax.Array) -> JaxTensor:
     return JaxTensor(Storage(array))
 
 
-def to_array(value: torch.Tensor | ArrayLike) -> jax.Array:
+def to_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> jax.Array:
     """A torch tensor, numpy array or Python scalar as a JAX array of the same value.
 
     64-bit integers become 32-bit while `jax_enable_x64` is off, if every value fits.
+
+    Args:
+        value: On the host, or an array.
+        rounds: Take 64-bit floating point where JAX has 32 bits.
 
     Raises:
         OverflowError: An integer does not fit 32 bits.
@@ -262,4 +266,4 @@ def to_array(value: torch.Tensor | ArrayLike) -> jax.Array:
         return value.jax()
     if isinstance(value, jax.Array):
         return value
-    return jnp.array(host_array(value))
+    return jnp.array(host_array(value, rounds=rounds))

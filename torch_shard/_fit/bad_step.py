@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import math
+from collections.abc import Callable
 
 from torch_shard._common.types import PyTree
 from torch_shard._train import TrainState
@@ -55,13 +57,16 @@ class BadStepPolicy:
     def __init__(self, on_bad_step: str, max_grad_norm: float | None) -> None:
         self._do, self.max_grad_norm = on_bad_step, max_grad_norm
 
-    def stops(self, state: TrainState, metrics: dict[str, PyTree], position: int) -> TrainState | None:
+    def stops(
+        self, state: TrainState, metrics: dict[str, PyTree], position: int, began: Callable[[TrainState], str]
+    ) -> TrainState | None:
         """Wait for a step, and look at it.
 
         Args:
             state: After the step.
             metrics: Of the step.
             position: Number of batches seen, this one included.
+            began: Says where the first value that is not finite came from; it takes its time.
 
         Returns:
             The state with which the run is to stop: it has not seen the batch, which a resumed run meets again. None if
@@ -75,6 +80,8 @@ class BadStepPolicy:
         names = metrics["guard"].non_finite()
         message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
         unseen = dataclasses.replace(state, num_batches=state.num_batches - 1)
+        if self._do != "skip" and (names or not math.isfinite(float(metrics["loss"]))):
+            message += f" {began(unseen)}."
         if self._do == "raise":
             raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
         logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
@@ -87,10 +94,7 @@ class BadStepPolicy:
         if not names:
             return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm})"
         total = len(metrics["guard"].finite)
-        return (
-            f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)}). The first "
-            f"that the backward pass came to is, by the model's order, that of {names[-1]}"
-        )
+        return f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)})"
 
 
 def _some(names: list[str]) -> str:

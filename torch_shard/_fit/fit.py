@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
+from torch_shard._fit.first_non_finite import first_non_finite
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.signals import StopRequest
@@ -315,7 +317,8 @@ class _Loop:
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics)
         self.ahead.fill()
-        stopped = self.guard.stops(self.state, metrics, self.position)
+        began = functools.partial(first_non_finite, self.step, placed)
+        stopped = self.guard.stops(self.state, metrics, self.position, began)
         if stopped is not None:
             self.state, self.stopped = stopped, True
         else:

@@ -11,7 +11,7 @@ import torch
 from jax.experimental import multihost_utils
 
 from torch_shard._common.caller import public
-from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._hosts.agreement import compare
 
 BLOCK = 1 << 24
@@ -36,7 +36,7 @@ def broadcast(model: torch.nn.Module) -> None:
         >>> model = torch.nn.Linear(4, 1)  # each process draws values of its own
         >>> ts.broadcast(model)
     """
-    check_kind("model", model, torch.nn.Module)
+    model = check_module("model", model)
     held = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     if elsewhere := [f"{name} ({tensor.device.type})" for name, tensor in held.items() if tensor.device.type != "cpu"]:
         raise ValueError(

@@ -19,6 +19,7 @@ from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_file, check_kind
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import JaxTensor
 from torch_shard._inspect.grid import DrawnArray, Grid, describe_names, make_grids
 from torch_shard._sharding import ResolvedEntry, ResolvedPlan
@@ -147,8 +148,9 @@ def visualize_sharding(subject: PyTree, *, name: str = "") -> Drawing:
 def _find_held(subject: object) -> Mapping[str, PyTree] | None:
     """Entries of `subject` by name; None if it is not a collection."""
     if isinstance(subject, torch.nn.Module):
-        params = subject.named_parameters(remove_duplicate=False)
-        return {**dict(params), **dict(subject.named_buffers(remove_duplicate=False))}
+        module = unwrapped(subject)
+        params = module.named_parameters(remove_duplicate=False)
+        return {**dict(params), **dict(module.named_buffers(remove_duplicate=False))}
     if isinstance(subject, ResolvedPlan):
         return subject.entries
     if isinstance(subject, TrainState):

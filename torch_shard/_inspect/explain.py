@@ -13,6 +13,7 @@ from torch_shard._capture import Captured, Precision, Reads, capture
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, is_own, keeps_whole, place_of
 from torch_shard._sharding import LossFn
 from torch_shard._train import JointLoss, LossShape, check_loss_fn, flatten_batch
@@ -111,7 +112,7 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
         >>> found.refused, found.random
         ((), False)
     """
-    check_kind("model", model, torch.nn.Module)
+    model = check_module("model", model)
     check_loss_fn(loss_fn)
     check_kind("train", train, bool)
     _, signature = flatten_batch(batch)

@@ -32,7 +32,7 @@ class Closure(threading.local):
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
         """The current values of these tensors: inputs of the trace under way, if there is one."""
-        return self.readers[-1].values(tensors) if self.readers else [to_array(t) for t in tensors]
+        return self.readers[-1].values(tensors) if self.readers else [_read(t) for t in tensors]
 
     def held(self) -> tuple[tuple[torch.Tensor, ...], list[jax.Array]]:
         """All tensors that are inputs of the trace under way, and their values in it."""
@@ -90,7 +90,7 @@ class Reader:
         missing = [t for t in tensors if id(t) not in self._values and not is_literal(t)]
         if missing and not self._partial:
             raise MoreInputs(missing)
-        others = self._around[0].values(missing) if self._around else map(to_array, missing)
+        others = self._around[0].values(missing) if self._around else map(_read, missing)
         known = self._values | dict(zip(map(id, missing), others, strict=True))
         return [known[id(t)] if id(t) in known else _read_literal(t) for t in tensors]
 
@@ -104,6 +104,10 @@ class Reader:
             CLOSURE.readers.pop()
 
 
+def _read(tensor: torch.Tensor) -> jax.Array:
+    return to_array(tensor, rounds=True)
+
+
 def _read_literal(tensor: torch.Tensor) -> jax.Array:
     with _disable_current_modes():  # of a capture around this one, to which the tensor has no value
-        return to_array(tensor)
+        return _read(tensor)

@@ -40,7 +40,7 @@ from torch_shard._io.manifest import (
 )
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._sharding import Stacks
-from torch_shard._train import KINDS, TrainState, TrainStep
+from torch_shard._train import KINDS, TrainState, TrainStep, as_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,8 @@ class Checkpointer:
         """
         check_kind("state", state, TrainState, hint="A step returns one.")
         self.wait()
-        if state.step.is_deleted():
+        state = as_arrays(state)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             raise ValueError(
                 "Checkpointer: this state was donated to a step. Save it before, or save what the step returned."
             )

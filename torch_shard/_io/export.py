@@ -17,6 +17,7 @@ from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_file, check_kind, check_path
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import refuse_meta, to_cpu
 from torch_shard._hosts import agree
 from torch_shard._io.formats import DTYPES, Stored
@@ -246,7 +247,8 @@ def _collect(
 ) -> tuple[Mapping[str, PyTree], dict[str, PyTree]]:
     """The values, and shape and dtype of those that are to be written: each tensor under one name."""
     if isinstance(state, torch.nn.Module):
-        values, unsaved = holdings(state).all, unsaved_buffers(state)
+        module = unwrapped(state)
+        values, unsaved = holdings(module).all, unsaved_buffers(module)
     elif isinstance(state, TrainState):
         if state.step.is_deleted():
             raise ValueError(f"{caller()}: this state was donated to a step. Export what the step returned.")

@@ -15,6 +15,7 @@ from torch_shard._common.convert import host_array
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, check_path
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
@@ -162,10 +163,11 @@ class _Loader:
             refuse_hooks(target)
             refuse_load_hooks(target)
         self._file, self._dtype = file, dtype
-        self._target: Any = target
-        self._match = Match(file, target, mesh, dtype)
+        self._given = target
+        self._target: Any = unwrapped(target) if isinstance(target, torch.nn.Module) else target
+        self._match = Match(file, self._target, mesh, dtype)
         try:
-            self._shardings, self._plan_fault = dict(plan.resolve(target, mesh)), ""
+            self._shardings, self._plan_fault = dict(plan.resolve(self._target, mesh)), ""
         except ValueError as error:
             self._shardings, self._plan_fault = {}, str(error)
 
@@ -252,7 +254,7 @@ class _Loader:
         for name in list(held):
             tensor = held.pop(name)
             places.replace([(tensor, self._keep(name, tensor))])  # pyright: ignore[reportArgumentType]
-        return self._target
+        return self._given  # pyright: ignore[reportReturnType]
 
     def _make_tree(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -22,6 +22,7 @@ from torch_shard._lowering.ops import (
     lowers,
     refuse_generator,
     report_attention,
+    world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.own import Own, is_own, report_own
@@ -61,4 +62,5 @@ __all__ = [
     "report_own",
     "rows_split",
     "sources_of",
+    "world_of_one",
 ]

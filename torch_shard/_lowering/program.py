@@ -21,12 +21,15 @@ from torch_shard._capture import (
     made_buffers,
     meaning,
     new_values,
+    replaces_tensors,
+    same_closure,
 )
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.overrides import KERNELS
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
+from torch_shard._lowering.rounding import warn_of_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class Program(Generic[Aux]):
         self._check_next_call(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
             raise _missing_error(fn, specs, what)
+        explained = functools.partial(capture, fn, specs, keep=keeps_whole, explain=True)
+        warn_of_rounding(self.graph, inner, what, explained)
         self.random = draws_random(self.graph.module)
 
     @functools.cached_property
@@ -102,12 +107,16 @@ class Program(Generic[Aux]):
                 )
 
     def _means_the_same(self, first: list[str], second: Captured[Aux]) -> bool:
-        return self._code(second) == first or (len(first) == 1 and meaning(second) == meaning(self.graph))
+        if self._code(second) == first and same_closure(self.graph, second):
+            return True
+        return len(first) == 1 and meaning(second) == meaning(self.graph)
 
 
 def _is_of_constants(change: Change) -> bool:
-    """Tell whether a callable has left nothing but tensors that depend on no input, and the names of buffers."""
-    return change.name == "_non_persistent_buffers_set" or bool(change.tensors and not depends_on_inputs(change))
+    """Tell whether a callable has left, where no tensor was, tensors that depend on no input; or names of buffers."""
+    if change.name == "_non_persistent_buffers_set":
+        return True
+    return bool(change.tensors) and not replaces_tensors(change) and not depends_on_inputs(change)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import has_x64, jax_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_kind, check_seed
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import put, refuse_wide, wrap_array
 from torch_shard._lowering import compiler_options, matmul_precision, operation, sources_of
 from torch_shard._materialize.construct import Construction, Init, construct, construct_again
@@ -92,7 +93,8 @@ def materialize(
         check_kind("init", init, str | Callable | None, hint=hint)
         if callable(init):
             check_call("init", init, "module", hint=hint)
-        return _fill_in(model, mesh, plan, seed=seed, init=init)
+        _fill_in(unwrapped(model), mesh, plan, seed=seed, init=init)
+        return model
     if not callable(model):
         raise TypeError(f"materialize: model must be a module or a callable, got {type(model).__name__}.")
     check_call("model", model, hint="Bind what it needs: lambda: Model(config).")
@@ -109,7 +111,7 @@ def materialize(
     return construction.module
 
 
-def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, init: Init | None) -> nn.Module:
+def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, init: Init | None) -> None:
     """Initialise what is on the meta device, place the rest."""
     refuse_hooks(model)
     shardings = plan.resolve(model, mesh)
@@ -128,7 +130,6 @@ def _fill_in(model: nn.Module, mesh: Mesh, plan: ShardingPlan, *, seed: int, ini
         places.replace([(tensor, wrap_array(put(tensor.detach(), shardings[name])))])
     if initialiser is not None:
         places.replace([(held[name], initialiser.make(name)) for name in names])
-    return model
 
 
 class _Initialiser:

@@ -8,7 +8,8 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.types import Device
-from torch_shard._common.validate import check_kind, is_integer
+from torch_shard._common.validate import is_integer
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.hf_rules import Rules
 from torch_shard._plans.recipes import fsdp, replicated
@@ -58,7 +59,7 @@ def from_accelerate(
         >>> dict(mesh.shape), plan.rules["weight"], batch_spec
         ({'dp_shard': 4, 'cp': 2}, P(('dp_shard', 'cp'), None), P('dp_shard', 'cp'))
     """
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     sizes = {axis: size for axis, size in _sizes(parallelism_config).items() if size > 1}
     mesh = make_mesh(devices, topology=topology, **(sizes or {"dp_replicate": -1}))
     stored = tuple(axis for axis in ("dp_shard", "cp", "sp") if axis in mesh.shape)

@@ -15,6 +15,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind, is_integer
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
 from torch_shard._plans.layers import kernels_of
 from torch_shard._plans.recipes import by_shape
@@ -78,7 +79,7 @@ def from_dtensor(
         >>> plan.rules["2.weight"], plan.activations["0"]
         (P(None, 'model'), P('batch', None, 'model'))
     """
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_kind("tp", tp, str)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
@@ -282,8 +283,8 @@ def _asked(module: nn.Module, style: "ParallelStyle") -> Iterator[tuple[str | in
 
 
 def _enforced(pairs: "Iterable[tuple[Placement | None, Placement | None]]") -> "list[Placement | None]":
-    """The wanted layouts, but for those of what is given without one, which stays as it is."""
-    return [wanted if given is not None else None for given, wanted in pairs]
+    """The wanted layouts, but for what stays as it is: given without a layout, or whole and wanted whole."""
+    return [None if given is None or (given == wanted and given.is_replicate()) else wanted for given, wanted in pairs]
 
 
 def _by_position(module: nn.Module, wanted: "list[Placement | None]") -> Iterator[tuple[str | int, "Placement"]]:

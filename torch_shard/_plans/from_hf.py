@@ -14,6 +14,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
@@ -78,7 +79,7 @@ def from_hf(
         >>> plan.rules["model.layers.*.self_attn.q_proj.weight"]
         P('model', 'batch')
     """
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_kind("strict", strict, bool)
     check_mesh(mesh)
     check_axes(mesh, tp=tp, fsdp=fsdp)

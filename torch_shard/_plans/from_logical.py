@@ -13,6 +13,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
@@ -74,7 +75,7 @@ def from_logical(
         >>> plan.rules["0.weight"], plan.rules["2.weight"], plan.rules["2.bias"]
         (P('model', 'batch'), P('batch', 'model'), P())
     """
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_mesh(mesh)
     read = read_rules(rules, mesh.shape)
     _check_names("names", names)

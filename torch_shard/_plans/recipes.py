@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
     Axes,
     Decision,
@@ -67,7 +68,7 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
         >>> ts.plans.fsdp(torch.nn.Linear(4, 8), ts.make_mesh(batch=4))
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
-    _check(model, mesh, strict, fsdp=fsdp)
+    model = _check(model, mesh, strict, fsdp=fsdp)
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
@@ -96,7 +97,7 @@ def hsdp(
         >>> ts.plans.hsdp(torch.nn.Linear(4, 8), ts.make_mesh(replica=2, batch=4))
         ShardingPlan({'weight': P('batch', None), 'bias': P()})
     """
-    _check(model, mesh, strict, replicate=replicate, fsdp=fsdp)
+    model = _check(model, mesh, strict, replicate=replicate, fsdp=fsdp)
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
@@ -127,7 +128,7 @@ def tp(
         >>> ts.plans.tp(mlp, ts.make_mesh(batch=4, model=2))
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
-    _check(model, mesh, strict, tp=tp)
+    model = _check(model, mesh, strict, tp=tp)
     check_kind("pad_vocab", pad_vocab, bool)
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
@@ -167,7 +168,7 @@ def fsdp_tp(
         >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
         ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
-    _check(model, mesh, strict, fsdp=fsdp, tp=tp)
+    model = _check(model, mesh, strict, fsdp=fsdp, tp=tp)
     check_kind("sequence", sequence, bool)
     check_kind("pad_vocab", pad_vocab, bool)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, pad_vocab=pad_vocab)
@@ -207,7 +208,7 @@ def expert(
         >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
         ShardingPlan({'up': P('model', 'batch', None)})
     """
-    _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
+    model = _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
     check_axes(mesh, fsdp=fsdp, tp=tp)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
@@ -217,13 +218,14 @@ def expert(
     return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), strict=strict)
 
 
-def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> None:
-    """Refuse what a recipe cannot read."""
-    check_kind("model", model, torch.nn.Module)
+def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> torch.nn.Module:
+    """The module to be read; refuse what a recipe cannot read."""
+    model = check_module("model", model)
     check_kind("strict", strict, bool)
     if missing := [argument for argument, given in axes.items() if cast(object, given) is None]:
         raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
+    return model
 
 
 def _decide(

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, check_axes, with_globs
 from torch_shard._plans.from_dtensor import from_dtensor, layouts_of, positional
 from torch_shard._sharding import ResolvedPlan, ShardingPlan, axes_of, check_mesh, describe_spec
@@ -69,7 +70,7 @@ def to_dtensor(
         ({'0': 'ColwiseParallel', '2': 'RowwiseParallel'}, [])
     """
     check_kind("plan", plan, ShardingPlan)
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     check_kind("batch_spec", batch_spec, PartitionSpec | None)
     layouts = layouts_of(mesh, tp, batch_spec, ndim)
@@ -131,6 +132,7 @@ def _preparing(module: nn.Module, asked: "Mapping[str, Placement]") -> "Parallel
     """A style for what a module takes and returns."""
     from torch.distributed.tensor import Replicate, parallel
 
+    asked = {place: made for place, made in asked.items() if not made.is_replicate()}  # whole to whole moves nothing
     names, inputs = positional(module), {p: made for p, made in asked.items() if p and not p.startswith("return")}
     last = max((names.index(name) + 1 for name in inputs if name in names), default=0)
     wanted = tuple(inputs.get(name) for name in names[:last])

@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_shard._common.caller import caller, speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, Decision, check_axes, names_of, with_globs
 from torch_shard._plans.from_hf import adapter, over_time
 from torch_shard._plans.hf_rules import Rules, generic, is_within
@@ -59,7 +60,7 @@ def to_hf(
         ('rowwise', [])
     """
     check_kind("plan", plan, ShardingPlan)
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     check_kind("tp", tp, str)
     check_axes(check_mesh(mesh), tp=tp, fsdp=fsdp)
     own = Rules.of(model, "tp_plan")

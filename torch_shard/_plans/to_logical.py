@@ -8,6 +8,7 @@ from torch import nn
 
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import entries_of, places_with_globs, with_globs
 from torch_shard._plans.logical_names import OLDER, logical_names
 from torch_shard._plans.logical_rules import Dim
@@ -46,7 +47,7 @@ def to_logical(
         ([('mlp', ('model',))], ('embed', 'mlp'))
     """
     check_kind("plan", plan, ShardingPlan)
-    check_kind("model", model, nn.Module)
+    model = check_module("model", model)
     resolved = plan.resolve(model, check_mesh(mesh))
     known = logical_names(model, OLDER)
     specs = {

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
+from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
 from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.forms import Form, Padded, Pieces
@@ -183,6 +184,7 @@ class ShardingPlan:
                 miss a name, and specs that do not fit their shape and the mesh.
         """
         check_mesh(mesh)
+        source = unwrapped(source) if isinstance(source, torch.nn.Module) else source
         values = _read(source)
         hits, formed = _hits(self._specs, values), _hits(self._forms, values)
         entries: dict[str, ResolvedEntry] = {}

@@ -9,7 +9,7 @@ from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.optimizer import check_optimizer
 from torch_shard._train.placing import Given, Placed
 from torch_shard._train.preview import Preview
-from torch_shard._train.state import KINDS, TrainState
+from torch_shard._train.state import KINDS, TrainState, as_arrays
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm
 from torch_shard._train.train_step import EvalStep, TrainStep
@@ -30,6 +30,7 @@ __all__ = [
     "TrainStep",
     "Values",
     "array_of",
+    "as_arrays",
     "check_loss_fn",
     "check_max_grad_norm",
     "check_optimizer",

@@ -105,7 +105,7 @@ def _where(index: tuple[slice, ...]) -> str:
 
 def _digest_of(value: Any) -> bytes:
     """Of a tensor or array of this process, its bytes and its kind."""
-    array = np.ascontiguousarray(host_array(value.detach() if isinstance(value, torch.Tensor) else value))
+    array = np.ascontiguousarray(host_array(value.detach() if isinstance(value, torch.Tensor) else value, rounds=True))
     return digest(digest(array.reshape(-1).view(np.uint8).data) + f"{array.shape} {array.dtype}".encode())
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
+from torch_shard._lowering import world_of_one
 from torch_shard._train.comparison import Difference, Values, array_of
 from torch_shard._train.loss_result import split_loss
 from torch_shard._train.placing import Placed
@@ -71,7 +72,7 @@ def in_float64(
 
 def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """The loss and the metrics of a batch."""
-    with step.options.precision.active("cpu"), MetricCalls().noted():
+    with step.options.precision.active("cpu"), MetricCalls().noted(), world_of_one():
         return split_loss(step.loss_fn(model, batch))
 
 

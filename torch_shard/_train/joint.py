@@ -17,6 +17,7 @@ from torch_shard._capture import (
     Spec,
     TensorFn,
     binding,
+    float16_refused,
     note,
     reached_by,
     runs_user_backward,
@@ -99,6 +100,8 @@ class JointLoss:
                 if not self._train:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
+                else:
+                    stack.enter_context(float16_refused())
                 stack.enter_context(holding(self._model, self._tensors(given, regions)))
                 run = self._training if self._train else self._evaluation
                 found = run(given, batch, regions.check if regions else None)

@@ -354,6 +354,8 @@ def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
     except Exception as error:
         shown = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in signature.specs[:9]) or "no arrays"
         note = f"{what} was captured, once, for a batch of {shown}."
+        if isinstance(error, AttributeError) and error.name in ("module", "_orig_mod"):
+            error.add_note("loss_fn is given the module that a wrapper of PyTorch runs: write model for model.module.")
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise

@@ -14,6 +14,7 @@ import jax.export
 import torch
 from jax.sharding import Mesh, NamedSharding
 
+from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
@@ -212,7 +213,11 @@ class StepProgram:
     def _value(self, position: int, tensor: torch.Tensor) -> jax.Array:
         placed = self._placed[position]
         if placed is None or placed[0] != tensor._version:
-            self._placed[position] = placed = (tensor._version, put(tensor.detach(), self._sharding))
+            try:
+                array = put(tensor.detach(), self._sharding, rounds=True)
+            except OverflowError as error:
+                raise OverflowError(f"{caller()}: a tensor that the loss closes over: {error}") from error
+            self._placed[position] = placed = (tensor._version, array)
         return placed[1]
 
     def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:

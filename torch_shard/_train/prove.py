@@ -52,7 +52,7 @@ class GradientStep(Step):
     def __call__(self, state: TrainState, placed: Placed) -> dict[str, PyTree]:
         """Give them by name."""
         program, arrays = self._prepare(placed, state)
-        return program(state, arrays)
+        return program(self._normal(state), arrays)
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None

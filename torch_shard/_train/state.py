@@ -3,6 +3,7 @@
 # optax has no stubs. JAX annotates its functions in part, and says nothing of what `jax.tree.map` gives to a function.
 # pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +11,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import struct_of
+from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
 from torch_shard._scan import Siblings, stack_layout
@@ -194,8 +196,8 @@ class StateLayout:
             values: Each name has a value when its turn comes.
             let_go: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
                 as they should become a part of the state.
-            taken: With `let_go`, where the memory lies that the state has already; more is noted there. Entries whose
-                equal values lie in one place (as after `load_state_dict` from another layer) get one each.
+            taken: Where the memory lies that the state has already; more is noted there. Entries whose equal values
+                lie in one place (as after `load_state_dict` from another layer) get one each.
         """
         layout = getattr(self, kind)
         faults = [fault for name in layout.names if (fault := self._fault(name, values))]
@@ -229,20 +231,24 @@ class StateLayout:
         return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
     def normal(self, state: TrainState) -> TrainState:
-        """A state as it is stored: what was replaced by plain dicts is stacked.
+        """A state as it is stored: what was replaced by plain dicts is stacked, and numbers are arrays.
 
         Raises:
+            TypeError: Something in it is no number and no array, or a number that the optimiser's state cannot hold.
             ValueError: It does not fit the model or the optimiser.
         """
+        state = as_arrays(state, self.structs)
         if jax.tree.structure(state) == self._structure:
             return state
         if isinstance(cast(object, state.step), jax.ShapeDtypeStruct):
             return with_key(self.structs)  # shapes, from before a capture chose this layout: nothing to be moved
         changed: dict[str, Any] = {}
-        for kind in KINDS:
-            values = getattr(state, kind)
-            if not isinstance(values, Stacks) or values.layout != getattr(self, kind):
-                changed[kind] = self.place(kind, values)
+        held = {kind: getattr(state, kind) for kind in KINDS}
+        new = {k: v for k, v in held.items() if not isinstance(v, Stacks) or v.layout != getattr(self, k)}
+        kept = [array for kind, values in held.items() if kind not in new for array in values.arrays]
+        taken = {_memory_of(array) for array in (*kept, *jax.tree.leaves(state.opt_state))} - {0}
+        for kind, values in new.items():
+            changed[kind] = self.place(kind, values, taken=taken)
         if jax.tree.structure(state.opt_state) != jax.tree.structure(self.shardings.opt_state):
             changed["opt_state"] = self._store_opt_state(state.opt_state)
         return dataclasses.replace(state, **changed)
@@ -284,8 +290,51 @@ def _placed(rows: list[torch.Tensor | ArrayLike], sharding: NamedSharding, *, ke
 
 def _own(array: jax.Array, taken: set[int]) -> jax.Array:
     """An array whose memory no other of the state has, as a step donates each once."""
-    place = array.addressable_shards[0].data.unsafe_buffer_pointer() if array.size else 0
+    place = _memory_of(array)
     if place in taken:
         return jnp.copy(array)
-    taken.add(place)
+    taken |= {place} - {0}
     return array
+
+
+def _memory_of(array: object) -> int:
+    """Where the first of its shards here lies; 0 if it takes none."""
+    if not isinstance(array, jax.Array) or not array.size:
+        return 0
+    return array.addressable_shards[0].data.unsafe_buffer_pointer()
+
+
+def as_arrays(state: TrainState, like: TrainState | None = None) -> TrainState:
+    """A state whose leaves are arrays, also where a number was put: `state.opt_state.hyperparams["learning_rate"]`.
+
+    Args:
+        state: Of arrays, numbers, numpy arrays and tensors.
+        like: Says what dtypes numbers are to have.
+
+    Raises:
+        TypeError: Something is none of these, or a number is not of its dtype's kind.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    if all(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for _, leaf in leaves):
+        return state
+    sharding: Any = next(leaf.sharding for _, leaf in reversed(leaves) if isinstance(leaf, jax.Array))
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    same = like is not None and jax.tree.structure(like) == cast(object, structure)
+    structs = jax.tree.leaves(like) if same else [None] * len(leaves)
+    pairs = zip(leaves, structs, strict=True)
+    return cast(
+        TrainState,
+        jax.tree.unflatten(structure, [_as_array(path, leaf, like, replicated) for (path, leaf), like in pairs]),
+    )
+
+
+def _as_array(path: tuple[Any, ...], leaf: Any, like: Any, replicated: NamedSharding) -> Any:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    name = jax.tree_util.keystr(path).removeprefix(".")
+    if not isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic | torch.Tensor):
+        raise TypeError(f"{caller()}: {name} of the state must be an array or a number, got {type(leaf).__name__}.")
+    host = host_array(leaf if isinstance(leaf, torch.Tensor) else np.asarray(leaf), rounds=True)
+    if like is not None and not np.can_cast(host.dtype, like.dtype, "same_kind"):
+        raise TypeError(f"{caller()}: {name} of the state must be {like.dtype}, got {leaf!r:.99}.")
+    return put(host if like is None else host.astype(like.dtype), replicated)

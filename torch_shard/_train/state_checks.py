@@ -1,13 +1,19 @@
 """What a step is given as a state: one that is whole, of the same model, not used up, and not of a trace."""
 
-from collections.abc import Iterable
+# JAX annotates its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import jax
 from jax.core import Tracer
 
 from torch_shard._common.validate import check_kind
-from torch_shard._train.state import TrainState
+from torch_shard._sharding import Stacks
+from torch_shard._train.state import KINDS, TrainState
 
 
 def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> None:
@@ -15,7 +21,7 @@ def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> No
 
     Raises:
         TypeError: It is something else.
-        ValueError: It was donated.
+        ValueError: It was donated, or arrays of it were with another state.
         NotImplementedError: A program of the user's is being compiled.
     """
     hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
@@ -32,6 +38,37 @@ def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> No
             f"{who}: this state was donated to an earlier call of the step. Go on with the state that "
             "the call returned: state, metrics = step(state, batch)."
         )
+    if gone := _paths(state, lambda leaf: isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        raise ValueError(
+            f"{who}: arrays of this state are gone, as another state that shares them was donated to a step: "
+            f"{', '.join(gone)}. A step reuses all arrays of its state. {_COPY}"
+        )
+
+
+def check_apart(who: str, state: TrainState) -> None:
+    """Refuse a state that has an array twice, which a step would donate twice.
+
+    Raises:
+        ValueError: It has; all places are listed.
+    """
+    plain = {kind: {} for kind in KINDS if not isinstance(getattr(state, kind), Stacks)}  # to be stored anew
+    leaves = jax.tree.leaves(dataclasses.replace(state, **plain))
+    counts = collections.Counter(id(leaf) for leaf in leaves if isinstance(leaf, jax.Array))
+    if any(count > 1 for count in counts.values()):
+        shared = ", ".join(_paths(state, lambda leaf: counts[id(leaf)] > 1))
+        raise ValueError(
+            f"{who}: the state has one array in several places: {shared}. A step reuses each array of its state once. "
+            f"{_COPY}"
+        )
+
+
+_COPY = "Give each its own: dataclasses.replace(state, frozen=jax.tree.map(jnp.copy, other.params))."
+
+
+def _paths(state: TrainState, chosen: Callable[[object], bool]) -> list[str]:
+    """The places of leaves of a state, as `params['0.weight']`."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [jax.tree_util.keystr(path).removeprefix(".") for path, leaf in leaves if chosen(leaf)]
 
 
 def check_names(who: str, state: TrainState, names: Iterable[str]) -> None:

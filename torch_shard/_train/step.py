@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.caller import speaks_as
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
-from torch_shard._common.validate import check_kind
+from torch_shard._common.wrappers import check_module
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import (
     LossFn,
@@ -38,7 +38,7 @@ from torch_shard._train.pace import Pace
 from torch_shard._train.placing import Placed, Placer
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import ProgramKey, StepProgram
-from torch_shard._train.state import TrainState, with_key
+from torch_shard._train.state import TrainState, as_arrays, with_key
 from torch_shard._train.state_checks import check_state
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Step:
 
     @speaks_as(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
-        check_kind("model", model, torch.nn.Module)
+        model = check_module("model", model)
         check_loss_fn(loss_fn)
         self.model, self.loss_fn, self.options, self.mesh = model, loss_fn, options, options.mesh
         self.plan: ResolvedPlan = options.plan.resolve(model, options.mesh)
@@ -308,7 +308,7 @@ class Step:
 
     def _normal(self, state: TrainState) -> TrainState:
         """The state as the program takes it."""
-        return state
+        return as_arrays(state)
 
     @speaks_as(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:

@@ -30,8 +30,8 @@ from torch_shard._train.metric_updates import update_objects
 from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
-from torch_shard._train.state import StateLayout, TrainState
-from torch_shard._train.state_checks import check_names, check_state
+from torch_shard._train.state import StateLayout, TrainState, as_arrays
+from torch_shard._train.state_checks import check_apart, check_names, check_state
 from torch_shard._train.step import Step
 from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
 
@@ -168,6 +168,7 @@ class TrainStep(Step):
         """
         check_max_grad_norm(max_grad_norm)
         check_state(self.caller, state)
+        check_apart(self.caller, state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
         state, metrics = program(self._normal(state), arrays)
         self._pace.follow(metrics["loss"])
@@ -287,7 +288,7 @@ class TrainStep(Step):
         check_max_grad_norm(max_grad_norm)
         check_state(self.caller, state)
         check_names(self.caller, state, self._held.all)
-        return prove(self, state, batch, max_grad_norm)
+        return prove(self, as_arrays(state), batch, max_grad_norm)
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
@@ -354,7 +355,7 @@ class EvalStep(Step):
         """
         check_state(self.caller, state)
         program, arrays = self._prepare(batch)
-        metrics = program(state, arrays)
+        metrics = program(self._normal(state), arrays)
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
         return metrics

@@ -22,6 +22,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     normalisation,
     packed,
     pointwise,
+    process_groups,
     random,
     recurrent,
     repeated_heads,
@@ -31,6 +32,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     tied_embedding,
 )
 from torch_shard._lowering.ops.attention_report import report_attention
+from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
     RANDOM,
@@ -52,4 +54,5 @@ __all__ = [
     "lowers",
     "refuse_generator",
     "report_attention",
+    "world_of_one",
 ]

@@ -1,0 +1,167 @@
+"""`torch.distributed` in a loss: as in a world of one process, against eager torch; refused among several."""
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+from torch import nn
+from torch.distributed import all_reduce as reduce_all
+from torch.distributed import get_world_size as world
+
+import torch_shard as ts
+from tests.tables.cases import BATCH, WHOLE, make_mesh
+from torch_shard._lowering.ops.process_groups import _say_once
+
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one, as eager torch needs it."""
+    path: Path = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def in_place(name: str, *more: Any, **options: Any) -> Loss:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        centre = y.detach().mean(0)
+        work = getattr(dist, name)(centre, *more, **options)
+        if work is not None:
+            work.wait()
+        return (y - centre / dist.get_world_size()).square().mean() + dist.get_rank()
+
+    return loss
+
+
+def of_lists(name: str) -> Loss:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        taken = [torch.ones_like(y) for _ in range(dist.get_world_size())]
+        getattr(dist, name)(*{
+            "all_gather": (taken, y.detach()),
+            "gather": (y.detach(), taken),
+            "all_to_all": (taken, [y.detach()]),
+            "scatter": (taken[0], [y.detach()]),
+            "reduce_scatter": (taken[0], [y.detach()]),
+        }[name])  # fmt: skip
+        return (y - torch.cat(taken).flip(0)).square().mean()
+
+    return loss
+
+
+def of_tensors(name: str) -> Loss:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        taken = torch.empty_like(y)
+        getattr(dist, name)(taken, y.detach())
+        return (y * taken).mean()
+
+    return loss
+
+
+def differentiable(call: Callable[[torch.Tensor], Any]) -> Loss:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = call(model(x))
+        return torch.cat(found if isinstance(found, tuple) else (found,)).square().mean()
+
+    return loss
+
+
+def objects(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {"scale": 2.0})
+    dist.barrier()
+    return model(x).square().mean() * found[0]["scale"]
+
+
+LOSSES: dict[str, Loss] = {
+    "all_reduce": in_place("all_reduce"),
+    "all_reduce of means": in_place("all_reduce", op=dist.ReduceOp.AVG, async_op=True),
+    "broadcast": in_place("broadcast", 0),
+    "reduce": in_place("reduce", 0),
+    **{name: of_lists(name) for name in ("all_gather", "gather", "all_to_all", "scatter", "reduce_scatter")},
+    **{name: of_tensors(name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")},
+    "nn.all_reduce": differentiable(lambda y: torch.distributed.nn.all_reduce(y)),
+    "nn.all_gather": differentiable(lambda y: torch.distributed.nn.functional.all_gather(y)),
+    "nn.broadcast": differentiable(lambda y: torch.distributed.nn.broadcast(y, 0)),
+    "nn.all_to_all_single": differentiable(lambda y: torch.distributed.nn.all_to_all_single(torch.empty_like(y), y)),
+    "nn.reduce_scatter": differentiable(lambda y: torch.distributed.nn.reduce_scatter(torch.empty_like(y), [y])),
+    "objects": objects,
+}
+
+
+def gradient_of(loss_fn: Loss, model: nn.Module, x: torch.Tensor) -> tuple[float, torch.Tensor]:
+    step = ts.make_train_step(model, loss_fn, optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state, metrics = step(step.init(), x)
+    weight = model.get_parameter("weight").detach()
+    return float(metrics["loss"]), weight - torch.from_numpy(np.array(state.params["weight"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", LOSSES)
+def test_collectives_are_those_of_one_process(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(BATCH, 8)
+    eager = copy.deepcopy(model)
+    found, gradient = gradient_of(LOSSES[name], model, x)
+    loss = LOSSES[name](eager, x)
+    loss.backward()
+    np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
+    torch.testing.assert_close(gradient, eager.get_parameter("weight").grad)
+
+
+def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    _say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            gradient_of(LOSSES["all_reduce"], nn.Linear(8, 8), torch.randn(BATCH, 8))
+    said = [record.getMessage() for record in caplog.records if "world of one" in record.getMessage()]
+    assert len(said) == 3
+    step = ts.make_train_step(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step.prove(step.init(), torch.randn(BATCH, 8)).raise_if_different()  # eager torch needs no group either
+    assert re.match(r'File ".*test_process_groups.py", line \d+, in loss: work = getattr\(dist, name\)', said[0])
+    assert (
+        "Here torch.distributed.all_reduce does what it does in a world of one process: a compiled program" in said[0]
+    )
+
+
+FIRST = {"all_reduce": "all_reduce", "all_gather": "get_world_size", "nn.all_gather": "nn.all_gather"}
+
+
+@pytest.mark.parametrize(("name", "called"), FIRST.items(), ids=FIRST)
+def test_among_several_processes_they_are_refused_with_their_line(
+    name: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = rf'File ".*test_process_groups.py", line \d+, in .*\nHere torch.distributed.{called} runs in'
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        NotImplementedError, match=line + r" the captured function. Delete it: the program is that of th"
+    ):
+        ts.jax_jit(lambda x: LOSSES[name](nn.Identity(), x))(torch.randn(BATCH, 8))
+
+
+@pytest.mark.usefixtures("group")
+def test_under_a_name_of_its_own_a_collective_is_refused_with_its_line() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = model(x).square().mean() / world()
+        reduce_all(found)
+        return found
+
+    with pytest.raises(
+        NotImplementedError, match=r"reduce_all\(found\)\nHere a collective of torch.distributed runs in"
+    ):
+        gradient_of(loss, nn.Linear(8, 8), torch.randn(BATCH, 8))
