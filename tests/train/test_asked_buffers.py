@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import optax
@@ -164,3 +166,37 @@ def test_an_attribute_that_is_asked_for_may_be_written() -> None:
     state, metrics = step(state, X)
     assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
     assert step.num_compiles == 2
+
+
+class Warms(Base):
+    """Another scale from the second batch on, by a count that Python asks for."""
+
+    def __init__(self) -> None:
+        super().__init__(n=torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if (self.n > 0).item():
+            y = y * 10
+        if self.training:
+            self.n += 1
+        return y
+
+
+def test_an_evaluation_asks_the_state_and_not_the_model() -> None:
+    model = Warms()
+    step = step_of(model)
+    state = step.init(seed=0)
+    evaluate = step.evaluation()
+    for _ in range(3):
+        wanted = loss_fn(step.export(state).eval(), X).item()
+        assert float(evaluate(state, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
+        state, _ = step(state, X)
+
+
+def test_the_evaluation_of_fit_asks_the_state(tmp_path: pathlib.Path) -> None:
+    step = step_of(Warms())
+    state = ts.fit(step, None, [X, X], steps=2, eval_loader=[X], log=tmp_path, progress=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [record["loss"] for record in records if record["kind"] == "eval"]
+    assert found == [pytest.approx(loss_fn(step.export(state).eval(), X).item(), rel=1e-5)]

@@ -353,7 +353,7 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         check_state(self.caller, state)
-        program, arrays = self._prepare(batch)
+        program, arrays = self._prepare(batch, state)
         metrics = program(state, arrays)
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
