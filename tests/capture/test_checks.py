@@ -1,13 +1,18 @@
 """Which branches are checks: every way to write one is tried."""
 
 import linecache
+import logging
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from torch_shard._capture.checks import leads_only_to_raise
+
+LOGGER = logging.getLogger("quiet")
+ANOTHER = logging.getLogger("another")
 
 
 class Asked:
@@ -140,8 +145,37 @@ def raise_in_handler(x: Any) -> None:
             raise ValueError("bad") from None
 
 
+def warn_if(x: Any) -> None:
+    if x:
+        warnings.warn(f"bad {x!r}", stacklevel=2)
+
+
+def warn_unless(x: Any) -> None:
+    if not x:
+        logging.getLogger(__name__).error("bad")
+
+
+def warn_in_else(x: Any) -> None:
+    if x:
+        pass
+    else:
+        print("bad")  # noqa: T201
+        LOGGER.warning("bad")
+
+
+def warn_or_raise(x: Any) -> None:
+    if x:
+        raise ValueError("bad")
+    else:
+        print("good")  # noqa: T201
+
+
 CHECKS = [
     (plain("assert x, 'message'"), True),
+    (warn_if, False),
+    (warn_unless, True),
+    (warn_in_else, True),
+    (warn_or_raise, False),
     (plain("assert not x.all()"), False),
     (plain("assert x < x < x"), True),
     (plain("assert (x.all()", "    and x)"), True),
@@ -250,7 +284,47 @@ def without_source(x: Any) -> None:
     exec(compile("if x: raise ValueError", "a file that is not there", "exec"), {"x": x})
 
 
-DECISIONS = [choice, branch, caught, sometimes, loop, value, both]
+def warn_and_change(x: Any) -> int:
+    if x:
+        LOGGER.warning("bad")
+        return 1
+    return 2
+
+
+def warn_or_change(x: Any) -> int:
+    found = 1
+    if x:
+        LOGGER.warning("bad")
+    else:
+        found = 2
+    return found
+
+
+def log_of_another(x: Any) -> None:
+    if x:
+        ANOTHER.error("this may do anything")
+
+
+def warn_of_what_it_keeps(x: Any) -> object:
+    kept = None
+    if x:
+        print(kept := "bad")  # noqa: T201
+    return kept
+
+
+DECISIONS = [
+    warn_and_change,
+    warn_or_change,
+    log_of_another,
+    warn_of_what_it_keeps,
+    choice,
+    branch,
+    caught,
+    sometimes,
+    loop,
+    value,
+    both,
+]
 DECISIONS += [either, inner, kept, contained, finally_left, without_source]
 
 

@@ -76,7 +76,6 @@ class DataDependence(TorchDispatchMode):
         self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
         self._mode = None
-        self._assumed: dict[Node, torch.Tensor] = {}
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
         self.asked: str | None = None
@@ -247,32 +246,10 @@ class DataDependence(TorchDispatchMode):
             self._inputs[key] = Asked(name, tensor, value, tensor._version)
             return value.clone()
 
-    def assume(self, checked: torch.Tensor, result: torch.Tensor, value: bool) -> None:
-        """Note what a check whether numbers are finite gives if they are; those of the batch itself need not be."""
-        source, node = self._node_of(checked), self._node_of(result)
-        if source is not None and node is not None and source.op == "call_function":
-            shape = tuple(result.shape)
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
-                self._assumed[node] = torch.full((), value).expand(shape)
-
-    def _if_finite(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The values of tensors if what the model computes is finite; None if they depend on more than that."""
-        nodes = [self._node_of(tensor) for tensor in args]
-        if not self._assumed or None in nodes:
-            return None
-        constants = Constants(next(iter(self._assumed)).graph, self._root(), self._assumed)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            found = [constants.value(node) for node in nodes if node is not None]
-        return None if any(value is None for value in found) else [value for value in found if value is not None]
-
     def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
         if (values := self.values(args)) is not None:
             with _disable_current_modes():
                 return func(*values)
-        if (assumed := self._if_finite(args)) is not None:
-            self.skipped.append(current_user_line())
-            with _disable_current_modes():
-                return func(*assumed)
         frame = _asking_frame()
         if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
             return None
@@ -334,22 +311,6 @@ def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
-
-
-def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A check whether numbers are finite: Python that asks for its outcome is answered as if they were."""
-
-    def checked(input: torch.Tensor) -> torch.Tensor:
-        result = check(input)
-        _CURRENT.stack[-1].assume(input, result, value)
-        return result
-
-    return checked
-
-
-for _owner in (torch, torch.Tensor):
-    for _name, _value in (("isfinite", True), ("isinf", False), ("isnan", False)):
-        instead_of(getattr(_owner, _name))(_noting(getattr(_owner, _name), _value))
 
 
 @instead_of(torch.Tensor.tolist)
