@@ -37,6 +37,7 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.guards import ModuleFlags, PlainAttributes, ValueGuard, flags_hold, reached_by, read_by
+from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.leftovers import give_values
 from torch_shard._capture.meaning import meaning
@@ -57,8 +58,11 @@ __all__ = [
     "Captured",
     "Cast",
     "Change",
+    "HostInputs",
+    "HostPart",
     "MetricCall",
     "MetricCalls",
+    "Mismatch",
     "ModuleFlags",
     "PlainAttributes",
     "Precision",

@@ -27,12 +27,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
-from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import empty_like, fakes, node_in, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
+from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.module_paths import annotated, notes_kept
@@ -80,7 +80,7 @@ class Captured(Generic[Aux]):
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
         num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
-        specialised: Buffers and closed-over tensors for whose values alone it is.
+        host: What is to be computed on the host before each call, as Python has asked for values; else None.
     """
 
     module: torch.fx.GraphModule
@@ -94,7 +94,7 @@ class Captured(Generic[Aux]):
     graded: list[torch.Tensor]
     num_draws: int | None
     axes: dict[str, int]
-    specialised: tuple[Asked, ...]
+    host: HostPart | None
 
     @property
     def num_nodes(self) -> int:
@@ -146,7 +146,7 @@ def _capture(
 ) -> Captured[Aux]:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
-    aux: list[Aux] = []
+    aux, hosts = list[Aux](), list[HostPart | None]()
 
     own: Any = mode
     values = DataDependence(lambda tensor: node_in(own.tracer, tensor), lambda: own.tracer.root)
@@ -156,8 +156,9 @@ def _capture(
         with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
             outputs, other = fn(*args)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
-                for value in values.values([buffer]) or ():
+                for value in values.values([buffer], batch=False) or ():
                     remember(buffer, value)
+            hosts.append(values.host)
         aux.append(other)
         return list(outputs)
 
@@ -187,7 +188,7 @@ def _capture(
         aux=aux[0],
         changed=[],
         skipped=values.skipped,
-        specialised=values.specialised,
+        host=hosts[0],
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
         num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,
