@@ -1,6 +1,5 @@
 """Python that asks for a value, or a size, that depends on the batch: computed on the host before each call."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +128,15 @@ def test_indices_of_one_length_are_inputs_of_one_program() -> None:
     state, metrics = step(state, (x, labels.flip(0)))
     assert step.num_compiles == 1
     assert float(metrics["loss"]) == pytest.approx(pairs(model, (x, labels.flip(0))).item(), rel=1e-5)
+
+
+def missing(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    if torch.isnan(y).any():
+        y = torch.nan_to_num(y)
+    return (model(x) - y).square().mean()
+
+
+def test_a_branch_on_whether_the_batch_is_finite() -> None:
+    whole, gaps = torch.randn(8, 4), torch.full((8, 4), torch.nan)
+    agrees_with_torch(net(), missing, [(A[0], whole), (A[0], gaps), (A[0], whole)])

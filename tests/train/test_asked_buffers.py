@@ -130,8 +130,8 @@ def test_a_value_that_changes_with_each_step_is_refused() -> None:
         state, _ = step(state, X)
     wanted = (
         r"make_train_step: .*in forward: .*self\.count\.item\(\) > 2.*\n"
-        r"Here Python asks for a value of the buffer count: it was 8 and is 9 \(so far 1, 2, 3, .*, 9\), which would be "
-        r"program 9\. Work on it as a tensor"
+        r"Here Python asks for a value of the buffer count: it was 8 and is 9 "
+        r"\(so far 1, 2, 3, .*, 9\), which would be program 9\. Work on it as a tensor"
     )
     with pytest.raises(NotImplementedError, match=wanted):
         step(state, X)

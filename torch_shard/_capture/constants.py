@@ -1,5 +1,8 @@
 """What a captured program computes of constants alone: values that are known while it is captured."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
@@ -18,11 +21,17 @@ class Constants:
     Args:
         graph: Of the trace.
         root: Holds what the `get_attr` nodes name.
+        known: Values of some of its nodes.
     """
 
-    def __init__(self, graph: Graph, root: torch.nn.Module | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        root: torch.nn.Module | None,
+        known: Mapping[Node, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         self._graph, self._root = graph, root
-        self._values: dict[Node, PyTree] = {}
+        self._values: dict[Node, PyTree] = dict(known)
         self._unknown: set[int] = set()  # storages that something unknown was written to
         self._last: Node = graph._root  # pyright: ignore[reportAttributeAccessIssue]
 

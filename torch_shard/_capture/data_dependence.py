@@ -199,7 +199,7 @@ class DataDependence(TorchDispatchMode):
         graph, root = questions[0].after.graph, self._root()
         return HostPart(graph, questions, functools.partial(self._source, root), lambda node: literal_of(node, root))
 
-    def _source(self, root: torch.nn.Module, node: Node) -> Source | None:
+    def _source(self, root: torch.nn.Module | None, node: Node) -> Source | None:
         """What an input of the trace stands for, if Python may ask for its value."""
         if (source := self._sources.get(node)) is not None:
             return source if isinstance(source, int) or node.meta["val"].numel() <= LARGEST else None
