@@ -27,6 +27,8 @@ class Asked:
     def all(self) -> "Asked":
         return self
 
+    any = all
+
     def __lt__(self, other: Any) -> "Asked":
         return self
 
@@ -170,7 +172,66 @@ def warn_or_raise(x: Any) -> None:
         print("good")  # noqa: T201
 
 
+def branch_that_is_settled(x: Any, kind: str = "float32") -> int:
+    if x and kind == "float16":
+        return 1
+    return 2
+
+
+def branch_that_is_settled_by_or(x: Any, kind: str = "float32") -> int:
+    if x or kind == "float32":
+        return 1
+    return 2
+
+
+def branch_that_is_open(x: Any, kind: str = "float16") -> int:
+    if x and kind == "float16":
+        return 1
+    return 2
+
+
+def either(x: Any) -> None:
+    also = True
+    assert x or also
+
+
+class Written(list[Any]):
+    def __setitem__(self, where: Any, value: Any) -> None: ...
+
+
+def write_where(x: Any) -> None:
+    if x.any():
+        Written()[x] = float("-inf")
+        Written()[x] = -1
+
+
+def write_elsewhere(x: Any, y: Any = 0) -> None:
+    if x.any():
+        Written()[y] = 1
+
+
+def write_all(x: Any) -> None:
+    if x.all():
+        Written()[x] = 1
+
+
+def write_what_is_computed(x: Any) -> None:
+    if x.any():
+        Written()[x] = abs(1)
+
+
+def warn_by_function(x: Any) -> None:
+    def rank_zero_warn(message: str) -> None: ...
+
+    if x:
+        rank_zero_warn("bad")
+
+
 CHECKS = [
+    (write_where, True),
+    (warn_by_function, False),
+    (branch_that_is_settled, True),
+    (branch_that_is_settled_by_or, False),
     (plain("assert x, 'message'"), True),
     (warn_if, False),
     (warn_unless, True),
@@ -199,6 +260,7 @@ CHECKS = [
     (raise_afterwards, True),
     (raise_in_loop, True),
     (raise_in_handler, False),
+    (either, False),
 ]
 
 
@@ -250,11 +312,6 @@ def value(x: Any) -> bool:
 def both(x: Any) -> None:
     if x and x:
         raise ValueError("bad")
-
-
-def either(x: Any) -> None:
-    also = True
-    assert x or also
 
 
 def inner(x: Any) -> None:
@@ -325,7 +382,17 @@ DECISIONS = [
     value,
     both,
 ]
-DECISIONS += [either, inner, kept, contained, finally_left, without_source]
+DECISIONS += [
+    branch_that_is_open,
+    write_elsewhere,
+    write_all,
+    write_what_is_computed,
+    inner,
+    kept,
+    contained,
+    finally_left,
+    without_source,
+]
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=lambda f: f.__name__)

@@ -90,6 +90,17 @@ def written(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(x)[:, :most].square().mean() + counts.sum()
 
 
+def like_what_is_computed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A mask that is made like a result of the model, whose values do not matter to it."""
+    x, labels = batch
+    y = model(x)
+    mask = torch.zeros_like(y)
+    mask[torch.arange(8), labels] = 1
+    if mask.bool().any() and (mask[:, 3] > 0).any():
+        return y.square().mean()
+    return (y * mask).sum()
+
+
 LOSSES: list[Callable[[nn.Module, Batch], torch.Tensor]] = [
     number_of_groups,
     pairs,
@@ -99,6 +110,7 @@ LOSSES: list[Callable[[nn.Module, Batch], torch.Tensor]] = [
     classes,
     one_after_another,
     written,
+    like_what_is_computed,
 ]
 
 

@@ -19,8 +19,18 @@ from torch_shard._capture.constants import is_opaque, traced_storages, writes
 from torch_shard._common.fx import fill_in, is_random
 from torch_shard._common.types import PyTree
 
+aten = torch.ops.aten
+
 LARGEST = 1 << 20
 """Elements of a buffer, or of a tensor that a callable closes over, whose value Python may ask for."""
+
+_OF_SHAPES = frozenset(
+    {
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+        *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
+    }
+)
+"""Operators to which the values of the tensor that they are given do not matter."""
 
 _SHOWN = 60  # characters of a value in a message
 
@@ -147,7 +157,7 @@ class HostPart:
                 self._steps.append(self._questions[-1])
                 continue
             if step.op == "call_function":
-                copies[step] = node = self._graph.node_copy(step, copies.__getitem__)
+                copies[step] = node = self._graph.node_copy(step, lambda given: copies.get(given) or self._like(given))
                 self.is_known = self.is_known and not is_random(step) and not is_opaque(step)
             else:
                 copies[step] = node = self._graph.placeholder(step.name)
@@ -156,6 +166,16 @@ class HostPart:
             self._steps.append(node)
         self._writes = any(map(writes, self._graph.nodes))
         self._last: tuple[list[tuple[torch.Tensor, int]], list[torch.Tensor]] | None = None
+
+    def _like(self, node: Node) -> Node:
+        """A tensor of the shape of one whose value does not matter."""
+        copied, fake = self._graph.placeholder(f"like_{node.name}"), node.meta["val"]
+        if all(isinstance(size, int) for size in fake.shape):
+            with _in_eager_torch():
+                self._literals[copied] = torch.zeros((), dtype=fake.dtype).expand(fake.shape)
+        else:
+            self.is_known = False
+        return copied
 
     def _note_input(
         self, node: Node, literal: torch.Tensor | None, source: Source | None, results: dict[int, tuple[int, int]]
@@ -259,7 +279,7 @@ def _leading_to(graph: Graph, questions: Sequence[Question]) -> list[Node | Ques
         written = writes(node) and any(not storages.isdisjoint(traced_storages(i)) for i in node.all_input_nodes)
         if node in wanted or written:
             steps.append(node)
-            want(node.all_input_nodes)
+            want([] if node.target in _OF_SHAPES else node.all_input_nodes)
     return steps[::-1]
 
 

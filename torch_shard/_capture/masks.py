@@ -40,12 +40,13 @@ class Masks:
     ) -> None:
         self._node_of, self._places_of = node_of, places_of
         self._found: list[tuple[Node, torch.Tensor]] = []
+        self._known: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor] | None]] = {}
 
     def unify(self, func: Operator, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
         """An operator and its arguments, with masks that an earlier one has taken where they are the same."""
         if func is aten.masked_select.default:
             x, mask = torch.broadcast_tensors(*args)
-            return aten.index.Tensor, (x, [self._first(mask)])
+            return aten.index.Tensor, (x, list(self._places(mask)))
         if func is aten.nonzero.default:
             return func, (self._first(args[0]),)
         if func in _INDEXED:
@@ -56,8 +57,10 @@ class Masks:
         """The indices for one index: as many as the dims of a mask, if its places are known."""
         if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
             return [index]
-        places = self._places_of(index) if index.ndim else None
-        return [self._first(index)] if places is None else places
+        mask = self._first(index)
+        if id(mask) not in self._known:
+            self._known[id(mask)] = mask, self._places_of(mask) if mask.ndim else None
+        return self._known[id(mask)][1] or [mask]
 
     def _first(self, mask: torch.Tensor) -> torch.Tensor:
         node = self._node_of(mask)
