@@ -1,5 +1,6 @@
 """Python that asks for a value, or a size, that depends on the batch: computed on the host before each call."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
+from torch_shard._train.programs import PAID_OFF, Causes
 
 MESH = {"batch": 4, "model": 2}
 
@@ -152,3 +154,185 @@ def missing(model: nn.Module, batch: Batch) -> torch.Tensor:
 def test_a_branch_on_whether_the_batch_is_finite() -> None:
     whole, gaps = torch.randn(8, 4), torch.full((8, 4), torch.nan)
     agrees_with_torch(net(), missing, [(A[0], whole), (A[0], gaps), (A[0], whole)])
+
+
+def with_groups(number: int) -> Batch:
+    return A[0], torch.arange(8).clamp(max=number - 1)
+
+
+def test_the_fourth_new_value_is_a_warning_and_the_eighth_an_error(caplog: Any) -> None:
+    step = step_of(number_of_groups)
+    state = step.init(seed=0)
+    for number in range(1, 9):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            state, _ = step(state, with_groups(number % 8 or 8))
+        warned = [record.getMessage() for record in caplog.records if "This is program" in record.getMessage()]
+        assert len(warned) == (number == 5)
+        if warned:
+            assert "int(place.max()) + 1" in warned[0]
+            assert "a value of batch[1]: it was 3 and is 4 (so far 0, 1, 2, 3, 4)" in warned[0]
+            assert "Pad what differs in size" in warned[0]
+    state, _ = step(state, with_groups(3))  # an old one is no new program
+    wanted = (
+        r"make_train_step: File .*int\(place\.max\(\)\) \+ 1\nHere Python asks for a value of batch\[1\]: .* is 11 "
+        r"\(so far 0, 1, 2, 3, 4, 5, 6, 7, 11\), which would be program 9\. .*pass it as data"
+    )
+    with pytest.raises(NotImplementedError, match=wanted):
+        step(state, (A[0], torch.full((8,), 11)))
+    assert step.num_compiles == 8
+
+
+def test_microbatches_that_agree() -> None:
+    """In turn, each microbatch has the rows of each shard: these are of all classes in both halves."""
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 1, 0, 1] * 4)
+    step = step_of(pairs, accumulate_steps=2)
+    state = step.init(seed=0)
+    step.prove(state, (x, labels)).raise_if_different()
+    state, _ = step(state, (x, labels))
+    step.prove(state, (x, 1 - labels)).raise_if_different()
+    state, _ = step(state, (x, 1 - labels))
+    assert step.num_compiles == 1
+
+
+def test_microbatches_that_need_two_programs_are_refused() -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 1, 0, 2] * 4)
+    step = step_of(number_of_groups, accumulate_steps=2)
+    wanted = r"make_train_step: .*int\(place.max\(\)\).*\n.* in microbatch 1 of the same batch.*accumulate_steps=1"
+    with pytest.raises(NotImplementedError, match=wanted):
+        step(step.init(seed=0), (x, torch.where(torch.arange(16) % 4 < 2, 0, labels)))
+
+
+def test_rows_of_one_process_are_refused() -> None:
+    step = step_of(number_of_groups, local_batches=True)
+    with pytest.raises(NotImplementedError, match=r"int\(place.max\(\)\).*\n.*local_batches=True.*pass it as data"):
+        step(step.init(seed=0), A)
+
+
+def test_shapes_alone_are_refused() -> None:
+    step = step_of(number_of_groups)
+    shapes = torch.empty(8, 6, device="meta"), torch.empty(8, dtype=torch.long, device="meta")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"of which only shapes were given. Give a batch with values"):
+            step.lower(step.structs, shapes)
+        step(step.init(seed=0), A)
+    assert step.lower(step.structs, A).as_text()
+
+
+def test_a_proof_an_evaluation_and_a_batch_that_was_put_ahead() -> None:
+    step = step_of(pairs)
+    state = step.init(seed=0)
+    evaluate = step.evaluation()
+    for batch in (A, B, C):
+        step.prove(state, batch).raise_if_different()
+        wanted = pairs(step.export(state), batch).item()
+        assert float(evaluate(state, batch)["loss"]) == pytest.approx(wanted, rel=1e-5)
+        labels = batch[1].clone()
+        ahead = step.put((batch[0], labels))
+        if step.programs:  # from then on the step has its own copy
+            labels.fill_(0)
+        state, metrics = step(state, ahead)
+        assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_value_may_come_as_an_array_or_a_number() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"])[:, : int(batch["kept"])].square().sum() / batch["sizes"].sum().item()
+
+    step = step_of(loss_fn)
+    state = step.init(seed=0)
+    for kept in (2, 3):
+        batch = {"x": A[0].numpy(), "kept": kept, "sizes": ts.jax_view(torch.ones(8).to("jax"))}
+        wanted = loss_fn(step.export(state), {"x": A[0], "kept": torch.tensor(kept), "sizes": torch.ones(8)}).item()
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def of_a_draw(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch[0])[:, : int((torch.rand(8) + batch[1]).max())].sum()
+
+
+def of_a_parameter(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch[0])[:, : int(model.weight[batch[1]].argmax())].sum()
+
+
+def of_a_result(model: nn.Module, batch: Batch) -> torch.Tensor:
+    y = model(batch[0])
+    return y[y.argmax(1) == batch[1]].sort(0)[0].sum()
+
+
+@pytest.mark.parametrize("loss_fn", [of_a_draw, of_a_parameter, of_a_result])
+def test_what_depends_on_more_than_the_batch_is_refused(loss_fn: Any) -> None:
+    step = step_of(loss_fn)
+    with pytest.raises(NotImplementedError, match=rf"in {loss_fn.__name__}: .*\n.*torch\.where"):
+        step(step.init(seed=0), A)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, kept: int | None = None) -> torch.Tensor:
+        kept = int(lengths.max()) if kept is None else kept
+        return x + torch.tanh(self.linear(x)) * (torch.arange(6) < kept)
+
+
+class Layers(nn.Module):
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.outside = nn.ModuleList([Layer() for _ in range(4)]), outside
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        kept = int(lengths.max()) if self.outside else None
+        for layer in self.layers:
+            x = layer(x, lengths, kept)
+        return x
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_repeated_layers(outside: bool) -> None:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(*batch).square().mean()
+
+    agrees_with_torch(Layers(outside), loss_fn, [A, B, A])
+    step = step_of(loss_fn, Layers(outside))
+    step(step.init(seed=0), A)
+    assert len(step.programs[0].loops) == (2 if outside else 0)
+
+
+TABLE = torch.zeros(4)
+
+
+def test_a_tensor_that_is_assigned_anew_in_each_step_is_told_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - TABLE).square().mean()
+
+    step = step_of(loss_fn)
+    state = step.init(seed=0)
+    said = []
+    for number in range(8):
+        monkeypatch.setattr("tests.train.test_asked_batch.TABLE", torch.full((4,), float(number)))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            state, _ = step(state, A[0])
+        said.append([r.getMessage() for r in caplog.records if "This is program" in r.getMessage()])
+    assert [len(each) for each in said] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert "TABLE, which the loss reads, has another value" in said[4][0]
+    assert "x.copy_(new)" in said[4][0]
+    monkeypatch.setattr("tests.train.test_asked_batch.TABLE", torch.full((4,), 9.0))
+    with pytest.raises(
+        NotImplementedError, match=r"make_train_step: TABLE.*program 9\. Pass what changes.*register_buf"
+    ):
+        step(state, A[0])
+
+
+def test_a_program_that_ran_often_does_not_count() -> None:
+    causes = Causes("make_train_step")
+    for _ in range(20):
+        causes.note("self.temperature has another value", PAID_OFF + 1)

@@ -143,6 +143,16 @@ def test_microbatches_that_may_need_several_programs_are_refused() -> None:
         step(step.init(seed=0), X)
 
 
+@pytest.mark.parametrize("kind", [Picks, Lists])
+def test_microbatches_ask_too(kind: type[nn.Module]) -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.repeat(2, 1)).square().mean()  # the model wants eight rows
+
+    mesh, plan = ts.make_mesh(batch=2), ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(kind(), loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan, accumulate_steps=2)
+    step.prove(step.init(seed=0), X).raise_if_different()
+
+
 def test_an_evaluation_asks_too() -> None:
     model = Sums()
     step = step_of(model)

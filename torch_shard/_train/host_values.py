@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import torch
 
 from torch_shard._capture import HostInputs, Mismatch
@@ -29,7 +30,8 @@ class HostValues:
         leaves: Array leaves of the batch, as the user gave them, or shapes of them.
         signature: Of the batch.
         buffer: Gives a buffer by name.
-        split: Gives the leaves of each microbatch.
+        num: Number of microbatches.
+        split: Gives the leaves of each.
         local: The leaves have the rows of this process's devices alone.
     """
 
@@ -39,10 +41,12 @@ class HostValues:
         signature: BatchSignature,
         buffer: Buffer,
         *,
+        num: int = 1,
         split: Split = _whole,
         local: bool = False,
     ) -> None:
-        self._leaves, self._signature, self._buffer, self._split = leaves, signature, buffer, split
+        self._leaves, self._signature, self._buffer = leaves, signature, buffer
+        self.num, self._split = num, split
         self._missing = _why_missing(leaves, local)
 
     @functools.cached_property
@@ -50,11 +54,6 @@ class HostValues:
         """The leaves of each microbatch."""
         pairs = zip(self._leaves, self._signature.specs, strict=True)
         return self._split([_on_host(leaf).to(spec.dtype) for leaf, spec in pairs])
-
-    @property
-    def num(self) -> int:
-        """Number of microbatches."""
-        return len(self._parts)
 
     def of(self, number: int = 0) -> HostInputs:
         """What a microbatch has."""
@@ -64,6 +63,13 @@ class HostValues:
             paths=lambda: self._signature.paths,
             missing=self._missing,
         )
+
+
+def own_copy(leaf: PyTree) -> PyTree:
+    """A leaf of a batch that nobody else writes to."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _why_missing(leaves: Sequence[Any], local: bool) -> str | None:

@@ -138,7 +138,7 @@ class LossProgram:
         if (host := self.host) is None:
             return []
         found: list[list[torch.Tensor]] = []
-        for number in range(values.num if host.reads_batch else 1):
+        for number in range(values.num):
             inputs = values.of(number)
             answer = host.run(host.read(inputs), inputs)
             if isinstance(answer, Mismatch):
@@ -148,6 +148,11 @@ class LossProgram:
             found.append(answer)
         chosen = [[part[number] for number in self._chosen] for part in found]
         return chosen[0] if len(chosen) == 1 else [torch.stack(parts) for parts in zip(*chosen, strict=True)]
+
+    @property
+    def num_given(self) -> int:
+        """Number of inputs that are computed on the host from the batch; they follow it."""
+        return len(self._chosen)
 
     @property
     def asked(self) -> list[str]:
@@ -217,13 +222,10 @@ class LossProgram:
         closure: Sequence[jax.Array],
     ) -> LossOutputs:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
-        rows, given, others = (
-            batch[: len(batch) - len(self._chosen)],
-            iter(batch[len(batch) - len(self._chosen) :]),
-            iter(closure),
-        )
+        num_rows = len(batch) - self.num_given
+        given, others = iter(batch[num_rows:]), iter(closure)
         met = [next(others if number is None else given) for number in self._order]
-        inputs = _Inputs(self.inputs, tensors, [*rows, *met])
+        inputs = _Inputs(self.inputs, tensors, [*batch[:num_rows], *met])
         with rows_split(self._rows):
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph

@@ -1,6 +1,5 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
-import copy
 import dataclasses
 import functools
 import logging
@@ -33,7 +32,7 @@ from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
-from torch_shard._train.host_values import HostValues
+from torch_shard._train.host_values import HostValues, own_copy
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
@@ -137,6 +136,7 @@ class Step:
             placed.leaves,
             placed.signature,
             functools.partial(self._buffer, state),
+            num=self._microbatches.num,
             split=self._microbatches.on_host,
             local=placed.local,
         )
@@ -226,7 +226,7 @@ class Step:
         """
         placed = self._put(batch)
         if any(program.reads_batch for program in self.programs):  # the user may write to it until the step runs
-            placed = dataclasses.replace(placed, leaves=tuple(map(copy.copy, placed.leaves)))
+            placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
         return placed
 
     def _put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
