@@ -211,6 +211,20 @@ def test_rows_of_one_process_are_refused() -> None:
         step(step.init(seed=0), A)
 
 
+def caught(model: nn.Module, batch: Batch) -> torch.Tensor:
+    try:
+        size = int(batch[1].max())
+    except Exception:
+        size = 1
+    return model(batch[0])[:, :size].sum()
+
+
+def test_a_loss_that_catches_the_refusal_is_refused() -> None:
+    step = step_of(caught, local_batches=True)
+    with pytest.raises(NotImplementedError, match=r"int\(batch\[1\]\.max\(\)\).*\n.*local_batches=True"):
+        step(step.init(seed=0), A)
+
+
 def test_shapes_alone_are_refused() -> None:
     step = step_of(number_of_groups)
     shapes = torch.empty(8, 6, device="meta"), torch.empty(8, dtype=torch.long, device="meta")

@@ -80,6 +80,8 @@ class DataDependence(TorchDispatchMode):
         """Places of the checks that were passed."""
         self.asked: str | None = None
         """The line that first asked for what nobody knows, and may have caught the refusal."""
+        self.refused: str | None = None
+        """Why a value could not be given; the callable may have caught it."""
         self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
@@ -245,7 +247,8 @@ class DataDependence(TorchDispatchMode):
                 inputs.missed = True
                 return None
             if part.reads_batch and inputs.missing:
-                raise NotImplementedError(f"{question.place}\nHere Python needs a value of the batch, {inputs.missing}")
+                self.refused = f"{question.place}\nHere Python needs a value of the batch, {inputs.missing}"
+                raise NotImplementedError(self.refused)
             answer = part.answer(inputs)
             tensors = tuple(torch_pytree.tree_leaves(answer)) if given else None
             self._questions.append(dataclasses.replace(question, answer=answer, given=tensors))

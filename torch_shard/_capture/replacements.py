@@ -183,11 +183,11 @@ def _by_position(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _is_number(item: object) -> bool:
-    is_whole = isinstance(item, torch.Tensor) and not item.is_floating_point() and item.dtype is not torch.bool
-    return is_whole and item.ndim == 0
+    is_whole = isinstance(item, torch.Tensor) and not item.is_floating_point() and not _is_mask(item)
+    return is_whole and item.ndim == 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_mask(item: object) -> Any:
+def _is_mask(item: object) -> bool:
     return isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 

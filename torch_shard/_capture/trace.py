@@ -166,6 +166,8 @@ def _capture(
         with_views = make_fx(
             traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
         )(*fakes)
+    if values.refused:
+        raise NotImplementedError(values.refused)
     _refuse_swallowed(with_views.graph, values.asked)
     constants = constants_to_inputs(with_views)
     with mode:

@@ -68,7 +68,7 @@ class HostValues:
 def own_copy(leaf: PyTree) -> PyTree:
     """A leaf of a batch that nobody else writes to."""
     if isinstance(leaf, np.ndarray):
-        return leaf.copy()
+        return np.array(leaf)
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 

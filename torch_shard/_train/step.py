@@ -141,13 +141,14 @@ class Step:
             local=placed.local,
         )
         family = self._programs.use(key) or []
+        num_calls = family[-1].num_calls if family else 0
         found, given, cause = self._fitting(family, values)
         if found is not None:
             if found is not family[-1]:
                 family.append(family.pop(family.index(found)))
             return found, [*placed.arrays, *given]
         if cause:
-            self._causes.note(cause, family[-1].num_calls if family else 0)
+            self._causes.note(cause, num_calls)
         program, given = self._compile(key, placed.arrays, state, values)
         if self._programs:
             reason = cause or key.difference(list(self._programs)[-1])
