@@ -4,12 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import pathlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from torch_shard._capture.constants import Constants, literal_of
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
 from torch_shard._capture.masks import SELECTIONS, Masks
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import instead_of
@@ -33,14 +30,7 @@ aten = torch.ops.aten
 
 DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the time; the answer needs no other mode
 
-_TORCH = pathlib.Path(torch.__file__).parent
-
-_LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
-
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
-
-_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent.parent))
-
 
 _BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})  # which `Masks` are about
 
@@ -287,7 +277,7 @@ class DataDependence(TorchDispatchMode):
                 return func(*values)
         if (answer := self.ask(func, args, {}, batch=False)) is not None:
             return answer
-        frame = _asking_frame()
+        frame = asking_frame()
         if frame is not None and (func is aten.equal.default or args[0].dtype is torch.bool):
             truth = True if frame.f_code is _CHECK_ALL else leads_only_to_raise(frame)
             if truth is not None:
@@ -404,11 +394,3 @@ def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         values.axes = before
-
-
-def _asking_frame() -> FrameType | None:
-    """The Python function that asked for the value, below the layers of PyTorch's dispatch."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
-        frame = frame.f_back
-    return frame

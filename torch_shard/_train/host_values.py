@@ -1,7 +1,7 @@
 """What the host has of a step before it runs, for Python that asks for values: the batch, and buffers of the state."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -10,9 +10,12 @@ import torch
 
 from torch_shard._capture import HostInputs, Mismatch
 from torch_shard._common.caller import caller
+from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
+from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
+from torch_shard._train.state import TrainState
 
 T = TypeVar("T")
 Buffer = Callable[[str], torch.Tensor]
@@ -65,7 +68,40 @@ class HostValues:
         )
 
 
-def own_copy(leaf: PyTree) -> PyTree:
+class HostBuffers:
+    """Buffers of states on the host, each read once as long as it stays what it is: reading waits for the last step.
+
+    Args:
+        own: The buffers of the model, by name, for what is no state.
+    """
+
+    def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
+        self._own = own
+        self._read: dict[str, tuple[jax.Array, torch.Tensor]] = {}
+
+    def value(self, state: TrainState | None, name: str) -> torch.Tensor:
+        """The value of a buffer; that of the model's own where there are no values of a state."""
+        own = self._own[name]
+        array = None if state is None else _stored(state, name)
+        if state is None or not isinstance(array, jax.Array) or array.is_deleted():
+            return own
+        if (known := self._read.get(name)) is None or known[0] is not array:
+            self._read[name] = known = array, to_host(state.buffers[name]).to(own.dtype)
+        return known[1]
+
+    def note_kept(self, names: Sequence[str], state: TrainState) -> None:
+        """Note the state after a step that has left these buffers as they were."""
+        kept = {name: self._read[name][1] for name in names if name in self._read}
+        self._read |= {name: (_stored(state, name), value) for name, value in kept.items()}
+
+
+def _stored(state: TrainState, name: str) -> Any:
+    """The stored array in which a buffer is."""
+    row = state.buffers.row(name) if isinstance(state.buffers, Stacks) else None
+    return state.buffers[name] if row is None else row[0]
+
+
+def own_copy(leaf: Any) -> Any:
     """A leaf of a batch that nobody else writes to."""
     if isinstance(leaf, np.ndarray):
         return np.array(leaf)

@@ -21,7 +21,6 @@ from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
-from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
@@ -300,12 +299,6 @@ class StepProgram:
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
         return out
-
-
-def stored(state: TrainState, name: str) -> Any:
-    """The stored array in which a buffer is."""
-    row = state.buffers.row(name) if isinstance(state.buffers, Stacks) else None
-    return state.buffers[name] if row is None else row[0]
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:

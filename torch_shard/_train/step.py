@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._capture import Mismatch
 from torch_shard._common.caller import speaks_as
-from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._device import put
@@ -32,7 +31,7 @@ from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
-from torch_shard._train.host_values import HostValues, own_copy
+from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
@@ -41,7 +40,7 @@ from torch_shard._train.options import StepOptions
 from torch_shard._train.pace import Pace
 from torch_shard._train.placing import Placed, Placer
 from torch_shard._train.preview import Preview, preview_of
-from torch_shard._train.programs import Causes, ProgramKey, StepProgram, stored
+from torch_shard._train.programs import Causes, ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, with_key
 from torch_shard._train.state_checks import check_state
 
@@ -84,7 +83,7 @@ class Step:
         self._trains = list(map(_REQUIRES_GRAD, self._params))
         self._programs = LastUsed[ProgramKey, list[StepProgram]]()  # for the values asked for, the last one used last
         self._causes = Causes(self.caller)
-        self._read: dict[str, tuple[jax.Array, torch.Tensor]] = {}  # buffers on the host
+        self._host_buffers = HostBuffers(self._held.buffers)
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
@@ -135,7 +134,7 @@ class Step:
         values = HostValues(
             placed.leaves,
             placed.signature,
-            functools.partial(self._buffer, state),
+            functools.partial(self._host_buffers.value, state),
             num=self._microbatches.num,
             split=self._microbatches.on_host,
             local=placed.local,
@@ -188,22 +187,6 @@ class Step:
             KEPT,
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
-
-    def _buffer(self, state: TrainState | None, name: str) -> torch.Tensor:
-        """The value of a buffer; one that is the same as before is not read again, as that waits for the last step."""
-        own = self._held.buffers[name]
-        array = None if state is None else stored(state, name)
-        if not isinstance(array, jax.Array) or array.is_deleted():
-            return own
-        assert state is not None
-        if (known := self._read.get(name)) is None or known[0] is not array:
-            self._read[name] = known = array, to_host(state.buffers[name]).to(own.dtype)
-        return known[1]
-
-    def _note_kept(self, program: StepProgram, state: TrainState) -> None:
-        """Note what a program has handed on as it was."""
-        kept = {name: self._read[name][1] for name in program.kept if name in self._read}
-        self._read |= {name: (stored(state, name), value) for name, value in kept.items()}
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:

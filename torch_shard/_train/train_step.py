@@ -170,7 +170,7 @@ class TrainStep(Step):
         check_state(self.caller, state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
         state, metrics = program(self._normal(state), arrays)
-        self._note_kept(program, state)
+        self._host_buffers.note_kept(program.kept, state)
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
