@@ -215,3 +215,51 @@ def test_the_evaluation_of_fit_asks_the_state(tmp_path: pathlib.Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [record["loss"] for record in records if record["kind"] == "eval"]
     assert found == [pytest.approx(loss_fn(step.export(state).eval(), X).item(), rel=1e-5)]
+
+
+class Queue(Base):
+    """The keys of the last batches, written in turn."""
+
+    def __init__(self, by_number: bool, size: int = 24) -> None:
+        super().__init__(
+            queue=torch.randn(4, size, generator=torch.Generator().manual_seed(0)), at=torch.zeros(1).long()
+        )
+        self.by_number = by_number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        out, keys, size = y @ self.queue.clone(), y.detach().T, self.queue.shape[1]
+        with torch.no_grad():
+            if self.by_number:
+                at = int(self.at)
+                self.queue[:, at : at + len(x)] = keys
+                self.at[0] = (at + len(x)) % size
+            else:
+                self.queue.index_copy_(1, (self.at + torch.arange(len(x))) % size, keys)
+                self.at.copy_((self.at + len(x)) % size)
+        return out
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_queue_equals_eager_torch(by_number: bool) -> None:
+    agrees_with_torch(Queue(by_number), loss_fn, [X, X + 1, X - 1, X, X + 2])
+
+
+def test_a_counter_that_stays_a_tensor_needs_one_program() -> None:
+    for by_number, count in ((True, 3), (False, 1)):
+        step = step_of(Queue(by_number))
+        state = step.init(seed=0)
+        for _ in range(7):
+            state, _ = step(state, X)
+        assert step.num_compiles == count
+
+
+def test_a_counter_of_many_values_is_refused_with_its_line() -> None:
+    step = step_of(Queue(True, size=80))
+    state = step.init(seed=0)
+    for _ in range(8):
+        state, _ = step(state, X)
+    with pytest.raises(
+        NotImplementedError, match=r"at = int\(self\.at\)\n.*the buffer at: it was 56 and is 64 \(so far"
+    ):
+        step(state, X)
