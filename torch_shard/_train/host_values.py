@@ -1,5 +1,8 @@
 """What the host has of a step before it runs, for Python that asks for values: the batch, and buffers of the state."""
 
+# NumPy annotates its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
