@@ -1,13 +1,18 @@
 """Which branches are checks: every way to write one is tried."""
 
 import linecache
+import logging
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from torch_shard._capture.checks import leads_only_to_raise
+
+LOGGER = logging.getLogger("quiet")
+ANOTHER = logging.getLogger("another")
 
 
 class Asked:
@@ -21,6 +26,8 @@ class Asked:
 
     def all(self) -> "Asked":
         return self
+
+    any = all
 
     def __lt__(self, other: Any) -> "Asked":
         return self
@@ -140,8 +147,96 @@ def raise_in_handler(x: Any) -> None:
             raise ValueError("bad") from None
 
 
+def warn_if(x: Any) -> None:
+    if x:
+        warnings.warn(f"bad {x!r}", stacklevel=2)
+
+
+def warn_unless(x: Any) -> None:
+    if not x:
+        logging.getLogger(__name__).error("bad")
+
+
+def warn_in_else(x: Any) -> None:
+    if x:
+        pass
+    else:
+        print("bad")  # noqa: T201
+        LOGGER.warning("bad")
+
+
+def warn_or_raise(x: Any) -> None:
+    if x:
+        raise ValueError("bad")
+    else:
+        print("good")  # noqa: T201
+
+
+def branch_that_is_settled(x: Any, kind: str = "float32") -> int:
+    if x and kind == "float16":
+        return 1
+    return 2
+
+
+def branch_that_is_settled_by_or(x: Any, kind: str = "float32") -> int:
+    if x or kind == "float32":
+        return 1
+    return 2
+
+
+def branch_that_is_open(x: Any, kind: str = "float16") -> int:
+    if x and kind == "float16":
+        return 1
+    return 2
+
+
+def either(x: Any) -> None:
+    also = True
+    assert x or also
+
+
+class Written(list[Any]):
+    def __setitem__(self, where: Any, value: Any) -> None: ...
+
+
+def write_where(x: Any) -> None:
+    if x.any():
+        Written()[x] = float("-inf")
+        Written()[x] = -1
+
+
+def write_elsewhere(x: Any, y: Any = 0) -> None:
+    if x.any():
+        Written()[y] = 1
+
+
+def write_all(x: Any) -> None:
+    if x.all():
+        Written()[x] = 1
+
+
+def write_what_is_computed(x: Any) -> None:
+    if x.any():
+        Written()[x] = abs(1)
+
+
+def warn_by_function(x: Any) -> None:
+    def rank_zero_warn(message: str) -> None: ...
+
+    if x:
+        rank_zero_warn("bad")
+
+
 CHECKS = [
+    (write_where, True),
+    (warn_by_function, False),
+    (branch_that_is_settled, True),
+    (branch_that_is_settled_by_or, False),
     (plain("assert x, 'message'"), True),
+    (warn_if, False),
+    (warn_unless, True),
+    (warn_in_else, True),
+    (warn_or_raise, False),
     (plain("assert not x.all()"), False),
     (plain("assert x < x < x"), True),
     (plain("assert (x.all()", "    and x)"), True),
@@ -165,6 +260,7 @@ CHECKS = [
     (raise_afterwards, True),
     (raise_in_loop, True),
     (raise_in_handler, False),
+    (either, False),
 ]
 
 
@@ -218,11 +314,6 @@ def both(x: Any) -> None:
         raise ValueError("bad")
 
 
-def either(x: Any) -> None:
-    also = True
-    assert x or also
-
-
 def inner(x: Any) -> None:
     if 1 if x else 0:
         raise ValueError("bad")
@@ -250,8 +341,58 @@ def without_source(x: Any) -> None:
     exec(compile("if x: raise ValueError", "a file that is not there", "exec"), {"x": x})
 
 
-DECISIONS = [choice, branch, caught, sometimes, loop, value, both]
-DECISIONS += [either, inner, kept, contained, finally_left, without_source]
+def warn_and_change(x: Any) -> int:
+    if x:
+        LOGGER.warning("bad")
+        return 1
+    return 2
+
+
+def warn_or_change(x: Any) -> int:
+    found = 1
+    if x:
+        LOGGER.warning("bad")
+    else:
+        found = 2
+    return found
+
+
+def log_of_another(x: Any) -> None:
+    if x:
+        ANOTHER.error("this may do anything")
+
+
+def warn_of_what_it_keeps(x: Any) -> object:
+    kept = None
+    if x:
+        print(kept := "bad")  # noqa: T201
+    return kept
+
+
+DECISIONS = [
+    warn_and_change,
+    warn_or_change,
+    log_of_another,
+    warn_of_what_it_keeps,
+    choice,
+    branch,
+    caught,
+    sometimes,
+    loop,
+    value,
+    both,
+]
+DECISIONS += [
+    branch_that_is_open,
+    write_elsewhere,
+    write_all,
+    write_what_is_computed,
+    inner,
+    kept,
+    contained,
+    finally_left,
+    without_source,
+]
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=lambda f: f.__name__)

@@ -1,6 +1,7 @@
 """Where Python asks a tensor for its value to decide about something, which is refused."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -8,8 +9,7 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.tables.semantics import WIDTH, built
+from tests.tables.semantics import WIDTH
 
 X = torch.tensor([0.5, -1.0, 2.0])
 
@@ -48,37 +48,50 @@ def test_where_chooses_by_value() -> None:
         torch.testing.assert_close(ts.jax_jit(fn)(x).cpu(), fn(x))
 
 
-class Clamps(nn.Module):
-    """Keeps what overflows in bounds, as models that also run in half precision do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
-        if not torch.isfinite(h).all():
-            h = torch.clamp(h, -10, 10)
-        if torch.isinf(h).any() or h.isnan().any():
-            h = torch.nan_to_num(h)
-        return h
+def clamps(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    if not torch.isfinite(y).all():
+        y = torch.clamp(y, -10, 10)
+    return y.sum()
 
 
-def test_a_check_of_what_the_model_computes_is_answered_as_if_it_were_finite() -> None:
-    case = built(Clamps)
-    model = case.model()
-    assert_follows(case, model, eager_trajectory(case, 2), (1, 1))
-    found = ts.explain_capture(model, case.loss_fn, case.batches(1)[0])
-    lines = ("if not torch.isfinite(h).all():", "if torch.isinf(h).any() or h.isnan().any():")
-    assert all(any(line in place for place in found.skipped_checks) for line in lines)
+def replaces(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x).log()
+    if torch.isnan(y).any():
+        y = torch.nan_to_num(y)
+    return y.sum()
 
 
-def test_a_check_of_the_batch_itself_is_refused() -> None:
-    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = batch
-        if torch.isnan(y).any():  # what is missing, perhaps
-            y = torch.nan_to_num(y)
-        return (model(x) - y).square().mean()
+def replaces_by_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = 1 / model(x)
+    if y.isinf().sum().item() > 0:
+        y = torch.nan_to_num(y)
+    return y.sum()
 
-    with pytest.raises(NotImplementedError, match=r"if torch.isnan\(y\).any\(\)"):
-        ts.explain_capture(nn.Linear(WIDTH, WIDTH), loss_fn, (torch.ones(2, WIDTH), torch.ones(2, WIDTH)))
+
+def returns_early(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    if torch.isnan(y).any().item():
+        return x.sum()
+    return y.sum()
+
+
+@pytest.mark.parametrize("loss_fn", [clamps, replaces, replaces_by_number, returns_early])
+def test_a_branch_on_whether_values_are_finite_is_refused(loss_fn: Any) -> None:
+    with pytest.raises(NotImplementedError, match=rf"in {loss_fn.__name__}: if .*\n.*torch\.where"):
+        ts.explain_capture(nn.Linear(WIDTH, WIDTH), loss_fn, torch.ones(2, WIDTH))
+
+
+def warns(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    if torch.isnan(y).any():
+        warnings.warn("not a number", stacklevel=1)
+    if not y.isfinite().all().item():
+        raise ValueError("not finite")
+    return y.sum()
+
+
+def test_a_branch_that_only_warns_or_raises_is_skipped() -> None:
+    found = ts.explain_capture(nn.Linear(WIDTH, WIDTH), warns, torch.ones(2, WIDTH))
+    lines = ("if torch.isnan(y).any():", "if not y.isfinite().all().item():")
+    assert [any(line in place for place in found.skipped_checks) for line in lines] == [True, True]

@@ -24,6 +24,7 @@ from tests.tables.semantics import WIDTH, built
 from torch_shard._capture import Precision
 from torch_shard._scan import LayerOptions
 from torch_shard._train import flatten_batch
+from torch_shard._train.host_values import HostValues
 from torch_shard._train.loss_program import loss_program
 
 
@@ -274,7 +275,7 @@ def test_any_capture_leaves_the_model_as_it_was(name: str, fails: bool) -> None:
 
 
 def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
-    _, signature = flatten_batch(batch)
+    leaves, signature = flatten_batch(batch)
     loss_program(
         model,
         loss_fn,
@@ -282,6 +283,6 @@ def capture_loss(model: nn.Module, loss_fn: Any, batch: object) -> None:
         precision=Precision(),
         train=True,
         layers=LayerOptions(),
-        buffer=model.get_buffer,
+        values=HostValues(leaves, signature, model.get_buffer),
         plan=ts.ShardingPlan({}, default=P()).resolve(model, make_mesh((1, 1))),
     )

@@ -46,6 +46,30 @@ def cases() -> Iterator[Case]:
     yield "adaptive log-softmax", lambda x: net(x, labels).output, (6, 8)
     yield "adaptive log-softmax of one cluster", lambda x: net(x, torch.tensor([8, 9])).loss, (2, 8)
     yield "adaptive log-softmax of one row", lambda x: net(x, torch.tensor(5)).output, (8,)
+    at = lambda x: (x[0, 0, 0] > 9).long()  # noqa: E731  (0, as a tensor that depends on the input)
+    yield "index by a number in a tensor", lambda x: x[at(x)] + x[at(x) - 1], (3, 4, 5)
+    yield "index by numbers in tensors", lambda x: x[at(x), :, at(x) + 2], (3, 4, 5)
+    yield "index after an ellipsis", lambda x: x[..., at(x) - 2] + x[:, :, None, at(x) + 1].squeeze(2), (3, 4, 5)
+    yield "index beside a list", lambda x: x[[0, 2], at(x) + 1], (3, 4, 5)
+    yield "index beside a mask", lambda x: x[torch.ones(3, 4).bool(), at(x) + 1], (3, 4, 5)
+
+
+def of_tensors(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach()  # eager torch warns without
+    made = torch.tensor([[y[0], 2], [y.sum(), 3.5]]) * x[0]
+    whole = torch.tensor([x.argmax(), 3, torch.tensor(2, dtype=torch.int32)])
+    assert (whole.dtype, torch.tensor([x[0] > 0, True]).dtype) == (torch.int64, torch.bool)
+    return made.flatten() + whole.sum() + torch.tensor([y[1]], dtype=torch.float64).float()
+
+
+def test_a_tensor_of_a_list_of_tensors_has_their_values() -> None:
+    x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    wanted = of_tensors(x)
+    (wanted_grad,) = torch.autograd.grad(wanted.sum(), x)
+    found = ts.jax_jit(of_tensors)(x.detach())
+    grad = ts.jax_jit(ts.jax_grad(lambda x: of_tensors(x).sum()))(x.detach())
+    torch.testing.assert_close(found.cpu(), wanted.detach(), **CLOSE)
+    torch.testing.assert_close(grad.cpu(), wanted_grad, **CLOSE)
 
 
 ALL = list(cases())

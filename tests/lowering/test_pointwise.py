@@ -50,6 +50,9 @@ CASTS: dict[str, Callable[[], torch.Tensor]] = {
     "cumsum of uint8": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0).int(),
     "cumsum of bool": lambda: torch.tensor([[True, False, True]]).cumsum(-1).int(),
     "cumprod of int8": lambda: torch.full((3,), 20, dtype=torch.int8).cumprod(0).int(),
+    "mean in a dtype": lambda: torch.full((4,), 60000.0, dtype=torch.float16).mean(dtype=torch.float32),
+    "mean of short numbers": lambda: torch.full((4,), 60000.0, dtype=torch.float16).mean(),
+    "mean of whole numbers": lambda: torch.full((3,), 200, dtype=torch.uint8).mean(dtype=torch.float32),
     "cumsum in a dtype": lambda: torch.full((3,), 200, dtype=torch.uint8).cumsum(0, dtype=torch.float32),
     "sum of bools": lambda: torch.tensor([True, False]) + torch.tensor([True, False]),
 }

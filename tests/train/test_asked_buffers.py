@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import optax
@@ -104,7 +106,7 @@ def test_a_flag_that_changes_compiles_once_more() -> None:
 def test_a_value_that_stays_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(Sums())
     state, _ = step(step.init(seed=0), X)
-    monkeypatch.setattr("torch_shard._train.programs.to_host", None)  # reading waits for the step before
+    monkeypatch.setattr("torch_shard._train.host_values.to_host", None)  # reading waits for the step before
     for _ in range(3):
         state, _ = step(state, X)
     assert step.num_compiles == 1
@@ -124,9 +126,14 @@ def test_another_state_with_another_value_has_its_own_program() -> None:
 def test_a_value_that_changes_with_each_step_is_refused() -> None:
     step = step_of(Counts())
     state = step.init(seed=0)
-    for _ in range(5):
+    for _ in range(8):
         state, _ = step(state, X)
-    with pytest.raises(NotImplementedError, match="the buffer count, whose value the model asks for"):
+    wanted = (
+        r"make_train_step: .*in forward: .*self\.count\.item\(\) > 2.*\n"
+        r"Here Python asks for a value of the buffer count: it was 8 and is 9 "
+        r"\(so far 1, 2, 3, .*, 9\), which would be program 9\. Work on it as a tensor"
+    )
+    with pytest.raises(NotImplementedError, match=wanted):
         step(state, X)
 
 
@@ -134,6 +141,16 @@ def test_microbatches_that_may_need_several_programs_are_refused() -> None:
     step = step_of(Starts(), accumulate_steps=2)
     with pytest.raises(NotImplementedError, match=r"make_train_step: .*started.* accumulate_steps=1"):
         step(step.init(seed=0), X)
+
+
+@pytest.mark.parametrize("kind", [Picks, Lists])
+def test_microbatches_ask_too(kind: type[nn.Module]) -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.repeat(2, 1)).square().mean()  # the model wants eight rows
+
+    mesh, plan = ts.make_mesh(batch=2), ts.ShardingPlan({}, default=P())
+    step = ts.make_train_step(kind(), loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan, accumulate_steps=2)
+    step.prove(step.init(seed=0), X).raise_if_different()
 
 
 def test_an_evaluation_asks_too() -> None:
@@ -164,3 +181,85 @@ def test_an_attribute_that_is_asked_for_may_be_written() -> None:
     state, metrics = step(state, X)
     assert float(metrics["loss"]) == pytest.approx(wanted, rel=1e-5)
     assert step.num_compiles == 2
+
+
+class Warms(Base):
+    """Another scale from the second batch on, by a count that Python asks for."""
+
+    def __init__(self) -> None:
+        super().__init__(n=torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if (self.n > 0).item():
+            y = y * 10
+        if self.training:
+            self.n += 1
+        return y
+
+
+def test_an_evaluation_asks_the_state_and_not_the_model() -> None:
+    model = Warms()
+    step = step_of(model)
+    state = step.init(seed=0)
+    evaluate = step.evaluation()
+    for _ in range(3):
+        wanted = loss_fn(step.export(state).eval(), X).item()
+        assert float(evaluate(state, X)["loss"]) == pytest.approx(wanted, rel=1e-5)
+        state, _ = step(state, X)
+
+
+def test_the_evaluation_of_fit_asks_the_state(tmp_path: pathlib.Path) -> None:
+    step = step_of(Warms())
+    state = ts.fit(step, None, [X, X], steps=2, eval_loader=[X], log=tmp_path, progress=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [record["loss"] for record in records if record["kind"] == "eval"]
+    assert found == [pytest.approx(loss_fn(step.export(state).eval(), X).item(), rel=1e-5)]
+
+
+class Queue(Base):
+    """The keys of the last batches, written in turn."""
+
+    def __init__(self, by_number: bool, size: int = 24) -> None:
+        super().__init__(
+            queue=torch.randn(4, size, generator=torch.Generator().manual_seed(0)), at=torch.zeros(1).long()
+        )
+        self.by_number = by_number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        out, keys, size = y @ self.queue.clone(), y.detach().T, self.queue.shape[1]
+        with torch.no_grad():
+            if self.by_number:
+                at = int(self.at)
+                self.queue[:, at : at + len(x)] = keys
+                self.at[0] = (at + len(x)) % size
+            else:
+                self.queue.index_copy_(1, (self.at + torch.arange(len(x))) % size, keys)
+                self.at.copy_((self.at + len(x)) % size)
+        return out
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_a_queue_equals_eager_torch(by_number: bool) -> None:
+    agrees_with_torch(Queue(by_number), loss_fn, [X, X + 1, X - 1, X, X + 2])
+
+
+def test_a_counter_that_stays_a_tensor_needs_one_program() -> None:
+    for by_number, count in ((True, 3), (False, 1)):
+        step = step_of(Queue(by_number))
+        state = step.init(seed=0)
+        for _ in range(7):
+            state, _ = step(state, X)
+        assert step.num_compiles == count
+
+
+def test_a_counter_of_many_values_is_refused_with_its_line() -> None:
+    step = step_of(Queue(True, size=80))
+    state = step.init(seed=0)
+    for _ in range(8):
+        state, _ = step(state, X)
+    with pytest.raises(
+        NotImplementedError, match=r"at = int\(self\.at\)\n.*the buffer at: it was 56 and is 64 \(so far"
+    ):
+        step(state, X)

@@ -45,6 +45,7 @@ from torch_shard._capture.function_mode import (
     repeating,
 )
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
+from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.meaning import meaning, same_closure
 from torch_shard._capture.metric_objects import MetricCall, MetricCalls
@@ -66,8 +67,11 @@ __all__ = [
     "Cast",
     "Change",
     "Guard",
+    "HostInputs",
+    "HostPart",
     "MetricCall",
     "MetricCalls",
+    "Mismatch",
     "ModuleFlags",
     "Precision",
     "Reads",

@@ -1,4 +1,4 @@
-"""Checks in source code: an `assert`, or an `if` that leads to nothing but a `raise`.
+"""Checks in source code: an `assert`, or an `if` that leads to nothing but a `raise` or a warning.
 
 An instruction says which columns of which line it comes from, and the syntax tree says what stands there. So one
 reading serves all versions of Python, whatever their instructions are called.
@@ -6,6 +6,7 @@ reading serves all versions of Python, whatever their instructions are called.
 
 import ast
 import functools
+import itertools
 import linecache
 from types import FrameType
 from typing import Any
@@ -19,6 +20,11 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.
 _ITEMWISE = (ast.In, ast.NotIn)
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
 
+_LOGGERS = ("logging", "logger", "log", "warnings")
+_TELLS = ("warn", "warning", "warning_once", "error", "info", "debug", "critical", "exception")
+_PLAIN = (ast.Compare, ast.cmpop, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
+_KEEPS = (ast.NamedExpr, *_LEAVES)
+
 
 def leads_only_to_raise(frame: FrameType) -> bool | None:
     """The truth value that passes a check.
@@ -28,7 +34,9 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
 
     Returns:
         The value for which the code goes on, if the other one leads straight to a `raise` that nothing in the same
-        function catches. None where the value decides about anything else, and where there is no source to read.
+        function catches, or to warnings and log messages alone; either one if it decides about nothing, and True where
+        the code for it then does nothing. None where the value decides about anything else, and where there is no
+        source to read.
     """
     code = frame.f_code
     source = _read("".join(linecache.getlines(code.co_filename, frame.f_globals)))
@@ -37,8 +45,12 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
     asked = source.asked(list(code.co_positions())[: frame.f_lasti // 2 + 1])
     if asked is None or source.first_line(asked) != code.co_firstlineno:  # the file is another one by now
         return None
+    if source.is_settled(asked, frame):
+        return isinstance(source.parent(asked).op, ast.And)
+    if source.only_writes_where(asked):
+        return True
     ways = ((value, falls_through) for falls_through in (False, True) for value in (True, False))
-    return next((not value for value, falls_through in ways if source.raises_for(value, asked, falls_through)), None)
+    return next((not value for value, falls_through in ways if source.only_tells(value, asked, falls_through)), None)
 
 
 @functools.lru_cache(maxsize=32)
@@ -73,6 +85,32 @@ class _Source:
             return found.operand  # `not` gives a bool, so that what was asked is what it stands before
         return found if isinstance(found, ast.expr) and not _asks_another(found) else None
 
+    def parent(self, node: ast.AST) -> Any:
+        """The node around a node."""
+        return self._parents[node]
+
+    def is_settled(self, asked: ast.expr, frame: FrameType) -> bool:
+        """Tell whether a plain comparison after an expression decides the `and`, or the `or`, of both in any case."""
+        both = self._parents[asked]
+        if not isinstance(both, ast.BoolOp) or getattr(self._parents[both], "test", None) is not both:
+            return False
+        following = dict(itertools.pairwise(both.values)).get(asked)
+        if following is None or any(not isinstance(node, _PLAIN) for node in ast.walk(following)):
+            return False
+        found = eval(compile(ast.Expression(following), "<check>", "eval"), frame.f_globals, frame.f_locals)
+        return found is (not isinstance(both.op, ast.And))
+
+    def only_writes_where(self, asked: ast.expr) -> bool:
+        """Tell whether it is an `if mask.any():` that does nothing but write plain values to the places of the mask."""
+        match self._parents[asked], asked:
+            case (
+                ast.If(test=test, body=body, orelse=[]),
+                ast.Call(func=ast.Attribute(value=ast.Name(id=mask), attr="any"), args=[], keywords=[]),
+            ) if test is asked:
+                return all(_writes_where(statement, mask) for statement in body)
+            case _:
+                return False
+
     def first_line(self, node: ast.AST) -> int:
         """The number of the line at which the function around a node begins."""
         while not isinstance(node, _SCOPES):
@@ -80,8 +118,8 @@ class _Source:
         decorators = [d.lineno for d in getattr(node, "decorator_list", ())]
         return min([getattr(node, "lineno", 1), *decorators])
 
-    def raises_for(self, value: bool, asked: ast.expr, falls_through: bool) -> bool:
-        """Tell whether a truth value of an expression leads straight to a `raise`.
+    def only_tells(self, value: bool, asked: ast.expr, falls_through: bool) -> bool:
+        """Tell whether a truth value of an expression leads straight to a `raise`, or to nothing but warnings.
 
         Args:
             value: The truth value.
@@ -100,9 +138,9 @@ class _Source:
             return False
         if isinstance(parent, ast.Assert):
             return not value
-        return _only_raises(
-            [*(parent.body if value else parent.orelse), *(self._after(parent) if falls_through else ())]
-        )
+        taken, other = (parent.body, parent.orelse) if value else (parent.orelse, parent.body)
+        only_warns = all(map(_only_warns, [*taken, *other])) and any(isinstance(s, ast.Expr) for s in taken)
+        return only_warns or _only_raises([*taken, *(self._after(parent) if falls_through else ())])
 
     def _after(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements that follow on one, as far as no loop or function ends."""
@@ -165,3 +203,37 @@ def _only_raises(block: list[ast.stmt]) -> bool:
         if any(isinstance(node, _LEAVES) for node in ast.walk(statement)):
             return False
     return False
+
+
+def _only_warns(statement: ast.stmt) -> bool:
+    """Tell whether a statement does nothing but show a message."""
+    if not isinstance(statement, ast.Expr) or any(isinstance(node, _KEEPS) for node in ast.walk(statement)):
+        return isinstance(statement, ast.Pass)
+    match statement.value:
+        case ast.Call(func=ast.Name(id=name)):
+            return name == "print" or "warn" in name
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _TELLS:
+            return _name_of(owner).strip("_").lower() in _LOGGERS
+        case _:
+            return False
+
+
+def _writes_where(statement: ast.stmt, mask: str) -> bool:
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(slice=ast.Name(id=index))], value=value):
+            number = value.args[0] if isinstance(value, ast.Call) and _name_of(value.func) == "float" else value
+            number = number.operand if isinstance(number, ast.UnaryOp) else number
+            return index == mask and isinstance(number, ast.Constant)
+        case _:
+            return False
+
+
+def _name_of(owner: ast.expr) -> str:
+    """The last name of what a method belongs to."""
+    match owner:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="logging"), attr="getLogger")):
+            return "logger"
+        case _:
+            return ""

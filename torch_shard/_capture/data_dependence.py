@@ -1,12 +1,11 @@
 """Values that a captured callable asks of a tensor: known from the program alone, not needed, or refused."""
 
 import contextlib
+import dataclasses
+import functools
 import operator
-import pathlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torch_shard._capture.checks import leads_only_to_raise
-from torch_shard._capture.constants import Asked, Constants
+from torch_shard._capture.constants import Constants, literal_of
 from torch_shard._capture.function_mode import current_mode
+from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
 from torch_shard._capture.masks import SELECTIONS, Masks
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import instead_of
@@ -29,20 +29,9 @@ aten = torch.ops.aten
 
 DEVICE_OF = torch.ops.prim.device.default  # PyTorch asks fakes this all the time; the answer needs no other mode
 
-_TORCH = pathlib.Path(torch.__file__).parent
-
-_LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
-
 _CHECK_ALL = torch._check_tensor_all_with.__code__  # it hands the value on to what raises
 
-_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(pathlib.Path(__file__).parent.parent))
-
-
-_LARGEST = 1 << 20  # elements of a buffer whose value Python may ask for
-
-_OF_UNKNOWN_SIZE = frozenset(
-    {aten.nonzero.default, aten.repeat_interleave.Tensor, aten._unique2.default, aten.unique_consecutive.default}
-)
+_BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})  # which `Masks` are about
 
 
 def _tensors(args: PyTree) -> list[torch.Tensor]:
@@ -56,7 +45,8 @@ class DataDependence(TorchDispatchMode):
     """Answers for tensors that have no value.
 
     A tensor made from Python numbers alone has one: it is computed. A check that would only raise an error passes:
-    a compiled program cannot raise. Anything else goes on to the tracer, which refuses it.
+    a compiled program cannot raise. What depends on the batch and on buffers alone is computed on the host, and the
+    program is for that value. Anything else goes on to the tracer, which refuses it.
 
     Args:
         node_of: The node of a traced tensor.
@@ -68,18 +58,19 @@ class DataDependence(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._node_of, self._root = node_of, root
-        self._masks = Masks(node_of, lambda mask: self.values([mask]))
-        self._given: dict[Node, tuple[str, Callable[[], torch.Tensor]]] | None = None
+        self._masks = Masks(node_of, self._places)
+        self._inputs: HostInputs | None = None
+        self._sources: dict[Node, Source] = {}
+        self._questions: list[Question] = []
         self._top: torch.nn.Module | None = None
-        self._inputs: dict[Any, Asked] = {}
-        self._asked: dict[Any, Asked] = {}
         self._constants: Constants | None = None
         self._mode = None
-        self._assumed: dict[Node, torch.Tensor] = {}
         self.skipped: list[str] = []
         """Places of the checks that were passed."""
         self.asked: str | None = None
         """The line that first asked for what nobody knows, and may have caught the refusal."""
+        self.refused: str | None = None
+        """Why a value could not be given; the callable may have caught it."""
         self.axes: tuple[str, ...] = ()
         """Named axes along which random operators draw other numbers."""
         self.position = 0
@@ -102,8 +93,8 @@ class DataDependence(TorchDispatchMode):
             if answer is not None:
                 return answer
         func, args = self._masks.unify(func, args)
-        if func in _OF_UNKNOWN_SIZE and (values := self.values(_tensors(args))) is not None:
-            return self._literal(func, values, args, kwargs)
+        if _has_unknown_size(func, kwargs) and (found := self._sized(func, args, kwargs or {})) is not None:
+            return found
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -114,15 +105,6 @@ class DataDependence(TorchDispatchMode):
         if func in SELECTIONS and isinstance(result, torch.Tensor) and (node := self._node_of(result)) is not None:
             node.meta[PLACE] = current_user_line()
         return result
-
-    def _literal(self, func: Operator, values: list[torch.Tensor], args: PyTree, kwargs: PyTree) -> PyTree:
-        """The result of an operator on values that are known, as a constant of the program."""
-        of = iter(values)
-        known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), args)
-        with torch._C.DisableTorchFunction():
-            with _disable_current_modes(), torch.no_grad():
-                result = func(*known, **(kwargs or {}))
-            return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, result)
 
     def _note_draw(self, result: PyTree) -> None:
         first = torch_pytree.tree_leaves(result)[0]
@@ -159,8 +141,11 @@ class DataDependence(TorchDispatchMode):
         return None if original is tensor else around[-1].traced(original, around[:-1])
 
     def _constant(self, node: Node) -> torch.Tensor | None:
-        value, sources = self._computed(node)
-        return None if sources else value
+        if self._constants is None:
+            self._top = self._root()
+            self._constants = Constants(node.graph, self._top)
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            return self._constants.value(node)
 
     def _constant_around(self, tensor: torch.Tensor, around: Sequence["DataDependence"]) -> torch.Tensor | None:
         """The value of a tensor that is a constant around this capture, or a view of one, where there is no graph."""
@@ -175,111 +160,144 @@ class DataDependence(TorchDispatchMode):
             offset = value.storage_offset() + tensor.storage_offset() - base.storage_offset()
             return value.as_strided(tensor.shape, tensor.stride(), offset)
 
-    def _constants_of(self, node: Node) -> Constants:
-        if self._constants is None:
-            self._top = self._root()
-            self._constants = Constants(node.graph, self._top, given=self._input)
-        return self._constants
-
-    def specialise(self, buffers: Mapping[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]) -> None:
-        """Let Python ask for the values of buffers and of what the callable closes over.
+    def specialise(
+        self, inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> None:
+        """Let Python ask for values that depend on the batch, on buffers and on what the callable closes over.
 
         Args:
-            buffers: By name, the fake of each in the capture, and what gives its value.
+            inputs: What the host has of these.
+            buffers: The fakes of buffers, by name.
+            batch: The fakes of the leaves of the batch.
         """
-        nodes = {name: self._node_of(fake) for name, (fake, _) in buffers.items()}
-        self._given = {node: (name, buffers[name][1]) for name, node in nodes.items() if node is not None}
+        self._inputs = inputs
+        fakes: list[tuple[Source, torch.Tensor]] = [*buffers.items(), *enumerate(batch)]
+        pairs = [(self._node_of(fake), source) for source, fake in fakes]
+        self._sources = {node: source for node, source in pairs if node is not None}
 
     @property
-    def specialised(self) -> tuple[Asked, ...]:
-        """What Python has asked for."""
-        return tuple(self._asked.values())
+    def host(self) -> HostPart | None:
+        """The part of the trace that answers what Python has asked for, if it has."""
+        if not self._questions:
+            return None
+        return self._part(self._questions)
 
-    def values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The values of tensors, if all are known; the program is then for these alone."""
+    def _part(self, questions: Sequence[Question]) -> HostPart:
+        graph, root = questions[0].after.graph, self._root()
+        return HostPart(graph, questions, functools.partial(self._source, root), lambda node: literal_of(node, root))
+
+    def _source(self, root: torch.nn.Module | None, node: Node) -> Source | None:
+        """What an input of the trace stands for, if Python may ask for its value."""
+        if (source := self._sources.get(node)) is not None:
+            return source if isinstance(source, int) or node.meta["val"].numel() <= LARGEST else None
+        standin = getattr(root, str(node.target), None) if node.op == "get_attr" else None
+        if self._mode is None or not isinstance(standin, torch.Tensor):
+            return None
+        tensor = self._mode.original(standin)
+        is_plain = tensor is not standin and type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+        return tensor if is_plain and tensor.numel() <= LARGEST and not tensor.requires_grad else None
+
+    def known_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The values of tensors that depend on no input, if none of them does."""
         nodes = [self._node_of(tensor) for tensor in tensors]
-        found = [self._met(t) if node is None else self._computed(node) for node, t in zip(nodes, tensors, strict=True)]
-        if not found or any(value is None for value, _ in found):
-            return None
-        self._asked |= {key: self._inputs[key] for _, keys in found for key in keys}
-        return [value for value, _ in found if value is not None]
+        found = [None if node is None else self._constant(node) for node in nodes]
+        return None if any(v is None for v in found) or not found else [v for v in found if v is not None]
 
-    def _computed(self, node: Node) -> tuple[torch.Tensor | None, set[Any]]:
-        """The value of a node, and the inputs that it comes from."""
-        constants = self._constants_of(node)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            return constants.value(node), constants.sources([node])
+    def ask(
+        self, func: Callable[..., Any], args: PyTree, kwargs: PyTree, *, given: bool = False, batch: bool = True
+    ) -> Any:
+        """What a function of tensors gives on the host; None if it depends on more than the host has.
 
-    def _met(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, set[Any]]:
-        """The value of a tensor that the trace meets for the first time, if the callable closes over it."""
-        mode = current_mode()
-        original = tensor if mode is None or self._given is None else mode.original(tensor)
-        if original is tensor:
-            return None, set()
-        return self._read(id(original), None, original), {id(original)}
+        Args:
+            func: Called in eager torch.
+            args: Of it.
+            kwargs: Of it.
+            given: Whether the results are to be inputs of the program; otherwise it is for these values alone.
+            batch: Whether they may depend on the batch.
+        """
+        if (inputs := self._inputs) is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            nodes = [self._node_of(t) or self._node_of(aten.alias.default(t)) for t in _tensors((args, kwargs))]
+            if not nodes or None in nodes:
+                return None
+            of = iter(nodes)
+            call = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
+            graph: Any = nodes[0].graph  # pyright: ignore[reportOptionalMemberAccess]
+            question = Question(current_user_line(), (func, *call), graph._root.prev)
+            part = self._part([question])
+            if not part.is_known or (part.reads_batch and not batch):
+                return None
+            if part.reads_batch and given and not inputs.sizes:
+                inputs.missed = True
+                return None
+            if part.reads_batch and inputs.missing:
+                self.refused = f"{question.place}\nHere Python needs a value of the batch, {inputs.missing}"
+                raise NotImplementedError(self.refused)
+            answer = part.answer(inputs)
+            tensors = tuple(torch_pytree.tree_leaves(answer)) if given else None
+            self._questions.append(dataclasses.replace(question, answer=answer, given=tensors))
+        return answer
 
-    def _input(self, node: Node) -> torch.Tensor | None:
-        """The value of an input of the capture, if Python may ask for it."""
-        if self._given is None:
-            return None
-        if node in self._given:
-            name, read = self._given[node]
-            return self._read(node, name, read()) if node.meta["val"].numel() <= _LARGEST else None
-        mode = current_mode()
-        if node.op != "get_attr" or mode is None:
-            return None
-        standin = getattr(self._top, str(node.target))
-        original = mode.original(standin)
-        return None if original is standin else self._read(node, None, original)
+    def _sized(self, func: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
+        """The results of an operator, as constants or as inputs of the program, if they can be computed now."""
+        with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
+            if (values := self.known_values(_tensors((args, kwargs)))) is not None:
+                of = iter(values)
+                known = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(of), (args, kwargs))
+                with _disable_current_modes(), torch.no_grad():
+                    results = func(*known[0], **known[1])
+                return torch_pytree.tree_map_only(torch.Tensor, aten.lift_fresh_copy.default, results)
+            results = self.ask(func, args, kwargs, given=True)
+            return torch_pytree.tree_map_only(torch.Tensor, self._as_input, results)
 
-    def _read(self, key: object, name: str | None, tensor: torch.Tensor) -> torch.Tensor | None:
-        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.numel() > _LARGEST:
-            return None
-        if tensor.requires_grad:
-            return None
-        with _disable_current_modes():
-            value = tensor.clone()
-            self._inputs[key] = Asked(name, tensor, value, tensor._version)
-            return value.clone()
+    def _as_input(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the trace for a value that is an input of the program."""
+        assert self._mode is not None
+        return aten.clone.default(self._mode.adopt(value))
 
-    def assume(self, checked: torch.Tensor, result: torch.Tensor, value: bool) -> None:
-        """Note what a check whether numbers are finite gives if they are; those of the batch itself need not be."""
-        source, node = self._node_of(checked), self._node_of(result)
-        if source is not None and node is not None and source.op == "call_function":
-            shape = tuple(result.shape)
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
-                self._assumed[node] = torch.full((), value).expand(shape)
+    def _places(self, mask: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        """The indices of the places of a mask, if they can be computed now."""
+        return self._sized(_nonzero, (mask,), {})
 
-    def _if_finite(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The values of tensors if what the model computes is finite; None if they depend on more than that."""
-        nodes = [self._node_of(tensor) for tensor in args]
-        if not self._assumed or None in nodes:
-            return None
-        constants = Constants(next(iter(self._assumed)).graph, self._root(), self._assumed)
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            found = [constants.value(node) for node in nodes if node is not None]
-        return None if any(value is None for value in found) else [value for value in found if value is not None]
+    def values(self, tensors: Sequence[torch.Tensor], *, batch: bool = True) -> list[torch.Tensor] | None:
+        """The values of tensors, if they can be computed now; the program is then for these alone."""
+        if (values := self.known_values(tensors)) is not None:
+            return values
+        return self.ask(_copies, (list(tensors),), {}, batch=batch) if tensors else None
 
     def _answer(self, func: Operator, args: Sequence[torch.Tensor]) -> Any:
-        if (values := self.values(args)) is not None:
+        if (values := self.known_values(args)) is not None:
             with _disable_current_modes():
                 return func(*values)
-        if (assumed := self._if_finite(args)) is not None:
-            self.skipped.append(current_user_line())
-            with _disable_current_modes():
-                return func(*assumed)
-        frame = _asking_frame()
-        if frame is None or (func is aten._local_scalar_dense.default and args[0].dtype is not torch.bool):
-            return None
-        truth = True if frame.f_code is _CHECK_ALL else leads_only_to_raise(frame)
-        if truth is not None:
-            self.skipped.append(current_user_line())
-        return truth
+        if (answer := self.ask(func, args, {}, batch=False)) is not None:
+            return answer
+        frame = asking_frame()
+        if frame is not None and (func is aten.equal.default or args[0].dtype is torch.bool):
+            truth = True if frame.f_code is _CHECK_ALL else leads_only_to_raise(frame)
+            if truth is not None:
+                self.skipped.append(current_user_line())
+                return truth
+        return self.ask(func, args, {})
 
 
-def specialise(buffers: Mapping[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]) -> None:
-    """Let Python ask for the values of buffers in the capture under way: by name, the fake, and what gives it."""
-    _CURRENT.stack[-1].specialise(buffers)
+def _has_unknown_size(func: Operator, kwargs: PyTree) -> bool:
+    """Tell whether the size of an operator's result depends on values, apart from selections by a mask."""
+    fixed = kwargs and kwargs.get("output_size") is not None
+    return torch.Tag.dynamic_output_shape in func.tags and func not in _BY_MASK and not fixed
+
+
+def _nonzero(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return mask.nonzero(as_tuple=True)
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def specialise(inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+    """Let Python ask for values in the capture under way; see `DataDependence.specialise`."""
+    _CURRENT.stack[-1].specialise(inputs, buffers, batch)
 
 
 class _Current(threading.local):
@@ -314,22 +332,6 @@ def _is_all_of(tensor: torch.Tensor, base: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         same = (tensor.shape, tensor.stride(), tensor.storage_offset())
         return same == (base.shape, base.stride(), base.storage_offset())
-
-
-def _noting(check: Callable[[torch.Tensor], torch.Tensor], value: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A check whether numbers are finite: Python that asks for its outcome is answered as if they were."""
-
-    def checked(input: torch.Tensor) -> torch.Tensor:
-        result = check(input)
-        _CURRENT.stack[-1].assume(input, result, value)
-        return result
-
-    return checked
-
-
-for _owner in (torch, torch.Tensor):
-    for _name, _value in (("isfinite", True), ("isinf", False), ("isnan", False)):
-        instead_of(getattr(_owner, _name))(_noting(getattr(_owner, _name), _value))
 
 
 @instead_of(torch.Tensor.tolist)
@@ -372,11 +374,3 @@ def drawing_along(axes: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         values.axes = before
-
-
-def _asking_frame() -> FrameType | None:
-    """The Python function that asked for the value, below the layers of PyTorch's dispatch."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
-        frame = frame.f_back
-    return frame

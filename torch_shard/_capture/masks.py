@@ -8,9 +8,8 @@ import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture.constants import writes
+from torch_shard._capture.constants import traced_storages, writes
 from torch_shard._capture.ragged_rules import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
@@ -31,22 +30,23 @@ class Masks:
 
     Args:
         node_of: The node of a traced tensor.
-        values_of: The value of a mask that is a constant, in a list; None of any other.
+        places_of: The indices of the places of a mask, if they can be computed now.
     """
 
     def __init__(
         self,
         node_of: Callable[[torch.Tensor], Node | None],
-        values_of: Callable[[torch.Tensor], list[torch.Tensor] | None],
+        places_of: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
     ) -> None:
-        self._node_of, self._values_of = node_of, values_of
+        self._node_of, self._places_of = node_of, places_of
         self._found: list[tuple[Node, torch.Tensor]] = []
+        self._known: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor] | None]] = {}
 
     def unify(self, func: Operator, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
         """An operator and its arguments, with masks that an earlier one has taken where they are the same."""
         if func is aten.masked_select.default:
             x, mask = torch.broadcast_tensors(*args)
-            return aten.index.Tensor, (x, [self._first(mask)])
+            return aten.index.Tensor, (x, list(self._places(mask)))
         if func is aten.nonzero.default:
             return func, (self._first(args[0]),)
         if func in _INDEXED:
@@ -54,15 +54,13 @@ class Masks:
         return func, args
 
     def _places(self, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """The indices for one index: as many as the dims of a mask, if that is a constant."""
+        """The indices for one index: as many as the dims of a mask, if its places are known."""
         if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
             return [index]
-        if index.ndim and (values := self._values_of(index)) is not None:
-            with torch._C.DisableTorchFunction():  # a `CaptureMode` would take a value for what is closed over
-                with _disable_current_modes():
-                    places = values[0].nonzero(as_tuple=True)
-                return [aten.lift_fresh_copy.default(place) for place in places]
-        return [self._first(index)]
+        mask = self._first(index)
+        if id(mask) not in self._known:
+            self._known[id(mask)] = mask, self._places_of(mask) if mask.ndim else None
+        return self._known[id(mask)][1] or [mask]
 
     def _first(self, mask: torch.Tensor) -> torch.Tensor:
         node = self._node_of(mask)
@@ -95,19 +93,14 @@ def _written_since(earlier: Node, later: Node) -> bool:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            storages |= _storages(node)
+            storages |= traced_storages(node)
             stack += node.all_input_nodes
     node = earlier
     while node is not later:
         node = node.next
-        if writes(node) and any(_storages(source) & storages for source in node.all_input_nodes):
+        if writes(node) and any(traced_storages(source) & storages for source in node.all_input_nodes):
             return True
     return False
-
-
-def _storages(node: Node) -> set[int]:
-    values = torch_pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
 
 
 def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:

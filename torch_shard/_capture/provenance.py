@@ -6,6 +6,7 @@ import pathlib
 import sys
 import sysconfig
 import traceback
+from types import FrameType
 
 _HERE = pathlib.Path(__file__).parent.parent
 
@@ -14,6 +15,11 @@ _FOLDERS = [_HERE, *(pathlib.Path(str(importlib.util.find_spec(name).origin)).pa
 _LIBRARIES = ("<", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _OF_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # may lie within Python's own folder
+
+
+_TORCH = pathlib.Path(str(importlib.util.find_spec("torch").origin)).parent  # pyright: ignore
+_LAYERS = ("fx", "_subclasses", "_dynamo", "_compile.py", "_ops.py", "overrides.py", "utils")
+_MACHINERY = (*(str(_TORCH / layer) for layer in _LAYERS), str(_HERE))
 
 
 def is_user_file(filename: str) -> bool:
@@ -60,3 +66,11 @@ def current_user_line() -> str:
     if frame is None:
         return "(no line of user code)"
     return describe(traceback.extract_stack(frame, limit=1)[0])
+
+
+def asking_frame() -> FrameType | None:
+    """The Python function that asked for the value, below the layers of PyTorch's dispatch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+        frame = frame.f_back
+    return frame

@@ -1,6 +1,7 @@
 """Functions and modules of torch in plain operators, where a trace cannot follow PyTorch's own way."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import _reduction
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.provenance import current_user_line
@@ -142,6 +144,57 @@ def random_(
     with torch.no_grad():
         more: dict[str, Any] = {} if generator is None else {"generator": generator}
         return tensor.copy_(torch.randint(low, to, tensor.shape, **more))
+
+
+@instead_of(torch.tensor)
+def tensor(data: Any, **options: Any) -> torch.Tensor:
+    """`torch.tensor`, which reads the numbers of tensors in a list: these are put together by an operator."""
+    leaves = torch_pytree.tree_leaves(data) if isinstance(data, (list, tuple)) else []
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(tensor.ndim for tensor in tensors):
+        return torch.tensor(data, **options)
+    dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else torch.tensor(leaf).dtype for leaf in leaves]
+    found = functools.reduce(torch.promote_types, dtypes)
+    needs_grad = options.pop("requires_grad", False)
+    with torch.no_grad():
+        made = _stacked(data, options.pop("dtype", None) or found)
+    return made.requires_grad_(needs_grad)
+
+
+def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(item, dtype) for item in data])
+    return data.detach().to(dtype, copy=True) if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+
+
+def _by_position(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
+    """A tensor and an index with 0 for each whole number that is a tensor, which PyTorch would ask for its value."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, items)) or any(item is True or item is False for item in items):
+        return tensor, index
+    taken = [item.ndim if _is_mask(item) else int(item is not None and item is not ...) for item in items]
+    dim, new = 0, list(items)
+    for number, item in enumerate(items):
+        if _is_number(item):
+            place = torch.where(item < 0, item + tensor.shape[dim], item)
+            tensor, new[number] = tensor.index_select(dim, place.reshape(1)), 0
+        dim += tensor.ndim - sum(taken) if item is ... else taken[number]
+    return tensor, tuple(new)
+
+
+def _is_number(item: object) -> bool:
+    is_whole = isinstance(item, torch.Tensor) and not item.is_floating_point() and not _is_mask(item)
+    return is_whole and item.ndim == 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_mask(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+@instead_of(torch.Tensor.__getitem__)
+def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]`; an index that is a tensor of one whole number is one of the program, and not of Python."""
+    return torch.Tensor.__getitem__(*_by_position(tensor, index))
 
 
 @instead_of(torch.Tensor.__deepcopy__)

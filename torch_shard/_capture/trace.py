@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.calls import calls_seen
 from torch_shard._capture.clock import draws_so_far, line_that_draws
-from torch_shard._capture.constants import Asked
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode, current_mode
 from torch_shard._capture.guards import ModuleFlags, flags_hold
+from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
 from torch_shard._capture.module_paths import annotated, notes_kept
@@ -80,7 +80,7 @@ class Captured(Generic[Aux]):
         graded: Closed-over tensors that the callable left a gradient for in `.grad`, which it has not reached.
         num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
-        specialised: Buffers and closed-over tensors for whose values alone it is.
+        host: What is to be computed on the host before each call, as Python has asked for values; else None.
     """
 
     module: torch.fx.GraphModule
@@ -94,7 +94,7 @@ class Captured(Generic[Aux]):
     graded: list[torch.Tensor]
     num_draws: int | None
     axes: dict[str, int]
-    specialised: tuple[Asked, ...]
+    host: HostPart | None
 
     @property
     def num_nodes(self) -> int:
@@ -160,7 +160,7 @@ def _capture(
 ) -> Captured[Aux]:
     with mode:
         fakes = [torch.empty(s.shape, dtype=s.dtype, device="cpu", requires_grad=s.requires_grad) for s in specs]
-    aux: list[Aux] = []
+    aux, hosts = list[Aux](), list[HostPart | None]()
 
     own: Any = mode
     values = DataDependence(lambda tensor: node_in(own.tracer, tensor), lambda: own.tracer.root)
@@ -171,8 +171,9 @@ def _capture(
             with calls_seen(True):
                 outputs, other = fn(*args)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
-                for value in values.values([buffer]) or ():
+                for value in values.values([buffer], batch=False) or ():
                     remember(buffer, value)
+            hosts.append(values.host)
         aux.append(other)
         return list(outputs)
 
@@ -180,6 +181,8 @@ def _capture(
         with_views = make_fx(
             traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
         )(*fakes)
+    if values.refused:
+        raise NotImplementedError(values.refused)
     _refuse_swallowed(with_views.graph, values.asked)
     constants = constants_to_inputs(with_views)
     with mode:
@@ -202,7 +205,7 @@ def _capture(
         aux=aux[0],
         changed=[],
         skipped=values.skipped,
-        specialised=values.specialised,
+        host=hosts[0],
         graded=[tensor for fake, tensor in capture_mode.standins() if fake.is_leaf and fake.grad is not None],
         num_draws=None if decomposes_draws(functional.graph) else values.position,
         axes=capture_mode.axes,

@@ -16,7 +16,7 @@ from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._lowering import LOWERINGS, draws_random, find_lowering, is_own, keeps_whole, place_of
 from torch_shard._sharding import LossFn
-from torch_shard._train import JointLoss, LossShape, check_loss_fn, flatten_batch
+from torch_shard._train import HostValues, JointLoss, LossShape, capture_with, check_loss_fn, flatten_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,8 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     Args:
         model: Any module, on any device, the meta device too; it is only read.
         loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes.
-        batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes matter.
+        batch: A batch as the step would take it: a pytree of tensors or arrays, of which only shapes and dtypes
+            matter, unless Python asks for values.
         train: True for the loss with its gradients; False for the loss in eval mode, as `make_eval_step` has it.
 
     Returns:
@@ -115,11 +116,13 @@ def explain_capture(model: torch.nn.Module, loss_fn: LossFn, batch: PyTree, *, t
     model = check_module("model", model)
     check_loss_fn(loss_fn)
     check_kind("train", train, bool)
-    _, signature = flatten_batch(batch)
-    fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train)()
+    leaves, signature = flatten_batch(batch)
+    buffers = dict(model.named_buffers())
+    host = HostValues(leaves, signature, buffers.__getitem__).of()
+    fn, specs = JointLoss(model, loss_fn, signature, precision=Precision(), train=train, host=host)()
     reads = Reads(loss_fn)
     with reads.seen():
-        graph = capture(fn, specs, keep=keeps_whole, explain=True)
+        graph = capture_with(host, lambda: capture(fn, specs, keep=keeps_whole, explain=True))
     return Explanation(
         operators=_operators(graph),
         num_nodes=graph.num_nodes,

@@ -89,7 +89,7 @@ class Program(Generic[Aux]):
             made_buffers(changed)
             second = capture(fn, specs, keep=keeps_whole)
         if not self._means_the_same(first, second):
-            is_proved = len(first) == 1 and not self.graph.specialised
+            is_proved = len(first) == 1 and self.graph.host is None
             if not is_proved and all(map(_is_of_constants, changed)):  # a table that is made once: found from now on
                 self.graph = dataclasses.replace(second, changed=changed)
                 return

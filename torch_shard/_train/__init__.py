@@ -2,6 +2,7 @@
 
 from torch_shard._train.batch import flatten_batch
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
+from torch_shard._train.host_values import HostValues, capture_with
 from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, in_float64
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
@@ -21,6 +22,7 @@ __all__ = [
     "Difference",
     "EvalStep",
     "Given",
+    "HostValues",
     "JointLoss",
     "LossShape",
     "Placed",
@@ -31,6 +33,7 @@ __all__ = [
     "Values",
     "array_of",
     "as_arrays",
+    "capture_with",
     "check_loss_fn",
     "check_max_grad_norm",
     "check_optimizer",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_shard._capture import (
+    HostInputs,
     MetricCall,
     MetricCalls,
     Precision,
@@ -56,7 +57,7 @@ class JointLoss:
         signature: Of the batch.
         precision: What it computes in.
         train: With gradients; otherwise in eval mode and without.
-        buffer: The value of a buffer by name, where Python asks for it; that of the model's own without.
+        host: What the host has of the batch and of buffers, where Python asks for values; they are refused without.
         activations: How what modules take and return is split.
     """
 
@@ -68,11 +69,11 @@ class JointLoss:
         *,
         precision: Precision,
         train: bool,
-        buffer: Callable[[str], torch.Tensor] | None = None,
+        host: HostInputs | None = None,
         activations: Activations | None = None,
     ) -> None:
-        self._buffer, self._activations = buffer, activations
-        self._model, self._loss_fn, self._signature = model, loss_fn, signature
+        self._host, self._activations = host, activations
+        self._model, self._loss_fn, self.signature = model, loss_fn, signature
         self._precision, self._train = precision, train
         self._held = holdings(model)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
@@ -90,7 +91,8 @@ class JointLoss:
         def joint(*inputs: torch.Tensor) -> tuple[Sequence[torch.Tensor], LossShape]:
             given = dict(zip(named, inputs, strict=False))
             batch = inputs[len(named) :]
-            specialise({name: (given[name], self._value(name)) for name in self._held.buffers if name in given})
+            if self._host:
+                specialise(self._host, {name: given[name] for name in self._held.buffers if name in given}, batch)
             note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
                 if self._activations:  # within the layers, which see them
@@ -109,11 +111,7 @@ class JointLoss:
                     regions.check_used()
                 return found
 
-        return joint, [*map(self._spec, named), *self._signature.specs]
-
-    def _value(self, name: str) -> Callable[[], torch.Tensor]:
-        own = self._held.buffers[name]
-        return lambda: own if self._buffer is None else self._buffer(name).to(own.dtype)
+        return joint, [*map(self._spec, named), *self.signature.specs]
 
     def _spec(self, given: GraphInput) -> Spec:
         if isinstance(given, Bundle):
@@ -158,7 +156,7 @@ class JointLoss:
         self, batch: Sequence[torch.Tensor], check: Check
     ) -> tuple[torch.Tensor, list[torch.Tensor], object, list[MetricCall]]:
         with self._precision.active("jax"), (objects := MetricCalls()).noted():
-            out = self._loss_fn(self._model, self._signature.rebuild(batch))
+            out = self._loss_fn(self._model, self.signature.rebuild(batch))
         if check:  # now that the user's code has run
             check()
         if self._activations:

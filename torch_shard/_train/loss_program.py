@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,7 +18,9 @@ import torch
 
 from torch_shard._capture import (
     Guard,
+    HostPart,
     MetricCall,
+    Mismatch,
     ModuleFlags,
     Precision,
     Reads,
@@ -59,7 +61,9 @@ from torch_shard._scan import (
 from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
 from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
+from torch_shard._train.host_values import HostValues, capture_with, refuse_microbatches
 from torch_shard._train.joint import JointLoss, LossShape
+from torch_shard._train.last_used import KEPT
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +93,11 @@ class LossProgram:
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.report = [*report(self.groups, rolled), *report_own(graph for _, graph in self._graphs)]
         self.random = program.random if rolled is None else rolled.random
-        self.closure = program.graph.closure
+        closure = program.graph.closure
+        of_host = {id(tensor): number for number, tensor in enumerate(self.host.given)} if self.host else {}
+        self._order = [of_host.get(id(tensor)) for tensor in closure]
+        self._chosen = [number for number in self._order if number is not None]
+        self.closure = tuple(tensor for tensor in closure if id(tensor) not in of_host)
         self.made_buffers = made_buffers(program.graph.changed)
         """Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it."""
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
@@ -125,25 +133,45 @@ class LossProgram:
         other.report = [*self.report, *report_attention(self._graphs, rows)]
         return other
 
-    def unfit(self, buffer: Callable[[str], torch.Tensor], among: Collection[str]) -> str | None:
-        """Say which buffer has another value than that for which the program was made; None if all have it.
+    @property
+    def host(self) -> HostPart | None:
+        """What is computed on the host before each call, as Python asks for values."""
+        return self.program.graph.host
 
-        Args:
-            buffer: Gives the value of one by name.
-            among: Those to look at, of `asked`.
+    def fit(self, values: HostValues) -> list[torch.Tensor] | Mismatch:
+        """Ask again for the values that the program was made for.
+
+        Returns:
+            Further inputs, stacked if there are microbatches; or what has another value.
+
+        Raises:
+            NotImplementedError: Microbatches need different programs.
         """
-        for asked in self.program.graph.specialised:
-            name = asked.name
-            if name in among and name and not torch.equal(buffer(name).to(asked.value.dtype), asked.value):
-                return f"the buffer {asked.name}, whose value the model asks for, has another value"
-        return None
+        if (host := self.host) is None:
+            return []
+        found: list[list[torch.Tensor]] = []
+        for number in range(values.num):
+            inputs = values.of(number)
+            answer = host.run(host.read(inputs), inputs)
+            if isinstance(answer, Mismatch):
+                if number:
+                    raise refuse_microbatches(answer, number)
+                return answer
+            found.append(answer)
+        chosen = [[part[number] for number in self._chosen] for part in found]
+        return chosen[0] if len(chosen) == 1 else [torch.stack(parts) for parts in zip(*chosen, strict=True)]
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """Buffers for whose values alone the program was made."""
-        return tuple(asked.name for asked in self.program.graph.specialised if asked.name is not None)
+    def num_given(self) -> int:
+        """Number of inputs that are computed on the host from the batch; they follow it."""
+        return len(self._chosen)
 
     @property
+    def asked(self) -> list[str]:
+        """Buffers whose values the program depends on."""
+        return self.host.buffers if self.host else []
+
+    @functools.cached_property
     def kept(self) -> tuple[str, ...]:
         """Those of `asked` that the program leaves as they are."""
         shape, graph = self.program.graph.aux, self.program.graph
@@ -161,8 +189,6 @@ class LossProgram:
         """Say what has changed since the capture, of all that the signature does not tell; None if nothing has."""
         if not flags_hold(self.others):
             return "a module beside the model was switched between train() and eval()"
-        if any(asked.name is None and not asked.holds() for asked in self.program.graph.specialised):
-            return "a tensor whose value the loss asks for was written to"
         if (name := self._attributes.changed()) is not None:
             return f"the attribute {name} has another value"
         name = self._reads.changed()
@@ -207,8 +233,11 @@ class LossProgram:
         batch: Sequence[jax.Array],
         closure: Sequence[jax.Array],
     ) -> LossOutputs:
-        """To be traced by JAX."""
-        inputs = _Inputs(self.inputs, tensors, [*batch, *closure])
+        """To be traced by JAX; the further inputs of `fit` follow the batch."""
+        num_rows = len(batch) - self.num_given
+        given, others = iter(batch[num_rows:]), iter(closure)
+        met = [next(others if number is None else given) for number in self._order]
+        inputs = _Inputs(self.inputs, tensors, [*batch[:num_rows], *met])
         with rows_split(self._rows):
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
@@ -271,10 +300,23 @@ class _Inputs:
         return StackRow(self._stacks[id(stack)], row)
 
 
-_Programs = weakref.WeakValueDictionary[object, LossProgram]
+class _Captures:
+    """The captures of a model, for as long as steps use them: one holds what the loss closes over, as the model may be."""
 
-_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Programs]()
-"""Steps keep what they use: a program holds what the loss closes over, and so may hold the model."""
+    def __init__(self) -> None:
+        self._refs: dict[object, list[weakref.ref[LossProgram]]] = {}
+
+    def of(self, key: object) -> list[LossProgram]:
+        """Those under a key, the newest first."""
+        return [program for ref in self._refs.get(key, ()) if (program := ref()) is not None]
+
+    def keep(self, key: object, programs: Sequence[LossProgram]) -> None:
+        """Put these under a key, and forget what no step uses."""
+        self._refs = {other: refs for other, refs in self._refs.items() if any(ref() is not None for ref in refs)}
+        self._refs[key] = [weakref.ref(program) for program in programs]
+
+
+_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
 
 
 def loss_program(
@@ -285,7 +327,7 @@ def loss_program(
     precision: Precision,
     train: bool,
     layers: LayerOptions,
-    buffer: Callable[[str], torch.Tensor],
+    values: HostValues,
     plan: ResolvedPlan,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
@@ -297,7 +339,7 @@ def loss_program(
         precision: What it computes in.
         train: True for the loss with its gradients, False for the loss in eval mode.
         layers: What to do with repeated layers.
-        buffer: The value of a buffer by name, where Python asks for it.
+        values: What the host has of the batch and of buffers, where Python asks for values.
         plan: How what modules take and return is split.
     """
     held = holdings(model)
@@ -305,32 +347,41 @@ def loss_program(
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
-    programs = _CAPTURED.setdefault(model, _Programs())
-    program = programs.get(key)
-    if program is None or program.outdated() or program.unfit(buffer, program.asked):
+    family = _CAPTURED.setdefault(model, _Captures())
+    programs = [program for program in family.of(key) if not program.outdated()]
+    program = next((program for program in programs if not isinstance(program.fit(values), Mismatch)), None)
+    if program is None:
+        host = values.of()
         activations = Activations(model, plan.activations, plan.mesh)
         joint = JointLoss(
-            model, loss_fn, signature, precision=precision, train=train, buffer=buffer, activations=activations
+            model, loss_fn, signature, precision=precision, train=train, host=host, activations=activations
         )
-        what = f"{caller()}: the loss"
-        reads = Reads(loss_fn)
-        drawn = generator_states(reached_by(model, loss_fn))
-        with contextlib.ExitStack() as stack:
-            clocks = stack.enter_context(clocks_noted())
-            stack.enter_context(_told(what, signature))
-            stack.enter_context(reads.seen())
-            num_batch = len(signature.specs)
-            captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
-        if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-            _refuse_counting(joint, what, f"changes {name} on each call")
-        if clocks:
-            _refuse_counting(joint, what, f"reads {clocks[0]}")
-        after = generator_states(reached_by(model, loss_fn))
-        if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
-            _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-        program = LossProgram(captured, model, guard := reads.guard())
-        _warn_of(guard.too_large, what)
-        programs[key] = program
+        program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, num_batch=len(signature.specs)))
+        programs = [program, *programs[: KEPT - 1]]
+    family.keep(key, programs)
+    return program
+
+
+def _captured(
+    model: torch.nn.Module, loss_fn: LossFn, joint: JointLoss, layers: LayerOptions, *, num_batch: int
+) -> LossProgram:
+    what = f"{caller()}: the loss"
+    reads = Reads(loss_fn)
+    drawn = generator_states(reached_by(model, loss_fn))
+    with contextlib.ExitStack() as stack:
+        clocks = stack.enter_context(clocks_noted())
+        stack.enter_context(_told(what, joint.signature))
+        stack.enter_context(reads.seen())
+        captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
+    if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
+        _refuse_counting(joint, what, f"changes {name} on each call")
+    if clocks:
+        _refuse_counting(joint, what, f"reads {clocks[0]}")
+    after = generator_states(reached_by(model, loss_fn))
+    if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
+        _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
+    program = LossProgram(captured, model, guard := reads.guard())
+    _warn_of(guard.too_large, what)
     return program
 
 

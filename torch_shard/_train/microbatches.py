@@ -108,7 +108,8 @@ class Microbatches:
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
-            split = [self._split(array) if array.ndim else None for array in batch]
+            rows, given = batch[: len(batch) - program.num_given], batch[len(batch) - program.num_given :]
+            split = [*(self._split(array) if array.ndim else None for array in rows), *given]
             trained = tensors.part(tensors.layout.restricted(program.grads))
             carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
 

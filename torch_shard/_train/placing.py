@@ -32,6 +32,8 @@ class Placed:
     signature: BatchSignature
     local: bool = False
     """Whether each process gave the rows of its own devices alone."""
+    leaves: tuple[PyTree, ...] = ()
+    """What the arrays are made of, as it was given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +87,9 @@ class Placer:
         way = self._way_of(given, leaves, signature, only_shapes)
         if only_shapes:
             structs: Any = way.layout.structs(leaves)
-            return Placed(structs, way.signature, given.local)
+            return Placed(structs, way.signature, given.local, tuple(leaves))
         try:
-            return Placed(way.layout.put(leaves), way.signature, given.local)
+            return Placed(way.layout.put(leaves), way.signature, given.local, tuple(leaves))
         except (TypeError, OverflowError, NotImplementedError):
             for leaf, path in zip(leaves, array_paths(given.batch), strict=True):
                 with named(path):

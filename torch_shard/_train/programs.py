@@ -5,6 +5,8 @@
 
 import collections
 import dataclasses
+import logging
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -14,21 +16,30 @@ import jax.export
 import torch
 from jax.sharding import Mesh, NamedSharding
 
+from torch_shard._capture import Mismatch
 from torch_shard._common.caller import caller
-from torch_shard._common.convert import struct_of, to_host
+from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
-from torch_shard._sharding import Stacks
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.fitting import ProgramMemory, TooLarge, compile_or_refuse, memory_of_program
+from torch_shard._train.host_values import HostValues
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
 
+logger = logging.getLogger(__name__)
+
 MANY_SHAPES = 3
 """A short last batch makes two."""
+
+WARNED, REFUSED = 4, 8
+"""Of the programs that were needed anew for one reason, the one that a warning tells of, and the one too many."""
+
+PAID_OFF = 100
+"""Calls of a program after which its compilation does not count."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(")
@@ -85,6 +96,60 @@ def _difference(was: object, now: object) -> str:
     return f"{was} is now {now}"
 
 
+class Causes:
+    """Counts the programs that were needed anew for the same reason, so that nobody pays for many without knowing.
+
+    Args:
+        who: The public function that errors begin with.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who, self._found = who, dict[str, list[str]]()
+
+    def note(self, cause: str | Mismatch, num_calls: int) -> None:
+        """Note why a program is needed anew.
+
+        Args:
+            cause: What has changed.
+            num_calls: How often the program before was run: one that has run often has paid for itself.
+
+        Raises:
+            NotImplementedError: It is the eighth one in a row for this reason.
+        """
+        found = self._found.setdefault(cause if isinstance(cause, str) else cause.place, [])
+        if num_calls > PAID_OFF:
+            found.clear()
+        known = {} if isinstance(cause, str) else {cause.before: None}
+        found += [value for value in known if not found]
+        found.append("" if isinstance(cause, str) else cause.now)
+        number = len(found) - len(known)
+        if number not in (WARNED, REFUSED) and number < REFUSED:
+            return
+        values = f" (so far {', '.join(found)})" if known else ""
+        remedy = _OF_ATTRIBUTES if isinstance(cause, str) else _OF_VALUES
+        if number >= REFUSED:
+            raise NotImplementedError(f"{self._who}: {cause}{values}, which would be program {number + 1}. {remedy}")
+        logger.warning(
+            "%s: %s%s. This is program %d, and each takes time to compile. %s",
+            self._who,
+            cause,
+            values,
+            number + 1,
+            remedy,
+        )
+
+
+_OF_ATTRIBUTES = (
+    "Pass what changes from step to step in the batch, as a tensor, or keep it in a buffer (register_buffer). A tensor "
+    "may also be written in place (x.copy_(new)), which needs no other program."
+)
+_OF_VALUES = (
+    "Work on it as a tensor: torch.where(condition, a, b) instead of `if`, arithmetic instead of .item(). "
+    "Pad what differs in size to one size; or compute the value before the step and pass it as data, in the batch. A "
+    "position that moves on with each step stays a tensor: x.index_copy_(dim, (at + torch.arange(n)) % size, new)."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramLoop:
     """Repeated layers that a program runs as one loop.
@@ -126,7 +191,8 @@ class StepProgram:
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.fused: list[str] = []
         self.chosen: list[str] = []
-        self._seen: dict[str, jax.Array] = {}  # stored arrays with the values for which the program was made
+        self.num_calls = 0
+        self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
         self.agree: Callable[..., None] | None = None
         self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
@@ -191,20 +257,24 @@ class StepProgram:
         compiled = compile_or_refuse(self.lower(state, arrays))
         return compiled if isinstance(compiled, TooLarge) else memory_of_program(compiled, self._platform).peak
 
-    def unfit(self, state: TrainState) -> str | None:
-        """Say which buffer of a state has another value than that for which the program was made.
+    def fit(self, values: HostValues) -> list[jax.Array] | Mismatch:
+        """The inputs that are computed on the host from a batch, or what has another value than the program is for."""
+        found = self._program.fit(values)
+        if isinstance(found, Mismatch):
+            return found
+        if self._given is None or not all(map(operator.is_, found, self._given[0])):
+            self._given = found, [put(tensor, self._sharding) for tensor in found]
+        return self._given[1]
 
-        What the program has handed on itself is not read again, as reading waits for the step before.
-        """
-        unseen = [name for name in self._program.asked if self._is_new(state, name)]
-        reason = self._program.unfit(lambda name: to_host(state.buffers[name]), unseen)
-        if reason is None:
-            self._seen |= {name: _stored(state, name) for name in unseen}
-        return reason
+    @property
+    def reads_batch(self) -> bool:
+        """Whether Python has asked for values of the batch."""
+        return self._program.host is not None and self._program.host.reads_batch
 
-    def _is_new(self, state: TrainState, name: str) -> bool:
-        array = _stored(state, name)
-        return isinstance(array, jax.Array) and not array.is_deleted() and self._seen.get(name) is not array
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Buffers whose values Python has asked for, and that the program leaves as they are."""
+        return self._program.kept if self._program.train else ()
 
     def _closure(self) -> list[jax.Array]:
         """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
@@ -221,12 +291,7 @@ class StepProgram:
         return placed[1]
 
     def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
-        out = self._run(state, arrays)
-        if self._program.asked and self._program.train:
-            self._seen = {name: _stored(out[0], name) for name in self._program.kept}
-        return out
-
-    def _run(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
+        self.num_calls += 1
         closure = self._closure() if self._tensors else []
         if self._cold is None:
             if self._is_shared:
@@ -240,12 +305,6 @@ class StepProgram:
             out = self._jitted(state, arrays, closure)
         self._cold, self._structs = None, structs
         return out
-
-
-def _stored(state: TrainState, name: str) -> Any:
-    """The stored array in which a buffer is."""
-    row = state.buffers.row(name) if isinstance(state.buffers, Stacks) else None
-    return state.buffers[name] if row is None else row[0]
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -73,7 +73,7 @@ class GradientStep(Step):
     @property
     def num_draws(self) -> int | None:
         """How many random operators a run of the loss has; None if torch cannot draw the same."""
-        return next(iter(self._programs.values())).num_draws
+        return self.programs[-1].num_draws
 
     def microbatches(self, placed: Placed) -> list[PyTree]:
         """The batch, or the microbatches of it, with CPU tensors as torch has them."""

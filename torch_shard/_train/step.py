@@ -1,5 +1,6 @@
 """The common part of training and evaluation: batches onto the mesh, one compiled program per signature."""
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -11,10 +12,11 @@ import jax.export
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._capture import Mismatch
 from torch_shard._common.caller import speaks_as
-from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._common.wrappers import check_module
+from torch_shard._device import put
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import (
     LossFn,
@@ -29,6 +31,7 @@ from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
+from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
@@ -37,14 +40,11 @@ from torch_shard._train.options import StepOptions
 from torch_shard._train.pace import Pace
 from torch_shard._train.placing import Placed, Placer
 from torch_shard._train.preview import Preview, preview_of
-from torch_shard._train.programs import ProgramKey, StepProgram
+from torch_shard._train.programs import Causes, ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, as_arrays, with_key
 from torch_shard._train.state_checks import check_state
 
 logger = logging.getLogger(__name__)
-
-MOST_VALUES = 4
-"""Of a buffer that Python asks for, before it counts as one that changes with the steps."""
 
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
@@ -81,12 +81,13 @@ class Step:
         self._modules = list(model.modules())
         self._params = list(self._held.params.values())
         self._trains = list(map(_REQUIRES_GRAD, self._params))
-        self._programs = LastUsed[ProgramKey, StepProgram]()
+        self._programs = LastUsed[ProgramKey, list[StepProgram]]()  # for the values asked for, the last one used last
+        self._causes = Causes(self.caller)
+        self._host_buffers = HostBuffers(self._held.buffers)
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self._pace = Pace(options.mesh)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
-        self._num_unfit = LastUsed[ProgramKey, int]()
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
 
@@ -106,12 +107,12 @@ class Step:
             >>> program.loops, program.memory.arguments > 0
             ((), True)
         """
-        return tuple(self._programs.values())
+        return tuple(program for family in self._programs.values() for program in family)
 
     @property
     def draws_random(self) -> bool:
         """Tell whether a program that was compiled so far draws random numbers."""
-        return any(program.random for program in self._programs.values())
+        return any(program.random for program in self.programs)
 
     def _prepare(
         self,
@@ -130,17 +131,49 @@ class Step:
         placed = batch if isinstance(batch, Placed) else self._put(batch, only_shapes=only_shapes)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
         key = ProgramKey(placed.signature, flags, capture_settings(), max_grad_norm)
-        program = self._programs.use(key)
-        reason = (program.outdated() or self._unfit(key, program, state)) if program else None
-        if program is None or reason:
-            program = self._compile(key, placed.arrays, state)
-            if self._programs:
-                reason = reason or key.difference(list(self._programs)[-1])
-                logger.info("%s compiles again: %s", self.caller, reason)
-            self._programs.keep(key, program)
-            self.num_compiles += 1
-            self._warn_of_shapes(key)
-        return program, placed.arrays
+        values = HostValues(
+            placed.leaves,
+            placed.signature,
+            functools.partial(self._host_buffers.value, state),
+            num=self._microbatches.num,
+            split=self._microbatches.on_host,
+            local=placed.local,
+        )
+        family = self._programs.use(key) or []
+        num_calls = family[-1].num_calls if family else 0
+        found, given, cause = self._fitting(family, values)
+        if found is not None:
+            if found is not family[-1]:
+                family.append(family.pop(family.index(found)))
+            return found, [*placed.arrays, *given]
+        if cause:
+            self._causes.note(cause, num_calls)
+        program, given = self._compile(key, placed.arrays, state, values)
+        if self._programs:
+            reason = cause or key.difference(list(self._programs)[-1])
+            logger.info("%s compiles again: %s", self.caller, reason)
+        self._programs.keep(key, [*family[1 - KEPT :], program])
+        self.num_compiles += 1
+        self._warn_of_shapes(key)
+        return program, [*placed.arrays, *given]
+
+    def _fitting(
+        self, family: list[StepProgram], values: HostValues
+    ) -> tuple[StepProgram | None, list[jax.Array], str | Mismatch | None]:
+        """The program for the values that Python asks for, with its further inputs, or why there is none.
+
+        Programs that are outdated go.
+        """
+        cause: str | Mismatch | None = None
+        for program in reversed(list(family)):
+            if outdated := program.outdated():
+                cause = cause or outdated
+                family.remove(program)
+            elif isinstance(found := program.fit(values), Mismatch):
+                cause = cause or found
+            else:
+                return program, found, None
+        return None, [], cause
 
     def _warn_of_shapes(self, key: ProgramKey) -> None:
         """Say once that leaves of the batch keep changing their shapes."""
@@ -154,23 +187,6 @@ class Step:
             KEPT,
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
-
-    def _unfit(self, key: ProgramKey, program: StepProgram, state: TrainState | None) -> str | None:
-        """Say which buffer, whose value Python asks for, has another one in this state."""
-        reason = program.unfit(state) if state is not None else None
-        count = (self._num_unfit.use(key) or 0) + (reason is not None)
-        self._num_unfit.keep(key, count)
-        if count > MOST_VALUES:
-            raise NotImplementedError(
-                f"{self.caller}: {reason}, for the {MOST_VALUES}th time, and each value needs a program of its own. "
-                "A value that changes with the steps has to be worked on as a tensor: torch.where(condition, a, b) "
-                "instead of `if`, arithmetic on the tensor instead of .item()."
-            )
-        return reason
-
-    def _buffer(self, state: TrainState | None, name: str) -> torch.Tensor:
-        array = None if state is None else state.buffers[name]
-        return to_host(array) if isinstance(array, jax.Array) else self._held.buffers[name]
 
     def _check_requires_grad(self) -> None:
         if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
@@ -192,7 +208,10 @@ class Step:
         Raises:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        return self._put(batch)
+        placed = self._put(batch)
+        if any(program.reads_batch for program in self.programs):  # the user may write to it until the step runs
+            placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
+        return placed
 
     def _put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
         placed = self._placer.put(batch, only_shapes=only_shapes)
@@ -200,7 +219,9 @@ class Step:
             self.first_rows.note(batch, placed.signature)
         return placed
 
-    def _compile(self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None) -> StepProgram:
+    def _compile(
+        self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None, values: HostValues
+    ) -> tuple[StepProgram, list[jax.Array]]:
         if list(holdings(self.model).all) != list(self._held.all):
             raise ValueError(
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
@@ -213,15 +234,18 @@ class Step:
             precision=self.options.precision,
             train=self.train,
             layers=self.layers,
-            buffer=lambda name: self._buffer(state, name),
+            values=values,
             plan=self.plan,
         ).with_rows(self._row_split())
-        if self.options.accumulate_steps > 1 and set(loss.asked) > set(loss.kept):
+        if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - set(loss.kept)):
             raise NotImplementedError(
-                f"{self.caller}: Python in the model asks for the value of {', '.join({*loss.asked} - {*loss.kept})}, "
-                "which forward writes, so that the next of several microbatches may need another program. Use "
-                "accumulate_steps=1."
+                f"{self.caller}: Python in the model asks for the value of {', '.join(changed)}, which forward writes, "
+                "so that the next of several microbatches may need another program. Use accumulate_steps=1."
             )
+        given = loss.fit(values)
+        if isinstance(given, Mismatch):  # a buffer, or the batch, that is being written to
+            raise NotImplementedError(f"{self.caller}: {given}, while it was captured. Ask for what nobody writes to.")
+        placed = [*placed, *(put(tensor, self.replicated) for tensor in given)]
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
             assert state is not None
@@ -232,7 +256,7 @@ class Step:
         program.fused = list(map(str, find_fused(loss, self.plan, self.layout.spec)))
         for finding in program.fused:
             logger.warning("%s: %s", self.caller, finding)
-        return program
+        return program, placed[len(placed) - len(given) :]
 
     def _row_split(self) -> RowSplit:
         """The axes over which rows are split; they are to be kept so where parameters are split over these too."""
@@ -272,7 +296,7 @@ class Step:
 
     def _check_reach(self, loss: LossProgram) -> None:
         """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""
-        for earlier in self._programs.values():
+        for earlier in self.programs:
             differing = set(earlier.without_grad) ^ set(loss.without_grad)
             if differing and self.train:
                 raise NotImplementedError(

@@ -171,6 +171,7 @@ class TrainStep(Step):
         check_apart(self.caller, state)
         program, arrays = self._prepare(batch, state, max_grad_norm)
         state, metrics = program(self._normal(state), arrays)
+        self._host_buffers.note_kept(program.kept, state)
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
@@ -354,7 +355,7 @@ class EvalStep(Step):
             `loss` and the metrics of `loss_fn`.
         """
         check_state(self.caller, state)
-        program, arrays = self._prepare(batch)
+        program, arrays = self._prepare(batch, state)
         metrics = program(self._normal(state), arrays)
         self._pace.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)

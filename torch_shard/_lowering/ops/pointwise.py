@@ -31,6 +31,11 @@ def _total_dtype(x, dtype):
     return jax_dtype(dtype) if dtype is not None else jax_dtype(torch.int64) if is_whole else x.dtype
 
 
+@lowers(aten.mean.default)
+def mean(x, *, dtype=None):
+    return jnp.mean(x if dtype is None else x.astype(jax_dtype(dtype)))
+
+
 @lowers(aten.cumsum.default)
 def cumsum(x, dim, *, dtype=None):
     x = x.astype(_total_dtype(x, dtype))
