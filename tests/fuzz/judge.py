@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import torch
 from torch import nn
 
@@ -52,8 +51,18 @@ def judge(case: Case) -> Verdict:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             ours = "torch_shard" in last.filename and isinstance(error, ValueError | TypeError | NotImplementedError)
+            ours = ours or _is_torchs(case, error)
             message = " ".join(str(error).split())[:300]
             return Verdict("refused" if ours else "foreign", f"{type(error).__name__}: {message}")
+
+
+def _is_torchs(case: Case, error: Exception) -> bool:
+    """Whether eager torch says the same of the program."""
+    try:
+        _loss_of(case, case.make_model(), case.make_batch())
+    except Exception as own:
+        return type(own) is type(error) and str(own).splitlines()[0] in str(error)
+    return False
 
 
 def _compared(case: Case) -> Verdict:
@@ -176,6 +185,3 @@ def _apart(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], case: Ca
     first = {name: size for name, size in distances.items() if name.endswith(" 0")} or distances
     worst = sorted(first.items(), key=lambda item: -item[1])[:4]
     return Verdict("wrong", ", ".join(f"{name}: {size:.0e}" for name, size in worst))
-
-
-__all__ = ["Verdict", "judge", "optax"]

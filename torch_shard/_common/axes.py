@@ -13,7 +13,7 @@ no cost over the axes along which they are all the same.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,9 @@ def still_hold(sizes: Mapping[str, int]) -> bool:
 
 def varying(value: object) -> frozenset[str]:
     """The manual axes over which a value may differ."""
-    kind = jax.typeof(value)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # JAX 0.10.0 and later ones
+    kind: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    found = kind.vma if hasattr(kind, "vma") else getattr(kind.manual_axis_type, "varying", None)  # 0.10.0, later JAX
+    return cast(frozenset[str] | None, found) or frozenset()
 
 
 def vary(value: jax.Array, axes: Iterable[str]) -> jax.Array:

@@ -301,7 +301,7 @@ class _Inputs:
 
 
 class _Captures:
-    """The captures of a model, for as long as steps use them: one holds what the loss closes over, as the model may be."""
+    """The captures of a model, for as long as steps use them: one holds what the loss closes over."""
 
     def __init__(self) -> None:
         self._refs: dict[object, list[weakref.ref[LossProgram]]] = {}

@@ -1,0 +1,63 @@
+"""Random programs against eager torch, and the tools that draw, judge and shrink them."""
+
+import dataclasses
+import os
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.fuzz.judge import Verdict, judge
+from tests.fuzz.minimise import minimise
+from tests.fuzz.programs import Case, draw
+from tests.fuzz.workers import Judges
+
+SEEDS = range(40)
+MORE = range(40, 440)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_is_right_or_refused(seed: int) -> None:
+    verdict = judge(draw(seed))
+    assert verdict.is_fine, verdict
+
+
+@pytest.mark.slow
+def test_more_programs_are_right_or_refused() -> None:
+    with Judges(os.cpu_count() or 1) as judges:
+        found = {seed: verdict for seed, verdict in judges.verdicts(MORE) if not verdict.is_fine}
+    assert not found
+
+
+def test_a_seed_is_one_case() -> None:
+    assert draw(7) == draw(7)
+    assert len({str(draw(seed)) for seed in SEEDS}) == len(SEEDS)
+
+
+def test_a_third_of_the_meshes_has_three_axes() -> None:
+    assert sum(len(draw(seed).mesh) == 3 for seed in range(90)) >= 30
+
+
+def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(0, "vectors", {"b0": ("linear", 1)}, (("batch", 2),))
+    assert judge(case) == Verdict("right")
+    monkeypatch.setattr("tests.fuzz.judge._loss_of", lambda case, model, batch: 1.001 * case.loss(model, batch))
+    assert judge(case).kind == "wrong"
+
+
+def test_what_is_not_ours_is_foreign_and_what_is_ours_refused() -> None:
+    case = Case(0, "vectors", {"b0": ("linear", 1)}, (("batch", 2),))
+    assert judge(dataclasses.replace(case, rules={"nowhere": P("batch")})).kind == "refused"
+    assert judge(dataclasses.replace(case, options={"optimizer": "none such"})).kind == "foreign"
+
+
+def test_a_case_is_made_smaller() -> None:
+    blocks = {"b0": ("linear", 1), "b1": ("scale", 2), "b2": ("layer norm", 3)}
+    rules = {"nowhere": P("batch"), "blocks.b1.weights.0": P("batch")}
+    found = minimise(Case(0, "vectors", blocks, (("batch", 2),), rules=rules, options={"loss": "weighted"}))
+    assert (len(found.blocks), found.options, list(found.rules)) == (1, {}, ["nowhere"])
+
+
+def test_a_process_that_ends_is_a_crash() -> None:
+    with Judges(1) as judges:
+        assert dict(judges.verdicts(["no case"])) == {"no case": Verdict("crash", "the process ended with 1")}
+        assert dict(judges.verdicts([0]))[0].is_fine  # in a new one

@@ -1,0 +1,237 @@
+"""Layouts in which XLA's partitioner errs, found by `tests/fuzz` and made small: a step is right in all of them."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+
+EXACT = 1e-9  # of the largest entry: float64 sums of some hundred terms in another order
+
+
+class Found(NamedTuple):
+    """A layout that was silently wrong, or ended in an error that was not ours."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    mesh: dict[str, int]
+    rules: dict[str, P]
+    options: Mapping[str, Any] = MappingProxyType({})
+    plan: Mapping[str, Any] = MappingProxyType({})
+
+
+class Grouped(nn.Module):
+    """A matrix that is read in groups, as heads of attention are, and layers of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(8, 4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("bgi,goi->bgo", x, self.mix.view(4, 2, 4)).flatten(1)
+        for layer in self.layers:
+            x = x + torch.einsum("bgi,goi->bgo", x.view(-1, 4, 2), layer.weight.view(4, 2, 4, 2)[:, :, 0]).flatten(1)
+        return x
+
+
+class Twice(nn.Module):
+    """A stack of layers with fused projections that is called twice in one loss, as of a shared encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"qkv": nn.Linear(8, 24), "out": nn.Linear(8, 8)}) for _ in range(4))
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = layer["qkv"](x).chunk(3, -1)
+            x = x + layer["out"](torch.tanh(q * k) + v)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.once(x) * self.once(x.roll(1, -1))
+
+
+def two(size: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+
+
+def fused() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+EBM, BM = {"extra": 2, "batch": 2, "model": 2}, {"batch": 2, "model": 4}
+PIECES = ts.Pieces(2, dim=0)
+
+FOUND = [
+    Found(
+        "a tuple in a gradient", two, (8, 16), EBM, {"0.weight": P("model"), "2.weight": P(("extra", "model"), "batch")}
+    ),
+    Found(
+        "a batch axis that moved",
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)),
+        (4, 8, 6, 8),
+        BM,
+        {"0.bias": P("batch")},
+        plan={"activations": {"0": P(None, "model", "batch")}},
+    ),
+    Found(
+        "a kernel that is split",
+        lambda: nn.Sequential(nn.Conv1d(4, 16, 3), nn.Conv1d(16, 16, 2, stride=2)),
+        (8, 4, 13),
+        {"batch": 2, "model": 2, "extra": 2},
+        {"1.weight": P("model", "extra", "batch")},
+    ),
+    Found(
+        "a kernel that is split over two axes",
+        lambda: nn.Conv1d(4, 16, 4, stride=2),
+        (8, 4, 14),
+        {"batch": 2, "model": 2, "extra": 2},
+        {"weight": P("batch", None, ("extra", "model"))},
+    ),
+    Found(
+        "circular padding along two split dims",
+        lambda: nn.Sequential(nn.Identity(), nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular")),
+        (3, 8, 8, 4),
+        {"model": 4, "batch": 2},
+        {},
+        options={"batch_spec": P()},
+        plan={"activations": {"0": P(None, None, "batch", "model"), "1": P(None, None, "batch", "model")}},
+    ),
+    Found(
+        "a transposed kernel that ended the process",
+        lambda: nn.ConvTranspose3d(4, 8, (3, 4, 2)),
+        (8, 4, 2, 3, 4),
+        {"batch": 2, "extra": 2, "model": 2},
+        {"weight": P("extra", "batch", None, "model")},
+    ),
+    Found(
+        "groups whose channels are split",
+        lambda: nn.Conv2d(16, 16, 3, groups=8),
+        (8, 16, 5, 5),
+        BM,
+        {"weight": P(("model", "batch"))},
+    ),
+    Found(
+        "space that is split",
+        lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        (8, 8, 8, 4),
+        EBM,
+        {"weight": P("model", "batch")},
+        options={"batch_spec": P("batch", None, "extra")},
+    ),
+    Found(
+        "what is computed of an entry over two axes",
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 16), dim=1),
+        (8, 4, 8),
+        {"model": 2, "batch": 2, "extra": 2},
+        {"parametrizations.weight.original1": P("batch", ("extra", "model"))},
+    ),
+    *(
+        Found(
+            f"read in groups, {spec}",
+            Grouped,
+            (16, 4, 4),
+            {"batch": 4, "model": 2},
+            {"**": spec},
+            {"accumulate_steps": n},
+        )
+        for spec, n in itertools.product([P(("model", "batch")), P(("batch", "model"))], [1, 2])
+    ),
+    Found("pieces of both", fused, (8, 8), {"batch": 2}, {}, plan={"stored": {"0.*": PIECES}}),
+    Found("pieces of the weight alone", fused, (8, 8), {"batch": 2}, {}, plan={"stored": {"0.weight": PIECES}}),
+    Found(
+        "pieces of a second matrix",
+        fused,
+        (8, 8),
+        {"batch": 2},
+        {},
+        {"accumulate_steps": 2},
+        {"stored": {"2.weight": PIECES}},
+    ),
+    Found(
+        "pieces of layers called twice",
+        Twice,
+        (8, 8),
+        {"batch": 2},
+        {},
+        {},
+        {"stored": {"**.qkv.*": ts.Pieces(3, dim=0)}},
+    ),
+    Found(
+        "pieces of layers, in microbatches",
+        Twice,
+        (8, 8),
+        {"batch": 2, "model": 2},
+        {"**.qkv.weight": P("model")},
+        {"accumulate_steps": 2},
+        {"stored": {"**.qkv.weight": ts.Pieces(3, dim=0)}},
+    ),
+]
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found.name)
+def test_a_step_has_torchs_gradients(found: Found) -> None:
+    torch.manual_seed(0)
+    model, x = found.model().double(), torch.randn(found.shape, dtype=torch.float64)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with jax.enable_x64(True):
+        plan = ts.ShardingPlan(found.rules, default=P(), **found.plan)
+        step = ts.make_train_step(
+            model, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(**found.mesh), plan=plan, **found.options
+        )
+        state, metrics = step(step.init(), x)
+        loss = loss_fn(model, x)
+        loss.backward()
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=EXACT)
+        for name, parameter in model.named_parameters():
+            wanted = (parameter.detach() - (0 if parameter.grad is None else parameter.grad)).numpy()
+            np.testing.assert_allclose(state.params[name], wanted, rtol=EXACT, atol=EXACT, err_msg=name)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_convolutions_by_shard_map(kind: Any, groups: int) -> None:
+    torch.manual_seed(0)
+    conv, x = kind(8, 8, 3, stride=2, groups=groups), torch.randn(8, 8, 9)
+    mapped = ts.jax_shard_map(
+        lambda x: conv(x).tanh(), mesh=ts.make_mesh(batch=4), in_specs=P("batch"), out_specs=P("batch")
+    )
+    np.testing.assert_allclose(np.asarray(mapped(x).detach()), conv(x).tanh().detach(), rtol=1e-5, atol=1e-6)  # float32
+
+
+@pytest.mark.parametrize("axis_names", [(), "batch"], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_of_convolutions_by_shard_map(groups: int, axis_names: Any) -> None:
+    torch.manual_seed(0)
+    conv, x = nn.Conv1d(8, 8, 3, groups=groups), torch.randn(8, 8, 9)
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(conv, {"weight": weight}, (x,)).tanh().square().sum()
+
+    def local(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return ts.collectives.psum(torch.func.grad(loss)(weight, x), "batch")
+
+    mapped = ts.jax_shard_map(
+        local,
+        mesh=ts.make_mesh(batch=4, model=2),
+        in_specs=(P(), P("batch")),
+        out_specs=P(),
+        axis_names=axis_names,
+    )
+    weight = conv.weight.detach()
+    wanted = torch.func.grad(loss)(weight, x).detach()
+    np.testing.assert_allclose(np.asarray(mapped(weight, x).detach()), wanted, rtol=1e-4, atol=1e-5)  # float32
