@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -11,8 +12,8 @@ from tests.fuzz.minimise import minimise
 from tests.fuzz.programs import Case, draw
 from tests.fuzz.workers import Judges
 
-SEEDS = range(40)
-MORE = range(40, 440)
+SEEDS = [seed for seed in range(46) if seed not in (16, 17, 18, 22, 25, 36)]  # which take three seconds and more
+MORE = range(46, 446)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -57,7 +58,15 @@ def test_a_case_is_made_smaller() -> None:
     assert (len(found.blocks), found.options, list(found.rules)) == (1, {}, ["nowhere"])
 
 
+class Ending(Case):
+    """A case that ends its process, as a failed check within XLA does."""
+
+    def make_model(self) -> Any:
+        os._exit(3)
+
+
 def test_a_process_that_ends_is_a_crash() -> None:
+    ending = Ending(0, "vectors", {}, (("batch", 2),))
     with Judges(1) as judges:
-        assert dict(judges.verdicts(["no case"])) == {"no case": Verdict("crash", "the process ended with 1")}
-        assert dict(judges.verdicts([0]))[0].is_fine  # in a new one
+        assert [verdict for _, verdict in judges.verdicts([ending])] == [Verdict("crash", "the process ended with 3")]
+        assert all(verdict.is_fine for _, verdict in judges.verdicts([0]))  # in a new one
