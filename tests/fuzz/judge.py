@@ -159,7 +159,7 @@ def _eager(case: Case, noise: float = 0.0) -> dict[str, np.ndarray]:
 
 
 def _with_gradients_in_order(module: nn.Module, args: object, out: torch.Tensor) -> None:
-    """The backward pass of norms errs in torch 2.13, on the CPU, where gradients have their elements in other orders."""
+    """The backward pass of norms errs in torch 2.13, on the CPU, where gradients are not contiguous."""
     if out.requires_grad:
         out.register_hook(lambda grad: grad.contiguous())
 

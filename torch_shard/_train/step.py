@@ -23,6 +23,7 @@ from torch_shard._sharding import (
     ResolvedPlan,
     axes_of,
     check_current_mesh,
+    describe_spec,
     holdings,
     in_form_of,
     shared_memory,
@@ -316,12 +317,15 @@ class Step:
 
         On TPU and GPU, that is attention that has no kernel of the device too, with what it takes instead, and why.
 
-        With a number of bytes as `remat`, also what that chose.
+        With a number of bytes as `remat`, also what that chose. On a mesh of three axes, also which entries are
+        gathered where they are used, of those that the plan splits over several axes in one dim.
         """
         if not self._programs:
             return "Nothing was compiled yet."
         layers = [line for program in self.programs for line in program.report] or [self._why_none()]
         more = [line for program in self.programs for line in (*program.chosen, *program.fused)]
+        stored = ((name, describe_spec(self.plan[name].spec), spec) for name, spec in self.layers.uses)
+        more += [f"{name}: stored as {own}, gathered to {describe_spec(used)} in use." for name, own, used in stored]
         return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
