@@ -10,8 +10,7 @@ from tests.tables.host_data import ROWS, X, batch_of, make_step
 from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
 from torch_shard._train.facts import FirstRows
 from torch_shard._train.last_used import KEPT
-from torch_shard._train.programs import ProgramKey
-from torch_shard._train.same_batches import _describe, compare_given
+from torch_shard._train.same_batches import compare_given
 
 MESH = ts.make_mesh(batch=4, model=2)
 
@@ -40,14 +39,17 @@ def test_layouts_of_own_rows_place_what_those_of_whole_batches_do():
         np.testing.assert_array_equal(array, leaf)
 
 
+def _parts(leaves):
+    return {path: dataclasses.astuple(_describe(leaf)) for path, leaf in leaves.items()}
+
+
 def test_what_processes_give_is_compared(monkeypatch):
     """All that is at fault is listed; keys of dicts may come in any order."""
     rows = HostRows(2, {0: (0,), 1: (0,), 2: (1,)}, 0, "(batch=2)")
 
     def given(*others):
         def exchange(make, subject):
-            mine, *found = make(), *({path: _describe(leaf) for path, leaf in other.items()} for other in others)
-            return [mine, *found]
+            return [make(), *map(_parts, others)]
 
         monkeypatch.setattr("torch_shard._train.same_batches.exchange", exchange)
         return {"batch['a']": np.zeros((2, 3)), "batch['b']": np.zeros(2), "batch['n']": 1}
@@ -76,7 +78,5 @@ def test_what_is_known_of_signatures_does_not_grow_without_bound(monkeypatch):
         batch = {"x": torch.zeros(8, length), "rows": torch.arange(8)}
         placed = step.put(batch)
         rows.note(batch, placed.signature)
-        key = ProgramKey(placed.signature, (), (), None)
-        step._unfit(key, None, None)
-    assert len(step._placer._ways) == len(rows._found) == len(step._num_unfit) == KEPT
+    assert len(step._placer._ways) == len(rows._found) == KEPT
     assert set(rows.of(placed.signature)) == {"the content of batch['rows']", "the content of batch['x']"}

@@ -147,18 +147,24 @@ def random_(
 
 
 @instead_of(torch.tensor)
-def tensor(data: Any, **options: Any) -> torch.Tensor:
+def tensor(
+    data: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+) -> torch.Tensor:
     """`torch.tensor`, which reads the numbers of tensors in a list: these are put together by an operator."""
     leaves = torch_pytree.tree_leaves(data) if isinstance(data, (list, tuple)) else []
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not tensors or any(tensor.ndim for tensor in tensors):
-        return torch.tensor(data, **options)
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, pin_memory=pin_memory)
     dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else torch.tensor(leaf).dtype for leaf in leaves]
     found = functools.reduce(torch.promote_types, dtypes)
-    needs_grad = options.pop("requires_grad", False)
     with torch.no_grad():
-        made = _stacked(data, options.pop("dtype", None) or found)
-    return made.requires_grad_(needs_grad)
+        made = _stacked(data, dtype or found)
+    return made.requires_grad_(requires_grad)
 
 
 def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
