@@ -1,5 +1,7 @@
 """Batches onto the mesh. (Of several processes: tests/system/test_hosts_data.py.)"""
 
+import dataclasses
+
 import jax
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from tests.tables.host_data import ROWS, X, batch_of, make_step
 from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
 from torch_shard._train.facts import FirstRows
 from torch_shard._train.last_used import KEPT
-from torch_shard._train.same_batches import compare_given
+from torch_shard._train.same_batches import _describe, compare_given
 
 MESH = ts.make_mesh(batch=4, model=2)
 

@@ -165,12 +165,10 @@ def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm
         return optax.apply_updates(params, updates)
 
     wanted = cast(dict[str, jax.Array], jax.jit(update)(out["grads"], as_dicts(state.opt_state), params))
-    unreached = set(step.programs[-1].without_grad)
-    return [
-        _update(name, (params[name], wanted[name], new.params[name]), array_of(out["grads"][name]))
-        for name in params
-        if name not in unreached
-    ]
+    grads = {n: np.abs(array_of(out["grads"][n])) for n in params if n not in step.programs[-1].without_grad}
+    eps = max(float(jnp.finfo(value.dtype).eps) for value in params.values())
+    least = 8 * eps * max((grad.max(initial=0) for grad in grads.values()), default=0.0)
+    return [_update(n, (params[n], wanted[n], new.params[n]), grad, least) for n, grad in grads.items()]
 
 
 def _precision() -> contextlib.AbstractContextManager[object]:
@@ -178,11 +176,12 @@ def _precision() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if jax.default_backend() == "cpu" else jax.default_matmul_precision("highest")
 
 
-def _update(name: str, values: tuple[jax.Array, jax.Array, jax.Array], grad: np.ndarray) -> Difference:
+def _update(name: str, values: tuple[jax.Array, jax.Array, jax.Array], grad: np.ndarray, least: float) -> Difference:
+    """How far an update is from that of optax, where its gradient is not only rounding: `least`, or less."""
     before, wanted, found = (array_of(value).astype(np.float64) for value in values)
     steps = np.abs(wanted - before)
     rounding = 4 * float(jnp.finfo(values[0].dtype).eps) * np.abs(before).max(initial=0)
-    apart = np.maximum(np.abs(wanted - found) - rounding, 0)[np.abs(grad) > _ROUNDED * np.abs(grad).max(initial=0)]
+    apart = np.maximum(np.abs(wanted - found) - rounding, 0)[grad > max(least, _ROUNDED * grad.max(initial=0))]
     largest = steps.max(initial=0)
     mesh = float(apart.max(initial=0) / largest) if largest else float(apart.max(initial=0))
     return Difference("update", name, float(largest), None, mesh)
