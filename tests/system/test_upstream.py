@@ -95,3 +95,32 @@ def test_the_partitioner_sums_a_grouped_convolutions_gradient_twice() -> None:
 
     split = [jax.device_put(a, jax.sharding.NamedSharding(mesh, spec)) for a, spec in ((w, P()), (x, P("batch")))]
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*split), jax.grad(loss)(w, x))
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): shards of a gradient are permuted")
+def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
+    mesh = ts.make_mesh(extra=2, batch=2, model=2)
+    rng = np.random.default_rng(0)
+    x, *weights = (rng.standard_normal(shape, "float32") for shape in [(8, 16), (16, 16), (16, 16)])
+    specs = (P("model"), P(("extra", "model"), "batch"), P("batch"))
+    placed = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+
+    def grad(first: jax.Array, second: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: ((jnp.tanh(x @ first.T) @ w.T) ** 2).sum())(second)
+
+    found = jax.jit(grad, in_shardings=placed, out_shardings=placed[1])(*weights, x)
+    np.testing.assert_allclose(found, grad(*weights, x), rtol=1e-3, atol=1e-3)  # float32; it is off by its own size
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): a kernel's own dims must not be split")
+def test_a_kernel_may_be_split_along_its_own_dim() -> None:
+    mesh = ts.make_mesh(batch=2, model=2, extra=2)
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((16, 16, 4), "float32"), rng.standard_normal((4, 16, 12), "float32")
+    placed = [jax.sharding.NamedSharding(mesh, spec) for spec in (P("batch", None, ("extra", "model")), P("batch"))]
+
+    def grad(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: (jax.lax.conv_general_dilated(x, w, (2,), [(0, 0)]) ** 2).sum())(w)
+
+    found = jax.jit(grad, in_shardings=placed, out_shardings=placed[0])(w, x)
+    np.testing.assert_allclose(found, grad(w, x), rtol=1e-3, atol=1e-2)  # float32; it is off by its own size
