@@ -6,7 +6,7 @@
 from collections.abc import Collection, Iterable
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._sharding.mesh import axes_of
 from torch_shard._sharding.stacked import Stacks
@@ -16,8 +16,9 @@ def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[
     """Gradients, or what they are added to, laid out like this; of a dim that is split over several axes, in two steps.
 
     At once, XLA's partitioner permutes the shards of some (jaxlib 0.10.2; tests/system/test_upstream.py). The axis that
-    comes first is one of features, along which the gradient lies as it is computed. Vectors, which are sums of
-    activations, are split over the axes of the batch last of all, or the features of these would be split over them.
+    comes first is one of features, along which the gradient lies as it is computed. On meshes of three axes, vectors,
+    which are sums of activations, are split over the axes of the batch last of all, or the features of these would be,
+    too. (Elsewhere not: TPU's compiler would sum all gradients whole, and not scatter them.)
 
     Args:
         stacks: Of a program that is traced.
@@ -26,7 +27,7 @@ def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[
     """
 
     def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
-        is_vector = array.ndim - (len(group) > 1) == 1
+        is_vector = _is_deep(sharding.mesh) and array.ndim - (len(group) > 1) == 1
         first = PartitionSpec(*(_first(axes_of((part,)), rows, is_vector) for part in sharding.spec))
         if first != sharding.spec:
             array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
@@ -51,7 +52,12 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
         sharding: Where it is stored.
         rows: The axes of the batch.
     """
-    mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
-    if sum(size > 1 for size in mesh.shape.values()) < 3 or all(len(part) < 2 for part in parts):
+    parts = [axes_of((part,)) for part in sharding.spec]
+    if not _is_deep(sharding.mesh) or all(len(part) < 2 for part in parts):
         return None
     return PartitionSpec(*(_first(part, rows, is_vector=len(part) > 1) for part in parts))
+
+
+def _is_deep(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has three axes or more, where XLA's partitioner errs in more layouts."""
+    return sum(size > 1 for size in mesh.shape.values()) >= 3
