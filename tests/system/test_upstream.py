@@ -14,6 +14,8 @@ import torch_shard as ts
 from tests.tables.cases import chosen
 from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
 
+KNOWN = jax.__version__.startswith("0.10.")  # of later ones it was not measured
+
 
 @pytest.fixture
 def operands() -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +99,7 @@ def test_the_partitioner_sums_a_grouped_convolutions_gradient_twice() -> None:
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*split), jax.grad(loss)(w, x))
 
 
-@pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): shards of a gradient are permuted")
+@pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): shards of a gradient are permuted")
 def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
     mesh = ts.make_mesh(extra=2, batch=2, model=2)
     rng = np.random.default_rng(0)
@@ -112,7 +114,7 @@ def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
     np.testing.assert_allclose(found, grad(*weights, x), rtol=1e-3, atol=1e-3)  # float32; it is off by its own size
 
 
-@pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): a kernel's own dims must not be split")
+@pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): a kernel's own dims must not be split")
 def test_a_kernel_may_be_split_along_its_own_dim() -> None:
     mesh = ts.make_mesh(batch=2, model=2, extra=2)
     rng = np.random.default_rng(0)
