@@ -90,27 +90,38 @@ def rows_split(split: RowSplit | None) -> Iterator[None]:
 
 
 def on_rows(
-    fn: Callable[..., tuple[Results, Results]], by_rows: Sequence[jax.Array], whole: Sequence[jax.Array]
+    fn: Callable[..., tuple[Results, Results]],
+    by_rows: Sequence[PyTree],
+    whole: Sequence[PyTree],
+    *,
+    dims: Sequence[int] = (),
+    out_dims: Sequence[int] = (),
 ) -> tuple[Results, Results]:
     """Run a function on each device for its rows, without the partitioner; as it is where no rows are known.
 
     Args:
         fn: `(*by_rows, *whole) -> (results with rows, results that are sums over rows)`.
-        by_rows: Arrays with the rows along dim 0.
-        whole: Arrays that each device needs whole.
+        by_rows: Arguments whose arrays have rows.
+        whole: Those whose arrays each device needs whole.
+        dims: The dim of the rows in each argument that has some; 0 by default.
+        out_dims: The dim of the rows in each result that has some; 0 by default.
     """
     split = current_rows()
     if split is None or split.mesh.size == 1 or manual_axes():
         return fn(*by_rows, *whole)
-    axes = split.dividing(len(by_rows[0]))
+    dims = dims or [0] * len(by_rows)
+    axes = split.dividing(by_rows[0].shape[dims[0]])
 
-    def local(*arrays: jax.Array) -> tuple[Results, Results]:
-        own, sums = fn(*arrays)
+    def local(*args: PyTree) -> tuple[Results, Results]:
+        own, sums = fn(*args)
         return own, jax.lax.psum(sums, axes) if axes else sums
 
-    rows = PartitionSpec(axes)
-    specs = (*(rows for _ in by_rows), *(PartitionSpec() for _ in whole))
-    mapped = jax.shard_map(local, mesh=split.mesh, in_specs=specs, out_specs=(rows, PartitionSpec()), check_vma=False)
+    def along(dim: int) -> PartitionSpec:
+        return PartitionSpec(*[None] * dim, axes)
+
+    in_specs = (*map(along, dims), *(PartitionSpec() for _ in whole))
+    out_specs = (tuple(map(along, out_dims)) if out_dims else along(0), PartitionSpec())
+    mapped = jax.shard_map(local, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(*by_rows, *whole)
 
 

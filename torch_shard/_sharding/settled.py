@@ -28,12 +28,27 @@ def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[
 
     def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
         is_vector = _is_deep(sharding.mesh) and array.ndim - (len(group) > 1) == 1
-        first = PartitionSpec(*(_first(axes_of((part,)), rows, is_vector) for part in sharding.spec))
-        if first != sharding.spec:
-            array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
-        return jax.lax.with_sharding_constraint(array, sharding)
+        return constrain_in_steps(array, sharding, rows, is_vector=is_vector)
 
     return Stacks(stacks.layout, map(settled, stacks.layout.groups, stacks.arrays, shardings))
+
+
+def constrain_in_steps(
+    array: jax.Array, sharding: NamedSharding, rows: Collection[str], *, is_vector: bool = False
+) -> jax.Array:
+    """An array of a program, split over one axis of each dim first, and then over all.
+
+    Args:
+        array: As it was computed.
+        sharding: Where it is to lie; `PartitionSpec.UNCONSTRAINED` leaves a dim to the compiler.
+        rows: The axes of the batch.
+        is_vector: Dims that are split over axes of the batch alone are whole at first.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    parts = (part if part is free else _first(axes_of((part,)), rows, is_vector) for part in sharding.spec)
+    if (first := PartitionSpec(*parts)) != sharding.spec:
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def _first(axes: list[str], rows: Collection[str], is_vector: bool) -> str | None:

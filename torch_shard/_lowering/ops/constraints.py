@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
-from torch_shard._sharding import axes_of
+from torch_shard._sharding import axes_of, constrain_in_steps
 
 _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
@@ -67,7 +67,7 @@ def constrained_array(x: jax.Array | InPieces, spec: str) -> jax.Array | InPiece
     if rows is None:
         return x
     if not isinstance(x, InPieces):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(rows.mesh, parts))
+        return constrain_in_steps(x, NamedSharding(rows.mesh, parts), rows.axes)
     if (apart := _of_pieces(x, parts, rows.mesh)) is None:
         return constrained_array(x.whole(), spec)
     return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, apart)), x.dim)

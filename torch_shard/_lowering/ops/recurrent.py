@@ -20,6 +20,7 @@ from torch_shard._common.overrides import instead_of, is_plain
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops.packed import Lengths
 from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import on_rows
 
 NUM_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -229,7 +230,19 @@ def _gru(given, own):
 
 @lowers(torch.ops.torch_shard.recurrence.default)
 def recurrence(kind, gates, state, weights, reverse, mask):
-    """States after each step: `[h_TBP]`, for an LSTM `[h_TBP, c_TBH]`."""
+    """States after each step: `[h_TBP]`, for an LSTM `[h_TBP, c_TBH]`.
+
+    Each device runs its rows with whole weights: nothing goes over the wire from step to step.
+    """
+
+    def run(gates, mask, state, weights):
+        return _states(kind, gates, state, weights, reverse, mask), ()
+
+    outputs, _ = on_rows(run, [gates, mask, state], [weights], dims=[1, 1, 0], out_dims=[1] * len(state))
+    return list(outputs)
+
+
+def _states(kind, gates, state, weights, reverse, mask):
     w_hh, bias, projection = split_weights(kind, state, weights)
 
     def step(state, given):
@@ -250,7 +263,7 @@ def recurrence(kind, gates, state, weights, reverse, mask):
         return (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
 
     start = vary_like(tuple(state), gates, list(weights))
-    return list(jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1])
+    return jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1]
 
 
 def _held(there, new, old):
@@ -261,6 +274,17 @@ def _held(there, new, old):
 @lowers(torch.ops.torch_shard.recurrence_backward.default)
 def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, grads):
     """Gradients of `(gates, *state, *weights)`."""
+
+    def run(gates, mask, outputs, grads, state, weights):
+        found = _gradients(kind, gates, state, weights, reverse, mask, outputs, grads)
+        return found[: 1 + len(state)], found[1 + len(state) :]
+
+    by_rows, out_dims = [gates, mask, outputs, grads, state], [1, *(0 for _ in state)]
+    own, sums = on_rows(run, by_rows, [weights], dims=[1, 1, 1, 1, 0], out_dims=out_dims)
+    return [*own, *sums]
+
+
+def _gradients(kind, gates, state, weights, reverse, mask, outputs, grads):
     w_hh, bias, projection = split_weights(kind, state, weights)
     before = [_shifted(s, steps, reverse) for s, steps in zip(state, outputs, strict=True)]
     own = _own(before[0], w_hh, bias)
@@ -285,7 +309,7 @@ def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, gra
     if projection is not None:
         grad_h, h = for_projection[0], factors[-1]
         grad_weights.append(jnp.einsum("tbp,tbh->ph", grad_h, h))
-    return [grad_given, *grad_state, *grad_weights]
+    return grad_given, *grad_state, *grad_weights
 
 
 def _shifted(first, steps, reverse):
