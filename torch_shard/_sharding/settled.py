@@ -61,16 +61,18 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     """How an entry is split where a program uses it, if that is less than where it is stored.
 
     On a mesh of three axes or more, what is computed of an entry that has several in one dim would take that layout
-    over, and XLA's partitioner errs there: it is gathered over all of these but one of features.
+    over, and XLA's partitioner errs there: it is gathered over all of these but one of features. Where rows lie over
+    several axes, one that an entry has too would move from the rows to other dims: it is gathered over all of them.
 
     Args:
         sharding: Where it is stored.
         rows: The axes of the batch.
     """
-    parts = [axes_of((part,)) for part in sharding.spec]
-    if not _is_deep(sharding.mesh) or all(len(part) < 2 for part in parts):
+    mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
+    apart = set(rows) if sum(mesh.shape[axis] > 1 for axis in rows) > 1 else set[str]()
+    if not _is_deep(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
         return None
-    return PartitionSpec(*(_first(part, rows, is_vector=len(part) > 1) for part in parts))
+    return PartitionSpec(*(_first(part, rows, is_vector=len(part) > 1 or bool(apart)) for part in parts))
 
 
 def _is_deep(mesh: Mesh | AbstractMesh) -> bool:

@@ -318,7 +318,8 @@ class Step:
         On TPU and GPU, that is attention that has no kernel of the device too, with what it takes instead, and why.
 
         With a number of bytes as `remat`, also what that chose. On a mesh of three axes, also which entries are
-        gathered where they are used, of those that the plan splits over several axes in one dim.
+        gathered where they are used: those that the plan splits over several axes in one dim, or over one of the
+        several axes of the batch.
         """
         if not self._programs:
             return "Nothing was compiled yet."
