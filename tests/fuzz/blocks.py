@@ -192,7 +192,7 @@ def _experts(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             flat = x.reshape(-1, size)
             weights, chosen = self.gate(flat).softmax(-1).topk(top, -1)
-            dense = torch.zeros(flat.shape[0], num, dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
+            dense = x.new_zeros(flat.shape[0], num).scatter(1, chosen, weights.to(x.dtype))
             hidden = torch.einsum("nc,ech->neh", flat, self.up).relu()
             return torch.einsum("neh,ehc,ne->nc", hidden, self.down, dense).view_as(x)
 
