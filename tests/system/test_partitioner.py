@@ -62,6 +62,41 @@ class Twice(nn.Module):
         return self.once(x) * self.once(x.roll(1, -1))
 
 
+class Experts(nn.Module):
+    """Every expert for every token, weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, 8, 8) / 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("btc,ech->bteh", x, self.up).relu()
+        return x + torch.einsum("bteh,ehc,bte->btc", hidden, self.down, self.gate(x).softmax(-1))
+
+
+class Recurrent(nn.Module):
+    """The outputs of an RNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.RNN(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)[0]
+
+
+class Lookup(nn.Module):
+    """Rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x.abs().mul(8).long() % 16)
+
+
 def two(size: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
 
@@ -136,6 +171,31 @@ FOUND = [
         (8, 4, 8),
         {"model": 2, "batch": 2, "extra": 2},
         {"parametrizations.weight.original1": P("batch", ("extra", "model"))},
+    ),
+    Found(
+        "experts over one of the two axes of the batch",
+        lambda: nn.Sequential(Experts(), Experts()),
+        (16, 8, 8),
+        {"model": 2, "batch": 2, "extra": 2},
+        {"0.up": P("batch"), "0.down": P("extra"), "1.up": P(None, "extra"), "1.down": P("batch")},
+        options={"batch_spec": P(("model", "batch")), "accumulate_steps": 2},
+    ),
+    Found(
+        "a recurrent net over one of the two axes of the batch",
+        Recurrent,
+        (8, 4, 8),
+        EBM,
+        {"net.weight_hh_l0": P("model", "batch")},
+        options={"batch_spec": P(("extra", "batch"))},
+    ),
+    Found(
+        "an activation that moves to two axes at once",
+        lambda: nn.Sequential(Lookup(), nn.Linear(8, 8)),
+        (16, 8),
+        {"batch": 2, "extra": 2, "model": 2},
+        {},
+        options={"accumulate_steps": 2},
+        plan={"activations": {"0": P(("extra", "model"), None, "batch")}},
     ),
     *(
         Found(
