@@ -363,8 +363,14 @@ def _recurrent(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
 
 
 # Functions
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the spectrum, smooth where it is zero; torch has no transform of bfloat16."""
+    spectrum = torch.fft.rfft(x.float() if x.dtype == torch.bfloat16 else x, norm="ortho")
+    return torch.view_as_real(spectrum).square().sum(-1).add(1e-3).log().to(x.dtype)
+
+
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "fft": lambda x: torch.fft.rfft(x, dim=-1, norm="ortho").abs().add(1e-3).log() + x.mean(-1, keepdim=True),
+    "fft": _power,
     "sort": lambda x: x.sort(-1).values,
     "sort rows": lambda x: x.softmax(-1).sort(1).values if x.ndim > 2 else x.sort(-1, descending=True).values,
     "top": lambda x: x.topk(4, -1).values,

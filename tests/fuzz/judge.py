@@ -59,14 +59,14 @@ def judge(case: Case) -> Verdict:
 def _is_torchs(case: Case, error: Exception) -> bool:
     """Whether eager torch says the same of the program; in mixed precision, where its own words differ, at all."""
     dtype, model, batch = case.option("compute_dtype"), case.make_model(), case.make_batch()
-    if dtype is not None and case.option("cast") == "parameters":
+    if dtype is not None and case.option("mixed_precision") == "params":
         for parameter in model.parameters():
             parameter.data = parameter.to(dtype)
         for module in model.modules():  # torch's own layers take what comes in their dtype
             if type(module).__module__.startswith("torch.nn"):
                 module.register_forward_pre_hook(lambda _, args: _cast(args, dtype))
     try:
-        with torch.autocast("cpu", dtype, enabled=dtype is not None and case.option("cast") != "parameters"):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None and case.option("mixed_precision") != "params"):
             _loss_of(case, model, batch)
     except Exception as own:
         return type(own) is type(error) and (dtype is not None or str(own).splitlines()[0] in str(error))
@@ -105,7 +105,9 @@ def _rounded(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], case: C
     verdict = _apart(found, alone, case)
     if verdict.kind == "right":
         return verdict
-    exact = {name: value for name, value in case.options.items() if name not in ("dtype", "compute_dtype", "cast")}
+    exact = {
+        name: value for name, value in case.options.items() if name not in ("dtype", "compute_dtype", "mixed_precision")
+    }
     wanted = _eager(dataclasses.replace(case, options=exact))
     ours, rounding = _distances(found, wanted), _distances(alone, wanted)
     return Verdict("right") if all(size <= 2 * rounding[name] + ROUGH / 10 for name, size in ours.items()) else verdict
@@ -136,7 +138,7 @@ def _proved(case: Case, step: ts.TrainStep) -> Verdict:
 def _run(case: Case, step: ts.TrainStep) -> dict[str, np.ndarray]:
     """Losses, metrics, parameters and buffers of some steps, and of an evaluation."""
     state, found = step.init(seed=0), {}
-    guard = {"max_grad_norm": case.option("guard")} if case.option("guard") else {}
+    guard = {"skip_grad_norm": case.option("guard")} if case.option("guard") else {}
     for number in range(NUM_STEPS):
         state, metrics = step(state, case.make_batch(number), **guard)
         found[f"loss {number}"] = np.asarray(metrics["loss"])

@@ -38,7 +38,7 @@ from torch_shard._sharding.mesh import (
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
-from torch_shard._sharding.settled import constrain_in_steps, settle, spec_in_use
+from torch_shard._sharding.in_steps import constrain_in_steps, settle, spec_in_use
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
