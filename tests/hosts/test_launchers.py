@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.tables.launchers import OPEN_MPI, PLAIN, REFUSED, ROWS, SKYPILOT, TASK, TORCHRUN, TORCHRUN_HOSTS
-from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 from torch_shard._hosts.devices import share_devices
+from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 
 
 def look(env):

@@ -14,8 +14,8 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 from torch_shard._hosts.devices import share_devices
+from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 from torch_shard._hosts.launchers import HOW, Found, read_launchers
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._capture import is_fake
-from torch_shard._common.caller import public, error_prefix
+from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree

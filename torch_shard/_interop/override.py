@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
-from torch_shard._common.caller import caller, public, error_prefix
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind

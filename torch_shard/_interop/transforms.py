@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._common.caller import caller, public, error_prefix
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import as_positions, check_kind, check_options, check_positions

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
-from torch_shard._common.caller import caller, public, error_prefix
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import as_positions, check_count, check_kind, check_options, is_integer

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._common.caller import public, error_prefix
+from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree

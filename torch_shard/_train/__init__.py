@@ -2,8 +2,8 @@
 
 from torch_shard._train.batch import flatten_batch
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
-from torch_shard._train.host_values import HostValues, capture_with
 from torch_shard._train.eager_reference import eager_copy, eager_gradients, eager_loss, in_float64
+from torch_shard._train.host_values import HostValues, capture_with
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.make import make_eval_step, make_train_step
@@ -25,8 +25,8 @@ __all__ = [
     "HostValues",
     "JointLoss",
     "LossShape",
-    "ShardedBatch",
     "Preview",
+    "ShardedBatch",
     "Step",
     "TrainState",
     "TrainStep",
@@ -35,8 +35,8 @@ __all__ = [
     "as_arrays",
     "capture_with",
     "check_loss_fn",
-    "check_skip_grad_norm",
     "check_optimizer",
+    "check_skip_grad_norm",
     "difference_of",
     "eager_copy",
     "eager_gradients",

@@ -47,8 +47,8 @@ class StepOptions:
         self._check_layers()
         if self.mixed_precision not in get_args(MixedPrecision):
             raise ValueError(
-                f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}. (Until version '
-                '0.1 these were cast="products" and cast="parameters".)'
+                f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}. '
+                'The values of its former name cast, "products" and "parameters", are these.'
             )
         check_count("accumulate_steps", self.accumulate_steps)
         check_kind("split_activations", self.split_activations, bool)

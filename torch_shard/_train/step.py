@@ -33,13 +33,13 @@ from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
+from torch_shard._train.in_flight import InFlightLimit
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
-from torch_shard._train.in_flight import InFlightLimit
-from torch_shard._train.placing import ShardedBatch, Placer
+from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, as_arrays, with_key
