@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch_shard._capture import Captured, bits_of, is_literal
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
+from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES
 from torch_shard._lowering.rows import ROWS, USED_AS
 
@@ -116,9 +117,8 @@ def outline_of(
 
 
 def _read(rule: _Rule, node: Node) -> Number | None:
-    if not isinstance(node.meta.get("val"), torch.Tensor) or any(
-        PIECES in n.meta for n in (node, *node.all_input_nodes)
-    ):
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    if not is_tensor or own_of(node) is not None or any(PIECES in n.meta for n in (node, *node.all_input_nodes)):
         return None
     number = rule.read(node)
     return None if number is None or (number.kind == "int" and not -_INT32 <= number.value < _INT32) else number

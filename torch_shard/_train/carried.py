@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_shard._capture import Captured, Guard, HostInputs, HostPart, MetricCall, Mismatch, bits_of, made_buffers
+from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, bits_of, made_buffers
 from torch_shard._common.caller import caller
 from torch_shard._lowering import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._scan import Call
@@ -149,18 +149,13 @@ def outline_of_loss(program: "LossProgram") -> GraphOutline:
     about = (
         *(tuple(part) for part in (shape.inputs, shape.grads, shape.buffers, shape.without_grad)),
         shape.metrics,
-        tuple(map(_metric_call, shape.calls)),
+        tuple(call.key for call in shape.calls),
         tuple((id(ref()), flag) for ref, flag in program.others),
         tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
         tuple(map(id, graph.graded)),
         tuple(_call(call, regions, order) for call in calls.values()),
     )
     return dataclasses.replace(outline, skeleton=(outline.skeleton, about))
-
-
-def _metric_call(call: MetricCall) -> Hashable:
-    leaves = tuple(leaf if isinstance(leaf, (int, float, str, type)) else id(leaf) for leaf in call._leaves)
-    return id(call.metric), call.dtypes, leaves, str(call._tree)
 
 
 def _call(call: Call, regions: dict[int, int], order: Mapping[int, int]) -> Hashable:

@@ -146,7 +146,8 @@ _OF_ATTRIBUTES = (
 _OF_VALUES = (
     "Work on it as a tensor: torch.where(condition, a, b) instead of `if`, arithmetic instead of .item(). "
     "Pad what differs in size to one size; or compute the value before the step and pass it as data, in the batch. A "
-    "position that moves on with each step stays a tensor: x.index_copy_(dim, (at + torch.arange(n)) % size, new)."
+    "number needs no other program where it only says at which index a slice of fixed length begins, or is added, "
+    "multiplied or compared."
 )
 
 
