@@ -254,7 +254,7 @@ def _scalar(key: Key, of: int | None, node: Node) -> Number | None:
     dtype = dtype_of(tensor)
     if dtype.is_floating_point or type(value) is float:
         return None if dtype.is_complex or (key == "alpha" and not dtype.is_floating_point) else Number("float", value)  # pyright: ignore
-    return Number("int", value) if dtype in (torch.int64, torch.int32) and key != "alpha" else None  # pyright: ignore
+    return Number("int", value) if dtype in (torch.int64, torch.int32, torch.bool) and key != "alpha" else None  # pyright: ignore
 
 
 def _put(key: Key, node: Node, value: Node) -> None:
@@ -268,18 +268,18 @@ def _scalar_rule(key: Key, of: int | None = 0) -> _Rule:
     return _Rule(key, (), functools.partial(_scalar, key, of), functools.partial(_put, key))
 
 
-_ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
-_WHOLE = (aten.remainder, aten.fmod, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+_EITHER = (_scalar_rule(0, of=1), _scalar_rule(1))  # n - x arrives as sub(n, x)
+_ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div, aten.remainder, aten.fmod)
+_WITH_SCALAR = (*_ARITHMETIC, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 
 _RULES: dict[object, tuple[_Rule, ...]] = {
     aten.slice.Tensor: (_Rule(2, (2, 3), lambda node: _start(node, 1), _slice_from),),
     aten.slice_scatter.default: (_Rule(3, (3, 4), lambda node: _start(node, 2), _write_from),),
     aten.select.int: (_Rule(2, (2,), _index, _select_at),),
     aten.arange.start_step: (_Rule(0, (0, 1), _first_of_range, _range_from),),
-    **{op: (_scalar_rule(1),) for packet in _ARITHMETIC for op in (packet.Tensor, packet.Scalar)},
-    **{packet.Scalar: (_scalar_rule(1),) for packet in _WHOLE},
-    aten.add.Tensor: (_scalar_rule(1), _scalar_rule("alpha")),
-    aten.sub.Tensor: (_scalar_rule(1), _scalar_rule("alpha")),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), (*_EITHER, _scalar_rule("alpha"))),
+    **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode), _EITHER),
+    **{packet.Scalar: (_scalar_rule(1),) for packet in _WITH_SCALAR},
     aten.full.default: (_scalar_rule(1, None),),
     aten.full_like.default: (_scalar_rule(1, None),),
     aten.fill.Scalar: (_scalar_rule(1, None),),
