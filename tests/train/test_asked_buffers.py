@@ -137,9 +137,34 @@ def test_a_value_that_changes_with_each_step_is_refused() -> None:
         step(state, X)
 
 
-def test_microbatches_that_may_need_several_programs_are_refused() -> None:
+def test_microbatches_that_need_several_programs_are_refused() -> None:
     step = step_of(Starts(), accumulate_steps=2)
-    with pytest.raises(NotImplementedError, match=r"make_train_step: .*started.* accumulate_steps=1"):
+    wanted = (
+        r"make_train_step: .*if not self\.started:\nHere Python asks for a value of the buffer started: it was False "
+        r"and is True in microbatch 1 of the same batch.* Use accumulate_steps=1"
+    )
+    with pytest.raises(NotImplementedError, match=wanted):
+        step(step.init(seed=0), X)
+
+
+class OfModel(Base):
+    """A number that the next call asks for, and that depends on what the model computes."""
+
+    def __init__(self) -> None:
+        super().__init__(used=torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) * int(self.used)
+        self.used.copy_((y > 0).sum())
+        return y
+
+
+def test_microbatches_that_may_need_several_programs_are_refused() -> None:
+    step = step_of(OfModel(), accumulate_steps=2)
+    wanted = (
+        r"make_train_step: Python in the model asks for the value of used, which forward writes, .*accumulate_steps=1"
+    )
+    with pytest.raises(NotImplementedError, match=wanted):
         step(step.init(seed=0), X)
 
 

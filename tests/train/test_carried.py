@@ -280,6 +280,33 @@ def test_a_number_of_the_batch_differs_by_microbatch() -> None:
     assert step.num_compiles <= 2
 
 
+def test_a_position_goes_on_from_microbatch_to_microbatch() -> None:
+    model, wanted = Ring(40), Ring(40)
+    step = step_of(model, mesh=ts.make_mesh(batch=1, model=2, devices=jax.devices()[:2]), accumulate_steps=2)
+    state = step.init(seed=0)
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
+    for x in batches(7):
+        optimizer.zero_grad()
+        for half in x.split(ROWS // 2):
+            (loss_of(wanted, half) / 2).backward()
+        optimizer.step()
+        state, _ = step(state, x)
+    assert_alike(step.export(state), wanted)
+    assert step.num_compiles == 1
+    step.prove(state, x).raise_if_different()
+
+
+def test_microbatches_that_differ_in_more_than_numbers_are_refused() -> None:
+    step = step_of(Ring(6), mesh=ts.make_mesh(batch=1, devices=jax.devices()[:1]), accumulate_steps=2)
+    wanted = (
+        r"make_train_step: .*at, new = int\(self\.at\), keys\.detach\(\)\.T\nHere Python asks for a value of the "
+        r"buffer at: it was 0 and is 4 in microbatch 1 of the same batch, and one program runs all of them\. "
+        r"Use accumulate_steps=1"
+    )
+    with pytest.raises(NotImplementedError, match=wanted):
+        step(step.init(seed=0), batches(1)[0])
+
+
 def test_what_is_read_for_one_value_alone_is_seen_to_change() -> None:
     class Settings:
         late = 2.0

@@ -15,6 +15,7 @@ from torch_shard._capture.constants import bits_of
 from torch_shard._capture.data_dependence import (
     DEVICE_OF,
     drawing_along,
+    follow,
     num_draws,
     skip_draws,
     specialise,
@@ -99,6 +100,7 @@ __all__ = [
     "equate",
     "flags_hold",
     "float16_refused",
+    "follow",
     "generator_states",
     "has_derivative",
     "hold",

@@ -49,6 +49,7 @@ class HostInputs:
         missing: Why there is no batch, if so.
         sizes: Whether sizes that depend on the batch are asked for; otherwise tensors are selected by a mask.
         missed: Set by a capture that could have asked for a size.
+        goes_on: Whether another call follows with the buffers that this one leaves, before these can be read.
     """
 
     batch: Callable[[int], torch.Tensor]
@@ -57,6 +58,7 @@ class HostInputs:
     missing: str | None = None
     sizes: bool = False
     missed: bool = False
+    goes_on: bool = False
 
     def read(self, source: Source) -> torch.Tensor:
         """The value of a source now."""
@@ -156,6 +158,8 @@ class HostPart:
         self._literals: dict[Node, torch.Tensor] = {}
         self._results: dict[Node, tuple[int, int]] = {}
         self.sources: dict[Node, Source] = {}
+        self.later: dict[str, torch.Tensor] = {}
+        """Values of buffers that its answers depend on after the call, where these are known on the host."""
         self.is_known = True
         """Whether all that it needs is there on the host."""
         copies: dict[Node, Node] = {}

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,13 @@ logger = logging.getLogger(__name__)
 
 MOST, MANY = 4096, 16
 """Answers that a program keeps, and so many that a warning tells of them."""
+
+
+class Given(NamedTuple):
+    """The further inputs of a program for one call, and what that makes of buffers, where the host knows it."""
+
+    inputs: list[torch.Tensor]
+    later: Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,12 +54,12 @@ class Answer:
     literals: Mapping[int, torch.Tensor]
     reads: Guard | None
 
-    def run(self, inputs: HostInputs) -> list[torch.Tensor] | Mismatch:
-        """The further inputs, or what has another value now."""
+    def run(self, inputs: HostInputs) -> Given | Mismatch:
+        """What the program is given, or what has another value now."""
         found = self.host.run(self.host.read(inputs), inputs)
         if isinstance(found, Mismatch):
             return found
-        return [found[given] if isinstance(given, int) else given for given in self.given]
+        return Given([found[n] if isinstance(n, int) else n for n in self.given], self.host.later)
 
 
 class Answers:
@@ -107,10 +114,10 @@ class Answers:
         self._found.setdefault(host.first, []).append(Answer(host, given, own, held, reads))
         self.num += 1
 
-    def run(self, inputs: HostInputs) -> list[torch.Tensor] | Mismatch:
-        """The further inputs of the program; or what has another value than it serves."""
+    def run(self, inputs: HostInputs) -> Given | Mismatch:
+        """What the program is given; or what has another value than it serves."""
         if not self.num:
-            return []
+            return Given([], {})
         first = next(iter(self))
         likely = [first] if self.num == 1 else self._found.get(first.host.first_now(inputs), [])
         for answer in list(likely):

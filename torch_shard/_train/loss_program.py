@@ -168,7 +168,8 @@ class LossProgram:
             answer = self.answers.run(values.of(number))
             if isinstance(answer, Mismatch):
                 return dataclasses.replace(answer, microbatch=number)
-            found.append(answer)
+            values.note_later(number, answer.later)
+            found.append(answer.inputs)
         return found[0] if len(found) == 1 else [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     @property
@@ -365,7 +366,7 @@ def loss_program(
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
+    key = (*key, values.num > 1, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
     programs = [program for program in family.of(key) if not program.outdated()]
     host = values.of(microbatch)

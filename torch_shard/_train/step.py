@@ -248,7 +248,8 @@ class Step:
             plan=self.plan,
             microbatch=microbatch,
         ).with_rows(self._row_split())
-        if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - set(loss.kept)):
+        later = loss.host.later if loss.host else {}
+        if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
             raise NotImplementedError(
                 f"{self.caller}: Python in the model asks for the value of {', '.join(changed)}, which forward writes, "
                 "so that the next of several microbatches may need another program. Use accumulate_steps=1."
