@@ -33,7 +33,7 @@ from torch_shard._capture import (
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
-from torch_shard._common.pieces import InPieces, whole
+from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import (
@@ -47,25 +47,23 @@ from torch_shard._lowering import (
     rows_split,
 )
 from torch_shard._scan import (
-    Bundle,
-    GraphInput,
     LayerOptions,
     RolledLoss,
     Siblings,
-    StackRow,
     StackRows,
     array_of,
     capture_layers,
     names_of,
     report,
 )
-from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
+from torch_shard._sharding import LossFn, ResolvedPlan, holdings
 from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.carried import Answers, outline_of_loss
 from torch_shard._train.host_values import HostValues, capture_with
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.last_used import KEPT
+from torch_shard._train.loss_inputs import LossInputs
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +253,7 @@ class LossProgram:
         num_rows = len(batch) - self.num_given
         given, others = iter(batch[num_rows:]), iter(closure)
         met = [next(given if is_given else others) for is_given in self.answers.are_given]
-        inputs = _Inputs(self.inputs, tensors, [*batch[:num_rows], *met])
+        inputs = LossInputs(self.inputs, tensors, [*batch[:num_rows], *met])
         with rows_split(self._rows):
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
@@ -281,41 +279,6 @@ class LossProgram:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
-
-
-class _Inputs:
-    """The inputs of a loss program by number: named tensors and bundles of them, then the batch and the closure."""
-
-    def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
-        self._named, self._tensors, self._others = named, tensors, others
-        self._stacks: dict[int, InPieces | jax.Array] = {}
-
-    def _name(self, at: tuple[int, ...]) -> str | None:
-        number, *member = at
-        given = self._named[number] if number < len(self._named) else None
-        return given.names[member[0]] if isinstance(given, Bundle) else given
-
-    def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
-        name = self._name(at)
-        if name is None:
-            return self._others[at[0] - len(self._named)]
-        return self._tensors.apart(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
-
-    def all(self) -> list[jax.Array]:
-        return [self[number,] for number in range(len(self._named) + len(self._others))]
-
-    def row(self, at: tuple[int, ...]) -> StackRow | None:
-        """The stack of which an input is a row, if it is one."""
-        name = self._name(at)
-        if name is None or not isinstance(self._tensors, Stacks):
-            return None
-        found = self._tensors.row(name)
-        if found is None or (form := self._tensors.layout.forms.get(name)) is None:
-            return None if found is None else StackRow(*found)
-        stack, row = found
-        if id(stack) not in self._stacks:
-            self._stacks[id(stack)] = form.apart(stack, is_stack=True)
-        return StackRow(self._stacks[id(stack)], row)
 
 
 class _Captures:
