@@ -174,18 +174,18 @@ def carry(module: GraphModule, kinds: Mapping[Kind, list[Place]]) -> GraphModule
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(module.graph, copies))
     nodes = [copies.get(node) for node in module.graph.nodes]
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for kind, places in kinds.items():
-        with graph.inserting_after(inputs[-1]):
-            vector = graph.placeholder(f"{kind}s")
-        vector.meta["val"] = _like((len(places),), _dtype(kind))
-        inputs.append(vector)
-        for number, (position, key) in enumerate(places):
-            node = nodes[position]
-            assert node is not None
-            value = new_before(node, aten.select.int, (vector, 0, number), _like((), _dtype(kind)))
-            value.meta = {"val": value.meta["val"]}
-            next(rule for rule in _RULES[node.target] if rule.key == key).write(node, value)
+    start = next(node for node in graph.nodes if node.op != "placeholder")  # repeated layers stay alike from here on
+    with graph.inserting_before(start):
+        inputs = {kind: graph.placeholder(f"{kind}s") for kind in kinds}
+        for kind, vector in inputs.items():
+            places = kinds[kind]
+            vector.meta["val"] = _like((len(places),), _dtype(kind))
+            for number, (position, key) in enumerate(places):
+                value = graph.call_function(aten.select.int, (vector, 0, number))
+                value.meta["val"] = _like((), _dtype(kind))
+                node = nodes[position]
+                assert node is not None
+                next(rule for rule in _RULES[node.target] if rule.key == key).write(node, value)
     return GraphModule(module, graph)
 
 
