@@ -176,9 +176,8 @@ def carry(module: GraphModule, kinds: Mapping[Kind, list[Place]]) -> GraphModule
     nodes = [copies.get(node) for node in module.graph.nodes]
     start = next(node for node in graph.nodes if node.op != "placeholder")  # repeated layers stay alike from here on
     with graph.inserting_before(start):
-        inputs = {kind: graph.placeholder(f"{kind}s") for kind in kinds}
-        for kind, vector in inputs.items():
-            places = kinds[kind]
+        inputs = [graph.placeholder(f"{kind}s") for kind in kinds]
+        for vector, (kind, places) in zip(inputs, kinds.items(), strict=True):
             vector.meta["val"] = _like((len(places),), _dtype(kind))
             for number, (position, key) in enumerate(places):
                 value = graph.call_function(aten.select.int, (vector, 0, number))
