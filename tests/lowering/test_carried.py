@@ -91,6 +91,13 @@ def test_other_differences_are_other_programs(name: str) -> None:
     assert first.differences(second) is None
 
 
+def test_zeros_of_both_signs_differ() -> None:
+    first, second = (outline_of(program_of(lambda x, n: x / (0.0 * (n or -1)), n).graph, {}) for n in (0, 1))
+    found = first.differences(second)
+    assert found is not None
+    assert len(found[0]) == 1
+
+
 def test_what_is_closed_over_is_no_number() -> None:
     closed = [torch.tensor(2.0), torch.tensor(3.0)]
     first, second = (outline_of(program_of(lambda x, n, c=c: x * c, 0).graph, {}) for c in closed)

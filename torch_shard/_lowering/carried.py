@@ -64,7 +64,9 @@ class GraphOutline:
         """The numbers and the literals that differ in another graph; None if anything else does."""
         if self.skeleton != other.skeleton:
             return None
-        numbers = {place for place, number in self.numbers.items() if other.numbers[place] != number}
+        numbers = {
+            place for place, number in self.numbers.items() if repr(other.numbers[place]) != repr(number)
+        }  # -0.0
         literals = {at for at, tensor in self.literals.items() if bits_of(other.literals[at]) != bits_of(tensor)}
         return numbers, literals
 

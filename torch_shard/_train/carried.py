@@ -172,7 +172,7 @@ def _call(call: Call, regions: dict[int, int], order: Mapping[int, int]) -> Hash
     if is_first:
         outline = outline_of(region.graph, {}, order)
         about = (
-            *(outline.skeleton, tuple(outline.numbers.items()), tuple(map(bits_of, outline.literals.values()))),
+            *(outline.skeleton, repr(outline.numbers), tuple(map(bits_of, outline.literals.values()))),
             *(region.group.path, region.number, tuple(region.inputs), tuple(map(bits_of, region.constants))),
             *(region.num_results, tuple(region.gradients), tuple(region.rules.items()), region.num_draws),
             *(tuple(region.differentiable), region.used, region.remat),
