@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from torch_shard._capture import Mismatch
+from torch_shard._train.carried import program_for
 
 ROWS, WIDTH = 8, 4
 
@@ -349,3 +351,20 @@ def test_many_values_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "int(model.at)" in told
     assert "it was 0 and is 15. This is value 16: the loss is captured again for each" in told
     assert step.num_compiles == 2
+
+
+def test_what_is_written_to_while_it_is_captured_is_refused() -> None:
+    class Outdated:
+        """A program whose values are other ones whenever it is asked."""
+
+        def fit(self, values: object) -> Mismatch:
+            return Mismatch("line 1", "a value of x", "1", "2")
+
+        def carrying(self, other: object) -> "Outdated":
+            return Outdated()
+
+    program: Any = Outdated()
+    with pytest.raises(
+        NotImplementedError, match="it was 1 and is 2, while it was captured. Ask for what nobody writes"
+    ):
+        program_for([program], cast(Any, None), lambda number: program)
