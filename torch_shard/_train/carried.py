@@ -114,6 +114,12 @@ class Answers:
         self._found.setdefault(host.first, []).append(Answer(host, given, own, held, reads))
         self.num += 1
 
+    def take(self, others: "Answers", outline: GraphOutline, reads: Guard | None) -> None:
+        """Serve those of another capture too, of this outline: there may be several, as other steps have it too."""
+        known = {id(answer.host) for answer in self}
+        for answer in [answer for answer in others if id(answer.host) not in known]:
+            self.add(answer.host, outline.numbers, outline.literals, answer.reads or reads)
+
     def run(self, inputs: HostInputs) -> Given | Mismatch:
         """What the program is given; or what has another value than it serves."""
         if not self.num:

@@ -122,7 +122,7 @@ class LossProgram:
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""
-        if self.host is None or other.host is None or (found := self._outline.differences(other._outline)) is None:
+        if not self.answers.num or (found := self._outline.differences(other._outline)) is None:
             return None
         answers, program = self.answers.wider(self._outline, found), self
         if answers is not self.answers:
@@ -130,7 +130,7 @@ class LossProgram:
             program.answers, program.program = answers, self._plain.carrying(answers.kinds)
             program.rolled = None if self.rolled is None else self.rolled.of(program.program)
         reads = None if self._reads.same(other._reads) else other._reads
-        answers.add(other.host, other._outline.numbers, other._outline.literals, reads)
+        answers.take(other.answers, other._outline, reads)
         return program
 
     def replaces(self, other: "LossProgram") -> bool:
