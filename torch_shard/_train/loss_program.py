@@ -122,7 +122,8 @@ class LossProgram:
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""
-        if not self.answers.num or (found := self._outline.differences(other._outline)) is None:
+        is_asked = self.answers.num and other.answers.num
+        if not is_asked or (found := self._outline.differences(other._outline)) is None:
             return None
         answers, program = self.answers.wider(self._outline, found), self
         if answers is not self.answers:
