@@ -11,9 +11,11 @@ from torch_shard._capture.autocast import (
 )
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
 from torch_shard._capture.clock import clocks_noted, generator_states
+from torch_shard._capture.constants import bits_of
 from torch_shard._capture.data_dependence import (
     DEVICE_OF,
     drawing_along,
+    follow,
     num_draws,
     skip_draws,
     specialise,
@@ -86,6 +88,7 @@ __all__ = [
     "as_captured",
     "autocast_only",
     "binding",
+    "bits_of",
     "bound_tensors",
     "capture",
     "casting",
@@ -97,6 +100,7 @@ __all__ = [
     "equate",
     "flags_hold",
     "float16_refused",
+    "follow",
     "generator_states",
     "has_derivative",
     "hold",

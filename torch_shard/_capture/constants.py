@@ -90,3 +90,10 @@ def _storages(value: PyTree) -> set[int]:
 def traced_storages(node: Node) -> set[int]:
     """The storages of the fakes that a node stands for: what is written to one of them changes it."""
     return _storages(node.meta.get("val"))
+
+
+def bits_of(value: torch.Tensor) -> str:
+    """Dtype, shape and a digest of the values of a tensor: equal for equal ones."""
+    values = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    digest = hash(values.view(torch.uint8).numpy().tobytes())
+    return f"{value.dtype} {tuple(value.shape)} {digest:x}"

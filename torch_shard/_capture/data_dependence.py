@@ -62,6 +62,7 @@ class DataDependence(TorchDispatchMode):
         self._inputs: HostInputs | None = None
         self._sources: dict[Node, Source] = {}
         self._questions: list[Question] = []
+        self._later: dict[str, torch.Tensor] = {}
         self._top: torch.nn.Module | None = None
         self._constants: Constants | None = None
         self._mode = None
@@ -180,7 +181,24 @@ class DataDependence(TorchDispatchMode):
         """The part of the trace that answers what Python has asked for, if it has."""
         if not self._questions:
             return None
-        return self._part(self._questions)
+        part = self._part(self._questions)
+        part.later = self._later
+        return part
+
+    def follow(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Compute on the host what becomes of the buffers that answers depend on, if another call follows this one.
+
+        Args:
+            buffers: As the callable leaves them, by name.
+        """
+        inputs, tried = self._inputs, set[str]()
+        while inputs is not None and inputs.goes_on and self._questions:
+            names = [name for name in self._part(self._questions).buffers if name not in tried]
+            if not names:
+                return
+            tried.update(names)
+            answers = {name: self.ask(_copies, ([buffers[name]],), {}, batch=not inputs.missing) for name in names}
+            self._later |= {name: answer[0] for name, answer in answers.items() if answer is not None}
 
     def _part(self, questions: Sequence[Question]) -> HostPart:
         graph, root = questions[0].after.graph, self._root()
@@ -298,6 +316,11 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def specialise(inputs: HostInputs, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
     """Let Python ask for values in the capture under way; see `DataDependence.specialise`."""
     _CURRENT.stack[-1].specialise(inputs, buffers, batch)
+
+
+def follow(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Compute on the host what becomes of buffers in the capture under way; see `DataDependence.follow`."""
+    _CURRENT.stack[-1].follow(buffers)
 
 
 class _Current(threading.local):

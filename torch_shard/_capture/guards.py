@@ -63,6 +63,10 @@ class Guard:
             self._walk = now  # other objects, with the same values
         return name
 
+    def same(self, other: "Guard") -> bool:
+        """Tell whether another one is of the same values."""
+        return self._walk.values == other._walk.values
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """The numbers and strings: a program keeps them until they change."""

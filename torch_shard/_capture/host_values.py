@@ -7,7 +7,7 @@ needed. Tensors of indices, of which only the lengths count, are inputs of the p
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture.constants import is_opaque, traced_storages, writes
+from torch_shard._capture.constants import bits_of, is_opaque, traced_storages, writes
 from torch_shard._common.fx import fill_in, is_random
 from torch_shard._common.types import PyTree
 
@@ -49,6 +49,7 @@ class HostInputs:
         missing: Why there is no batch, if so.
         sizes: Whether sizes that depend on the batch are asked for; otherwise tensors are selected by a mask.
         missed: Set by a capture that could have asked for a size.
+        goes_on: Whether another call follows with the buffers that this one leaves, before these can be read.
     """
 
     batch: Callable[[int], torch.Tensor]
@@ -57,6 +58,7 @@ class HostInputs:
     missing: str | None = None
     sizes: bool = False
     missed: bool = False
+    goes_on: bool = False
 
     def read(self, source: Source) -> torch.Tensor:
         """The value of a source now."""
@@ -96,6 +98,14 @@ class Question:
         """What it is asked of."""
         return [leaf for leaf in torch_pytree.tree_leaves(self.call[1:]) if isinstance(leaf, Node)]
 
+    def key(self, answer: PyTree) -> Hashable:
+        """The same for all answers that a program for one of them serves."""
+        leaves = torch_pytree.tree_leaves(answer)
+        if self.given is not None:
+            return tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        with _in_eager_torch():
+            return tuple(bits_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+
     def fits(self, answer: PyTree) -> bool:
         """Tell whether a program for its answer serves another answer."""
         old, new = torch_pytree.tree_leaves(self.answer), torch_pytree.tree_leaves(answer)
@@ -112,12 +122,14 @@ class Mismatch:
         asked: What Python asked for there.
         before: The answer that the program is for.
         now: The one that came out.
+        microbatch: The number of the microbatch for which it came out.
     """
 
     place: str
     asked: str
     before: str
     now: str
+    microbatch: int = 0
 
     def __str__(self) -> str:
         return f"{self.place}\nHere Python asks for {self.asked}: it was {self.before} and is {self.now}"
@@ -146,6 +158,8 @@ class HostPart:
         self._literals: dict[Node, torch.Tensor] = {}
         self._results: dict[Node, tuple[int, int]] = {}
         self.sources: dict[Node, Source] = {}
+        self.later: dict[str, torch.Tensor] = {}
+        """Values of buffers that its answers depend on after the call, where these are known on the host."""
         self.is_known = True
         """Whether all that it needs is there on the host."""
         copies: dict[Node, Node] = {}
@@ -213,6 +227,16 @@ class HostPart:
         """The answer to its only question."""
         with _in_eager_torch():
             return next(answer for _, answer in self._answers(self.read(inputs)))
+
+    @property
+    def first(self) -> Hashable:
+        """The answer to the first question at the capture, as a key."""
+        return self._questions[0].key(self._questions[0].answer)
+
+    def first_now(self, inputs: HostInputs) -> Hashable:
+        """The same now: it depends on no other answer."""
+        question, answer = next(self._answers(self.read(inputs)))
+        return question.key(answer)
 
     def run(self, values: Mapping[Node, torch.Tensor], inputs: HostInputs) -> list[torch.Tensor] | Mismatch:
         """Ask again.

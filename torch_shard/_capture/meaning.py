@@ -6,7 +6,7 @@ from collections.abc import Hashable
 import torch
 from torch.fx import Node
 
-from torch_shard._capture.constants import Constants
+from torch_shard._capture.constants import Constants, bits_of
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.trace import Captured
 from torch_shard._common.fx import args_of, fill_in, is_random
@@ -15,7 +15,7 @@ from torch_shard._common.fx import args_of, fill_in, is_random
 def same_closure(first: Captured, second: Captured) -> bool:
     """Tell whether two captures with the same graph close over the same tensors; literals are compared by value."""
     pairs = zip(first.closure, second.closure, strict=True)
-    return all(a is b or (is_literal(a) and is_literal(b) and _bits(a) == _bits(b)) for a, b in pairs)
+    return all(a is b or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b)) for a, b in pairs)
 
 
 def meaning(captured: Captured) -> tuple[Hashable, ...]:
@@ -33,7 +33,7 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
     def name(node: Node) -> str:
         if node not in names:
             value = constants.value(node)
-            names[node] = _bits(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
+            names[node] = bits_of(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
         return names[node]
 
     found: list[Hashable] = []
@@ -57,9 +57,3 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _bits(value: torch.Tensor) -> str:
-    values = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    digest = hash(values.view(torch.uint8).numpy().tobytes())
-    return f"{value.dtype} {tuple(value.shape)} {digest:x}"

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,12 @@ class MetricCall:
     dtypes: tuple[torch.dtype, ...]
     _leaves: tuple[object, ...]
     _tree: torch_pytree.TreeSpec
+
+    @property
+    def key(self) -> Hashable:
+        """The same for calls that are alike; what is no plain value is told apart by object."""
+        leaves = tuple(leaf if isinstance(leaf, (int, float, str, type)) else id(leaf) for leaf in self._leaves)
+        return id(self.metric), self.dtypes, leaves, str(self._tree)
 
     def update(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the call with these tensors, on the host."""

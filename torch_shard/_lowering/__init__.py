@@ -1,5 +1,6 @@
 """An ATen graph as a function of JAX arrays: a table of operators, an interpreter, and captures with their lowering."""
 
+from torch_shard._lowering.carried import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._lowering.compiler_options import compiler_options
 from torch_shard._lowering.interpreter import (
     conform,
@@ -36,7 +37,11 @@ __all__ = [
     "ROWS",
     "STORAGE_KWARGS",
     "USED_AS",
+    "GraphOutline",
+    "Kind",
+    "Number",
     "Own",
+    "Place",
     "Program",
     "RowSplit",
     "capture_settings",
@@ -56,11 +61,14 @@ __all__ = [
     "missing_lowerings",
     "missing_lowerings_of",
     "operation",
+    "outline_of",
     "place_of",
     "refuse_generator",
     "report_attention",
     "report_own",
     "rows_split",
     "sources_of",
+    "split_kinds",
+    "vectors",
     "world_of_one",
 ]

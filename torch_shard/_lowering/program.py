@@ -1,10 +1,11 @@
 """A captured torch callable with its lowering, and the settings of the world around it that it was captured for."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic
 
 import torch
@@ -27,6 +28,7 @@ from torch_shard._capture import (
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.overrides import KERNELS
+from torch_shard._lowering.carried import Kind, Place, carry
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
 from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.rounding import warn_of_rounding
@@ -67,6 +69,13 @@ class Program(Generic[Aux]):
     def run(self) -> Lowered:
         """The JAX function `(key, *arrays) -> list of arrays`."""
         return lower(self.graph.module)
+
+    def carrying(self, kinds: Mapping[Kind, list[Place]]) -> "Program[Aux]":
+        """The same program with numbers of its graph as its last inputs; see `carry`."""
+        other = copy.copy(self)
+        other.graph = dataclasses.replace(self.graph, module=carry(self.graph.module, kinds))
+        vars(other).pop("run", None)
+        return other
 
     def is_current(self) -> bool:
         """Tell whether modules still have the training flags, and named axes the sizes, of the capture."""

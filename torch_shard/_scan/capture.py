@@ -93,7 +93,7 @@ class RolledLoss:
     """
 
     def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
-        self._program, self.calls, self.scan = program, calls, scan
+        self._program, self.calls, self.scan, self._remat = program, calls, scan, remat
         instructions, self._outputs = instructions_of(program.graph.module, calls, remat)
         self._items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
@@ -106,6 +106,10 @@ class RolledLoss:
     def with_remat(self, remat: str) -> "RolledLoss":
         """The same program with another choice."""
         return RolledLoss(self._program, self.calls, self.scan, remat)
+
+    def of(self, program: Program[Any]) -> "RolledLoss":
+        """The same of another graph with these calls."""
+        return RolledLoss(program, self.calls, self.scan, self._remat)
 
     def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
         """Arrays, and rows of stacked arrays."""

@@ -53,6 +53,7 @@ class HostValues:
     ) -> None:
         self._leaves, self._signature, self._buffer = leaves, signature, buffer
         self.num, self._split = num, split
+        self._later = dict[int, Mapping[str, torch.Tensor]]()
         self._missing = _why_missing(leaves, local)
 
     @functools.cached_property
@@ -63,12 +64,18 @@ class HostValues:
 
     def of(self, number: int = 0) -> HostInputs:
         """What a microbatch has."""
+        later = self._later.get(number, {})
         return HostInputs(
             batch=lambda leaf: self._parts[number][leaf],
-            buffer=self._buffer,
+            buffer=lambda name: later[name] if name in later else self._buffer(name),
             paths=lambda: self._signature.paths,
             missing=self._missing,
+            goes_on=self.num > 1,
         )
+
+    def note_later(self, number: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Note what a microbatch makes of buffers: the next one has these."""
+        self._later[number + 1] = {**self._later.get(number, {}), **buffers}
 
 
 class HostBuffers:

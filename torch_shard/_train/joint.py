@@ -19,6 +19,7 @@ from torch_shard._capture import (
     TensorFn,
     binding,
     float16_refused,
+    follow,
     note,
     reached_by,
     runs_user_backward,
@@ -176,6 +177,8 @@ class JointLoss:
                     f"The buffer {name} is {tuple(before.shape)} {before.dtype} and forward {what}, but a compiled "
                     "program keeps shapes and dtypes. Give the buffer its largest size at first and write to a part."
                 )
+        if self._host:
+            follow(now)
         return [now[name] for name in self._held.buffers]
 
     def _gradients(

@@ -33,10 +33,11 @@ from torch_shard._capture import (
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
-from torch_shard._common.pieces import InPieces, whole
+from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import (
+    GraphOutline,
     Program,
     RowSplit,
     capture_settings,
@@ -46,24 +47,23 @@ from torch_shard._lowering import (
     rows_split,
 )
 from torch_shard._scan import (
-    Bundle,
-    GraphInput,
     LayerOptions,
     RolledLoss,
     Siblings,
-    StackRow,
     StackRows,
     array_of,
     capture_layers,
     names_of,
     report,
 )
-from torch_shard._sharding import LossFn, ResolvedPlan, Stacks, holdings
+from torch_shard._sharding import LossFn, ResolvedPlan, holdings
 from torch_shard._train.activations import Activations
 from torch_shard._train.batch import BatchSignature
-from torch_shard._train.host_values import HostValues, capture_with, refuse_microbatches
+from torch_shard._train.carried import Answers, outline_of_loss
+from torch_shard._train.host_values import HostValues, capture_with
 from torch_shard._train.joint import JointLoss, LossShape
 from torch_shard._train.last_used import KEPT
+from torch_shard._train.loss_inputs import LossInputs
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +93,7 @@ class LossProgram:
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
         self.report = [*report(self.groups, rolled), *report_own(graph for _, graph in self._graphs)]
         self.random = program.random if rolled is None else rolled.random
-        closure = program.graph.closure
-        of_host = {id(tensor): number for number, tensor in enumerate(self.host.given)} if self.host else {}
-        self._order = [of_host.get(id(tensor)) for tensor in closure]
-        self._chosen = [number for number in self._order if number is not None]
-        self.closure = tuple(tensor for tensor in closure if id(tensor) not in of_host)
+        self._plain, self.answers = program, Answers(program.graph)
         self.made_buffers = made_buffers(program.graph.changed)
         """Buffers that forward registers, of constants: name, value, and whether a `state_dict` has it."""
         own = {None, *model.modules()}  # None: the scaffold of the capture, gone by now
@@ -119,6 +115,28 @@ class LossProgram:
         other = copy.copy(self)
         other._original = self  # by which other steps find it as long as this one uses it
         return other
+
+    @functools.cached_property
+    def _outline(self) -> GraphOutline:
+        return outline_of_loss(self)  # of its own capture: what is more general has that of the first
+
+    def carrying(self, other: "LossProgram") -> "LossProgram | None":
+        """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""
+        is_asked = self.answers.num and other.answers.num
+        if not is_asked or (found := self._outline.differences(other._outline)) is None:
+            return None
+        answers, program = self.answers.wider(self._outline, found), self
+        if answers is not self.answers:
+            program = self._copy()
+            program.answers, program.program = answers, self._plain.carrying(answers.kinds)
+            program.rolled = None if self.rolled is None else self.rolled.of(program.program)
+        reads = None if self._reads.same(other._reads) else other._reads
+        answers.take(other.answers, other._outline, reads)
+        return program
+
+    def replaces(self, other: "LossProgram") -> bool:
+        """Tell whether it is for all that another one is for."""
+        return self._plain is other._plain
 
     def with_remat(self, remat: str) -> "LossProgram":
         """The same program, with another choice of what is computed again in the backward pass."""
@@ -143,28 +161,27 @@ class LossProgram:
 
         Returns:
             Further inputs, stacked if there are microbatches; or what has another value.
-
-        Raises:
-            NotImplementedError: Microbatches need different programs.
         """
-        if (host := self.host) is None:
-            return []
         found: list[list[torch.Tensor]] = []
         for number in range(values.num):
-            inputs = values.of(number)
-            answer = host.run(host.read(inputs), inputs)
+            answer = self.answers.run(values.of(number))
             if isinstance(answer, Mismatch):
-                if number:
-                    raise refuse_microbatches(answer, number)
-                return answer
-            found.append(answer)
-        chosen = [[part[number] for number in self._chosen] for part in found]
-        return chosen[0] if len(chosen) == 1 else [torch.stack(parts) for parts in zip(*chosen, strict=True)]
+                return dataclasses.replace(answer, microbatch=number)
+            values.note_later(number, answer.later)
+            found.append(answer.inputs)
+        return found[0] if len(found) == 1 else [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     @property
     def num_given(self) -> int:
-        """Number of inputs that are computed on the host from the batch; they follow it."""
-        return len(self._chosen)
+        """Number of inputs that are computed on the host from the batch, or are numbers; they follow it."""
+        return sum(self.answers.are_given)
+
+    @property
+    def closure(self) -> tuple[torch.Tensor, ...]:
+        """What it closes over; literals that differ by answer are given."""
+        return tuple(
+            t for t, given in zip(self.program.graph.closure, self.answers.are_given, strict=False) if not given
+        )
 
     @property
     def asked(self) -> list[str]:
@@ -236,8 +253,8 @@ class LossProgram:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
         num_rows = len(batch) - self.num_given
         given, others = iter(batch[num_rows:]), iter(closure)
-        met = [next(others if number is None else given) for number in self._order]
-        inputs = _Inputs(self.inputs, tensors, [*batch[:num_rows], *met])
+        met = [next(given if is_given else others) for is_given in self.answers.are_given]
+        inputs = LossInputs(self.inputs, tensors, [*batch[:num_rows], *met])
         with rows_split(self._rows):
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
@@ -263,41 +280,6 @@ class LossProgram:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
-
-
-class _Inputs:
-    """The inputs of a loss program by number: named tensors and bundles of them, then the batch and the closure."""
-
-    def __init__(self, named: list[GraphInput], tensors: Mapping[str, jax.Array], others: list[jax.Array]) -> None:
-        self._named, self._tensors, self._others = named, tensors, others
-        self._stacks: dict[int, InPieces | jax.Array] = {}
-
-    def _name(self, at: tuple[int, ...]) -> str | None:
-        number, *member = at
-        given = self._named[number] if number < len(self._named) else None
-        return given.names[member[0]] if isinstance(given, Bundle) else given
-
-    def __getitem__(self, at: tuple[int, ...]) -> jax.Array:
-        name = self._name(at)
-        if name is None:
-            return self._others[at[0] - len(self._named)]
-        return self._tensors.apart(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
-
-    def all(self) -> list[jax.Array]:
-        return [self[number,] for number in range(len(self._named) + len(self._others))]
-
-    def row(self, at: tuple[int, ...]) -> StackRow | None:
-        """The stack of which an input is a row, if it is one."""
-        name = self._name(at)
-        if name is None or not isinstance(self._tensors, Stacks):
-            return None
-        found = self._tensors.row(name)
-        if found is None or (form := self._tensors.layout.forms.get(name)) is None:
-            return None if found is None else StackRow(*found)
-        stack, row = found
-        if id(stack) not in self._stacks:
-            self._stacks[id(stack)] = form.apart(stack, is_stack=True)
-        return StackRow(self._stacks[id(stack)], row)
 
 
 class _Captures:
@@ -329,6 +311,7 @@ def loss_program(
     layers: LayerOptions,
     values: HostValues,
     plan: ResolvedPlan,
+    microbatch: int = 0,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -341,17 +324,18 @@ def loss_program(
         layers: What to do with repeated layers.
         values: What the host has of the batch and of buffers, where Python asks for values.
         plan: How what modules take and return is split.
+        microbatch: For whose values it is.
     """
     held = holdings(model)
     entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
+    key = (*key, values.num > 1, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
     programs = [program for program in family.of(key) if not program.outdated()]
-    program = next((program for program in programs if not isinstance(program.fit(values), Mismatch)), None)
+    host = values.of(microbatch)
+    program = next((program for program in programs if not isinstance(program.answers.run(host), Mismatch)), None)
     if program is None:
-        host = values.of()
         activations = Activations(model, plan.activations, plan.mesh)
         joint = JointLoss(
             model, loss_fn, signature, precision=precision, train=train, host=host, activations=activations

@@ -146,7 +146,8 @@ _OF_ATTRIBUTES = (
 _OF_VALUES = (
     "Work on it as a tensor: torch.where(condition, a, b) instead of `if`, arithmetic instead of .item(). "
     "Pad what differs in size to one size; or compute the value before the step and pass it as data, in the batch. A "
-    "position that moves on with each step stays a tensor: x.index_copy_(dim, (at + torch.arange(n)) % size, new)."
+    "number needs no other program where it only says at which index a slice of fixed length begins, or is added, "
+    "multiplied or compared."
 )
 
 
@@ -182,7 +183,7 @@ class StepProgram:
     def __init__(
         self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
     ) -> None:
-        self._program, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
+        self.loss, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
         self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self.calls = program.calls
@@ -200,7 +201,7 @@ class StepProgram:
     @property
     def loops(self) -> tuple[ProgramLoop, ...]:
         """The loops over repeated layers, in the order in which they run, forward and backward."""
-        loops = () if self._program.rolled is None else self._program.rolled.loops
+        loops = () if self.loss.rolled is None else self.loss.rolled.loops
         return tuple(ProgramLoop(len(loop.iterations), tuple(loop.layers), loop.is_backward) for loop in loops)
 
     @property
@@ -259,7 +260,7 @@ class StepProgram:
 
     def fit(self, values: HostValues) -> list[jax.Array] | Mismatch:
         """The inputs that are computed on the host from a batch, or what has another value than the program is for."""
-        found = self._program.fit(values)
+        found = self.loss.fit(values)
         if isinstance(found, Mismatch):
             return found
         if self._given is None or not all(map(operator.is_, found, self._given[0])):
@@ -269,12 +270,12 @@ class StepProgram:
     @property
     def reads_batch(self) -> bool:
         """Whether Python has asked for values of the batch."""
-        return self._program.host is not None and self._program.host.reads_batch
+        return self.loss.host is not None and self.loss.host.reads_batch
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Buffers whose values Python has asked for, and that the program leaves as they are."""
-        return self._program.kept if self._program.train else ()
+        return self.loss.kept if self.loss.train else ()
 
     def _closure(self) -> list[jax.Array]:
         """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""

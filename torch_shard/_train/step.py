@@ -28,6 +28,7 @@ from torch_shard._sharding import (
     in_form_of,
     shared_memory,
 )
+from torch_shard._train.carried import program_for
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
@@ -147,9 +148,19 @@ class Step:
             if found is not family[-1]:
                 family.append(family.pop(family.index(found)))
             return found, [*placed.arrays, *given]
-        if cause:
+        if isinstance(cause, str):
             self._causes.note(cause, num_calls)
-        program, given = self._compile(key, placed.arrays, state, values)
+        capture = functools.partial(self._capture, key, values)
+        loss = program_for((program.loss for program in reversed(family)), values, capture)
+        if (program := next((known for known in family if known.loss is loss), None)) is not None:
+            given = program.fit(values)
+            assert not isinstance(given, Mismatch)
+            family.append(family.pop(family.index(program)))
+            return program, [*placed.arrays, *given]
+        if isinstance(cause, Mismatch):
+            self._causes.note(cause, num_calls)
+        program, given = self._compile(key, placed.arrays, state, values, loss=loss)
+        family = [known for known in family if not loss.replaces(known.loss)]
         if self._programs:
             reason = cause or key.difference(list(self._programs)[-1])
             logger.info("%s compiles again: %s", self.caller, reason)
@@ -220,9 +231,7 @@ class Step:
             self.first_rows.note(batch, placed.signature)
         return placed
 
-    def _compile(
-        self, key: ProgramKey, placed: list[jax.Array], state: TrainState | None, values: HostValues
-    ) -> tuple[StepProgram, list[jax.Array]]:
+    def _capture(self, key: ProgramKey, values: HostValues, microbatch: int) -> LossProgram:
         if list(holdings(self.model).all) != list(self._held.all):
             raise ValueError(
                 f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
@@ -237,15 +246,27 @@ class Step:
             layers=self.layers,
             values=values,
             plan=self.plan,
+            microbatch=microbatch,
         ).with_rows(self._row_split())
-        if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - set(loss.kept)):
+        later = loss.host.later if loss.host else {}
+        if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
             raise NotImplementedError(
                 f"{self.caller}: Python in the model asks for the value of {', '.join(changed)}, which forward writes, "
                 "so that the next of several microbatches may need another program. Use accumulate_steps=1."
             )
+        return loss
+
+    def _compile(
+        self,
+        key: ProgramKey,
+        placed: list[jax.Array],
+        state: TrainState | None,
+        values: HostValues,
+        *,
+        loss: LossProgram,
+    ) -> tuple[StepProgram, list[jax.Array]]:
         given = loss.fit(values)
-        if isinstance(given, Mismatch):  # a buffer, or the batch, that is being written to
-            raise NotImplementedError(f"{self.caller}: {given}, while it was captured. Ask for what nobody writes to.")
+        assert not isinstance(given, Mismatch)
         placed = [*placed, *(put(tensor, self.replicated) for tensor in given)]
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):

@@ -220,6 +220,8 @@ def nonzero_static(x, *, size, fill_value=-1):
 
 @lowers(aten.slice_scatter.default)
 def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
+    if isinstance(start, jax.Array):  # an input of the program
+        return jax.lax.dynamic_update_slice_in_dim(x, source.astype(x.dtype), start, dim)
     return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(source.astype(x.dtype))
 
 
