@@ -183,7 +183,7 @@ def test_what_is_not_the_same_is_refused_with_the_line(name: str) -> None:
 
 def compares(x: torch.Tensor) -> torch.Tensor:
     chosen, labels = x[x[:, 0] > 0], LABELS[x[:, 0] > 0]
-    if not len(chosen) == len(labels):
+    if len(chosen) != len(labels):
         chosen = 2 * chosen
     both = [chosen, labels]
     return 3 * chosen.sum() if len(both[0]) == len(labels) == len(both[1]) else chosen.sum()

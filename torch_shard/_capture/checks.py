@@ -20,6 +20,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.
 _ITEMWISE = (ast.In, ast.NotIn)
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
 
+_OF_NUMBERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
 _LOGGERS = ("logging", "logger", "log", "warnings")
 _TELLS = ("warn", "warning", "warning_once", "error", "info", "debug", "critical", "exception")
 _PLAIN = (ast.Compare, ast.cmpop, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
@@ -60,7 +62,7 @@ def lengths_compared(frame: FrameType) -> list[Any]:
     if source is None or call is None or source.first_line(call) != frame.f_code.co_firstlineno:
         return []
     match source.parent(call):
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(op, ast.Eq) for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _OF_NUMBERS for op in ops):
             found = [_measured(side) for side in (left, *others)]
         case _:
             return []

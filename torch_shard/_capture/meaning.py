@@ -6,16 +6,25 @@ from collections.abc import Hashable
 import torch
 from torch.fx import Node
 
-from torch_shard._capture.constants import Constants
+from torch_shard._capture.constants import Constants, bits_of
 from torch_shard._capture.inputs import is_literal
 from torch_shard._capture.trace import Captured
 from torch_shard._common.fx import args_of, fill_in, is_random
 
 
 def same_closure(first: Captured, second: Captured) -> bool:
-    """Tell whether two captures with the same graph close over the same tensors; literals are compared by value."""
-    pairs = zip(first.closure, second.closure, strict=True)
-    return all(a is b or (is_literal(a) and is_literal(b) and _bits(a) == _bits(b)) for a, b in pairs)
+    """Tell whether two captures with the same graph close over the same tensors.
+
+    Literals are compared by value, and what the host is asked for by how it is computed there.
+    """
+    if first.host is not None and second.host is not None and first.host.meaning() == second.host.meaning():
+        asked = {id(a): id(b) for a, b in zip(first.host.given, second.host.given, strict=True)}
+    else:
+        asked = {}
+    return len(first.closure) == len(second.closure) and all(
+        a is b or asked.get(id(a)) == id(b) or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b))
+        for a, b in zip(first.closure, second.closure, strict=True)
+    )
 
 
 def meaning(captured: Captured) -> tuple[Hashable, ...]:
@@ -33,7 +42,7 @@ def meaning(captured: Captured) -> tuple[Hashable, ...]:
     def name(node: Node) -> str:
         if node not in names:
             value = constants.value(node)
-            names[node] = _bits(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
+            names[node] = bits_of(value) if isinstance(value, torch.Tensor) else f"%{next(numbers)}"
         return names[node]
 
     found: list[Hashable] = []
@@ -57,9 +66,3 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _bits(value: torch.Tensor) -> str:
-    values = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    digest = hash(values.view(torch.uint8).numpy().tobytes())
-    return f"{value.dtype} {tuple(value.shape)} {digest:x}"
