@@ -1,5 +1,6 @@
 """Functions of libraries that a capture runs in plain operators, beside the libraries' own in eager torch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_a_function_of_another_source_is_left_as_it_is(reducers: Any, monkeypatc
         ts.jax_jit(lambda x: reducer.element_reduction_helper(x, x))(torch.randn(ROWS))
 
 
+def test_a_function_that_is_wrapped_runs_in_its_wrapper(reducers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = reducers.ThresholdReducer.element_reduction_helper
+
+    @functools.wraps(original)
+    def doubled(*args: Any) -> torch.Tensor:
+        return 2 * original(*args)
+
+    monkeypatch.setattr(reducers.ThresholdReducer, "element_reduction_helper", doubled)
+    reducer = reducers.ThresholdReducer(low=0)
+    with pytest.raises(NotImplementedError, match=r"num_past_filter = len\(losses\)"):
+        ts.jax_jit(lambda x: reducer.element_reduction_helper(x, x))(torch.randn(ROWS))
+
+
 def test_statistics_of_the_model_are_refused(reducers: Any) -> None:
     reducer = reducers.ThresholdReducer(low=0, collect_stats=True)
     with pytest.raises(NotImplementedError, match=r"num_past_filter = len\(losses\)"):
@@ -123,6 +137,12 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return pearson(x, y).nansum()
 
 
+def concordance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    from torchmetrics.functional.regression import concordance_corrcoef
+
+    return concordance_corrcoef(x, y).nansum()
+
+
 @pytest.mark.filterwarnings("ignore:The variance of predictions")  # of the library, where there is hardly any
 def test_correlations() -> None:
     declare_operators_of_torchvision()
@@ -131,6 +151,7 @@ def test_correlations() -> None:
     x, y = torch.randn(ROWS, 3), torch.randn(ROWS, 3)
     agrees(correlation, x, y)
     agrees(correlation, x[:, 0], y[:, 0])
+    agrees(concordance, x, y)
     agrees(correlation, x, x * torch.tensor([1.0, -1.0, 0.0]))  # exactly one, and one side that does not vary
     constant = torch.ones(ROWS, 3)
     assert torch.isnan(pearson(x, constant)).all()

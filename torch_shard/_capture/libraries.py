@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -49,16 +50,17 @@ def libraries_in_plain_operators() -> Iterator[None]:
 
 
 def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
+    code = getattr(original, "__code__", None)  # that of a wrapper is its own
     try:
-        source = inspect.getsource(original)
-    except (OSError, TypeError):
+        source = inspect.getsource(code) if isinstance(code, CodeType) else ""
+    except OSError:
         return original
-    if not hashlib.sha256(source.encode()).hexdigest().startswith(digest):
+    if code is None or not hashlib.sha256(source.encode()).hexdigest().startswith(digest):
         return original
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if (watcher := current_watcher()) is not None:
-            watcher.note(original.__code__)  # a program is for the attributes that it reads, too
+            watcher.note(code)  # a program is for the attributes that it reads, too
         return fn(original, *args, **kwargs)
 
     return call
@@ -78,6 +80,7 @@ def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tenso
 
 
 @_instead_of_source("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@_instead_of_source("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
 @_instead_of_source("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
 def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
     """The correlation of each output, NaN where one side hardly varies; its own asks whether there is any other."""

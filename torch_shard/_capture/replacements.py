@@ -207,11 +207,11 @@ def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 @instead_of(torch.Tensor.__len__)
 def length(tensor: torch.Tensor) -> int:
     """`len(tensor)`; in a comparison of lengths that are one unknown number, any number does."""
-    number, frame = _unknown_length(tensor), asking_frame()
-    while frame is not None and frame.f_code is torch.Tensor.__len__.__code__:
-        frame = frame.f_back
-    if number is not None and frame is not None:
-        found = list(map(_unknown_length, lengths_compared(frame)))
+    if (number := _unknown_length(tensor)) is not None:
+        frame = asking_frame()
+        while frame is not None and frame.f_code is torch.Tensor.__len__.__code__:
+            frame = frame.f_back
+        found = [] if frame is None else list(map(_unknown_length, lengths_compared(frame)))
         if found and all(other == number for other in found):
             return 1
     return torch.Tensor.__len__(tensor)
