@@ -14,8 +14,8 @@ from torch_shard._demo.text import draw_batch, read_corpus
 
 SIDES: dict[str, dict[str, Any]] = {
     "float32": {},
-    'bfloat16, cast="products"': {"compute_dtype": torch.bfloat16},
-    'bfloat16, cast="parameters"': {"compute_dtype": torch.bfloat16, "cast": "parameters"},
+    'bfloat16, mixed_precision="autocast"': {"compute_dtype": torch.bfloat16},
+    'bfloat16, mixed_precision="params"': {"compute_dtype": torch.bfloat16, "mixed_precision": "params"},
 }
 
 

@@ -18,7 +18,7 @@ from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 from benchmarks.tpu_resnet import ResNet
 
-PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16, "cast": "parameters"}
+PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
 """Of our step: float32 parameters, activations in bfloat16, as the rivals have them."""
 
 SCANNED, UNROLLED = "layers in a loop", "layers one by one"

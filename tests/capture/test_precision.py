@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Cal
 def make_step(name: str, mesh: tuple[int, int] = (2, 1)) -> tuple[ts.TrainStep, torch.Tensor]:
     make, loss_fn, batch = CASES[name]
     torch.manual_seed(0)
-    options = {"compute_dtype": torch.bfloat16, "cast": "parameters"}
+    options = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
     return ts.make_train_step(make(), loss_fn, optax.sgd(0.1), mesh=make_mesh(mesh), plan=PLAN, **options), batch()
 
 
@@ -143,7 +143,7 @@ def test_a_parameter_that_is_written_stays_as_it_is() -> None:
         mesh=make_mesh((1, 1)),
         plan=PLAN,
         compute_dtype=torch.bfloat16,
-        cast="parameters",
+        mixed_precision="params",
     )
     state, _ = step(step.init(), torch.ones(2, 4))
     torch.testing.assert_close(
@@ -152,12 +152,12 @@ def test_a_parameter_that_is_written_stays_as_it_is() -> None:
 
 
 def test_another_cast_is_refused() -> None:
-    with pytest.raises(ValueError, match='cast must be "products" or "parameters", got \'all\''):
+    with pytest.raises(ValueError, match='mixed_precision must be "autocast" or "params", got \'all\''):
         ts.make_train_step(
             Language(),
             next_token,
             optax.sgd(0.1),
             mesh=make_mesh((1, 1)),
             plan=PLAN,
-            cast="all",  # pyright: ignore
+            mixed_precision="all",  # pyright: ignore
         )

@@ -50,8 +50,8 @@ def test_bad_step_is_skipped_or_ends_the_run(step, caplog):
 
 
 def test_large_gradient_is_no_step(step):
-    with pytest.raises(ts.BadStepError, match=r"the gradient's norm .* \(max_grad_norm=1e-09\)") as found:
-        ts.fit(step, step.init(seed=0), loader(), steps=2, max_grad_norm=1e-9, progress=False)
+    with pytest.raises(ts.BadStepError, match=r"the gradient's norm .* \(skip_grad_norm=1e-09\)") as found:
+        ts.fit(step, step.init(seed=0), loader(), steps=2, skip_grad_norm=1e-9, progress=False)
     assert found.value.non_finite == []
 
 

@@ -110,7 +110,7 @@ def test_evaluation_weighs_rows(step):
         ({"steps": 1}, r"the state has seen 2 batches, and steps=1"),
         ({"eval_every": 0}, "eval_every must be a positive integer"),
         ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'stop', 'skip', got 'ignore'"),
-        ({"max_grad_norm": -1.0}, "fit: max_grad_norm must be a positive number"),
+        ({"skip_grad_norm": -1.0}, "fit: skip_grad_norm must be a positive number"),
         ({"seed": -1}, "seed must be an int of 32 bits, from 0 to 4294967295, got -1"),
         ({"eval_every": 2}, "eval_every and eval_step are for an evaluation, which needs eval_loader"),
     ],
@@ -159,7 +159,7 @@ def test_one_program_for_the_whole_run():
 def test_unguarded_steps_are_the_plain_ones(step):
     """Without a limit of the norm there is no other program than that of a loop of one's own."""
     programs = step.num_compiles
-    state = ts.fit(step, None, list(DATA[:40].split(8)), steps=3, max_grad_norm=None, progress=False)
+    state = ts.fit(step, None, list(DATA[:40].split(8)), steps=3, skip_grad_norm=None, progress=False)
     by_hand = step.init(seed=0)
     for number in range(3):
         by_hand, _ = step(by_hand, DATA[number * 8 : number * 8 + 8])

@@ -113,7 +113,7 @@ def _proved(case: Case, step: ts.TrainStep) -> Verdict:
 def _run(case: Case, step: ts.TrainStep) -> dict[str, np.ndarray]:
     """Losses, metrics, parameters and buffers of some steps, and of an evaluation."""
     state, found = step.init(seed=0), {}
-    guard = {"max_grad_norm": case.option("guard")} if case.option("guard") else {}
+    guard = {"skip_grad_norm": case.option("guard")} if case.option("guard") else {}
     for number in range(NUM_STEPS):
         state, metrics = step(state, case.make_batch(number), **guard)
         found[f"loss {number}"] = np.asarray(metrics["loss"])

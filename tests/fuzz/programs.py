@@ -224,7 +224,7 @@ def _draw_options(r: random.Random, case: Case) -> Iterator[tuple[str, Any]]:
         yield "scan_layers", False
     if r.random() < 0.06:
         yield "compute_dtype", torch.bfloat16
-        yield "cast", r.choice(["products", "parameters"])
+        yield "mixed_precision", r.choice(["autocast", "params"])
     elif r.random() < 0.03:
         yield "dtype", torch.bfloat16
     if r.random() < 0.15:

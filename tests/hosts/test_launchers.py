@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.tables.launchers import OPEN_MPI, PLAIN, REFUSED, ROWS, SKYPILOT, TASK, TORCHRUN, TORCHRUN_HOSTS
-from torch_shard._hosts.asked import Asked, find, of_variables
 from torch_shard._hosts.devices import share_devices
+from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 
 
 def look(env):
@@ -105,7 +105,7 @@ def test_devices_that_do_not_divide_are_refused():
 
 
 def arguments(**given):
-    asked = Asked(coordinator=None, num_processes=None, process_id=None, says="given", by_arguments=True)
+    asked = LaunchRequest(coordinator=None, num_processes=None, process_id=None, says="given", by_arguments=True)
     return dataclasses.replace(asked, **given)
 
 

@@ -156,7 +156,7 @@ def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
         plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
-        cast="parameters",
+        mixed_precision="params",
     )
     preview = step.preview(torch.empty(4, 32768, dtype=torch.int64, device="meta"))
     assert preview.fits(4 * 2**30)

@@ -32,7 +32,7 @@ def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statisti
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
         plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
-        cast="parameters",
+        mixed_precision="params",
     )
     compiled = step.preview(x).compiled
     assert compiled is not None

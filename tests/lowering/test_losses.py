@@ -71,7 +71,7 @@ def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
         plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
-        cast="parameters",
+        mixed_precision="params",
     )
     compiled = step.preview(batch).compiled
     assert compiled is not None
@@ -89,7 +89,7 @@ def test_a_tied_gradient_in_bfloat16_is_torchs() -> None:
         mesh=make_mesh((8, 1)),
         plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
-        cast="parameters",
+        mixed_precision="params",
     )
     step.prove(step.init(), batch).raise_if_different()
 

@@ -80,5 +80,5 @@ def test_what_is_known_of_signatures_does_not_grow_without_bound(monkeypatch):
         batch = {"x": torch.zeros(8, length), "rows": torch.arange(8)}
         placed = step.put(batch)
         rows.note(batch, placed.signature)
-    assert len(step._placer._ways) == len(rows._found) == KEPT
+    assert len(step._placer._placements) == len(rows._found) == KEPT
     assert set(rows.of(placed.signature)) == {"the content of batch['rows']", "the content of batch['x']"}

@@ -52,7 +52,7 @@ from torch_shard._capture.metric_objects import MetricCall, MetricCalls
 from torch_shard._capture.module_paths import annotated
 from torch_shard._capture.operators import has_derivative, is_composite, writes_or_aliases
 from torch_shard._capture.outline import outline
-from torch_shard._capture.precision import Cast, Precision
+from torch_shard._capture.precision import MixedPrecision, Precision
 from torch_shard._capture.provenance import current_user_line, is_user_file
 from torch_shard._capture.reads import Reads
 from torch_shard._capture.side_effects import NUMBERS, Change, Same, new_values
@@ -64,7 +64,6 @@ __all__ = [
     "ActiveRegions",
     "Aux",
     "Captured",
-    "Cast",
     "Change",
     "Guard",
     "HostInputs",
@@ -72,6 +71,7 @@ __all__ = [
     "MetricCall",
     "MetricCalls",
     "Mismatch",
+    "MixedPrecision",
     "ModuleFlags",
     "Precision",
     "Reads",

@@ -45,7 +45,7 @@ def _without_anomaly_mode() -> Iterator[None]:
         return
     logger.warning(
         "torch.autograd.detect_anomaly does nothing in a compiled program, which cannot raise. To stop at what is not "
-        "finite, use fit, or step(state, batch, max_grad_norm=math.inf)."
+        "finite, use fit, or step(state, batch, skip_grad_norm=math.inf)."
     )
     with torch.autograd.set_detect_anomaly(False):
         yield

@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.autocast_policy import LOSSES, NORMS, PRODUCTS, RECURRENT
 from torch_shard._common.types import PyTree
 
-Cast = Literal["products", "parameters"]
+MixedPrecision = Literal["autocast", "params"]
 
 _ALL = frozenset({*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear"})
 
@@ -49,17 +49,17 @@ class Precision:
 
     Attributes:
         dtype: The lower precision, or None for what torch gives.
-        cast: What is cast to it: the factors of products, by autocast, or parameters.
+        mode: What is cast to it: the factors of products, by autocast, or parameters.
     """
 
     dtype: torch.dtype | None = None
-    cast: Cast = "products"
+    mode: MixedPrecision = "autocast"
 
     def active(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The scope, for tensors on this type of device."""
         if self.dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(device_type, self.dtype) if self.cast == "products" else _cast_parameters(self.dtype)
+        return torch.autocast(device_type, self.dtype) if self.mode == "autocast" else _cast_parameters(self.dtype)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ _NAMES: dict[CodeType, str | None] = {}
 
 def public(function: _F) -> _F:
     """Let errors raised in this function, and below it, begin with its name; of a constructor, with the class's."""
-    return speaks_as(function.__qualname__.removesuffix(".__init__"))(function)
+    return error_prefix(function.__qualname__.removesuffix(".__init__"))(function)
 
 
-def speaks_as(name: str | None) -> Callable[[_F], _F]:
+def error_prefix(name: str | None) -> Callable[[_F], _F]:
     """Let errors raised in the decorated function, and below it, begin with `name`.
 
     Args:

@@ -1,6 +1,5 @@
 """The torch device `jax`: eager tensors that are jax.Arrays, and how tensors, modules and batches get onto the mesh."""
 
-from torch_shard._device.alike import DrawsAlike
 from torch_shard._device.backend import disable_globally, enable_globally, jax_device
 from torch_shard._device.dispatch import register_device
 from torch_shard._device.host_rows import GatheredLayout, HostRows, LocalLayout, data_shard
@@ -15,15 +14,16 @@ from torch_shard._device.placement import (
     to_cpu,
     to_host_by_name,
 )
+from torch_shard._device.replay_rng import ReplayRNG
 from torch_shard._device.tensor import JaxTensor, to_array, wrap_array
 
 __all__ = [
     "BatchLayout",
-    "DrawsAlike",
     "GatheredLayout",
     "HostRows",
     "JaxTensor",
     "LocalLayout",
+    "ReplayRNG",
     "data_shard",
     "disable_globally",
     "enable_globally",

@@ -20,7 +20,7 @@ def agree_on_run(
         loaders: By name; what they say of themselves.
 
     Raises:
-        Disagreement: In every process, if any of it differs.
+        ProcessMismatchError: In every process, if any of it differs.
     """
     facts = dict(settings) | {"the presence of a checkpointer": checkpointer is not None}
     if checkpointer is not None:

@@ -51,11 +51,11 @@ class BadStepPolicy:
 
     Args:
         on_bad_step: One of `ON_BAD_STEP`.
-        max_grad_norm: The largest global norm that will do; None if steps are not looked at.
+        skip_grad_norm: The largest global norm that will do; None if steps are not looked at.
     """
 
-    def __init__(self, on_bad_step: str, max_grad_norm: float | None) -> None:
-        self._do, self.max_grad_norm = on_bad_step, max_grad_norm
+    def __init__(self, on_bad_step: str, skip_grad_norm: float | None) -> None:
+        self._do, self.skip_grad_norm = on_bad_step, skip_grad_norm
 
     def stops(
         self, state: TrainState, metrics: dict[str, PyTree], position: int, began: Callable[[TrainState], str]
@@ -75,7 +75,7 @@ class BadStepPolicy:
         Raises:
             BadStepError: The step was not taken, and that is to be an error.
         """
-        if self.max_grad_norm is None or not bool(metrics["guard"].skipped):
+        if self.skip_grad_norm is None or not bool(metrics["guard"].skipped):
             return None
         names = metrics["guard"].non_finite()
         message = f"fit: batch {position} was not taken, the state is as before it: {self._reason(metrics, names)}."
@@ -89,10 +89,10 @@ class BadStepPolicy:
 
     def _reason(self, metrics: dict[str, PyTree], names: list[str]) -> str:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        if lost := metrics["guard"].lost_buffers() if not names else []:
+        if lost := metrics["guard"].nonfinite_buffers() if not names else []:
             return f"the loss is {loss}, and the batch would have made {_some(lost)} not finite"
         if not names:
-            return f"the loss is {loss}, the gradient's norm {norm:.4g} (max_grad_norm={self.max_grad_norm})"
+            return f"the loss is {loss}, the gradient's norm {norm:.4g} (skip_grad_norm={self.skip_grad_norm})"
         total = len(metrics["guard"].finite)
         return f"the loss is {loss}, and {len(names)} of {total} gradients are not finite ({_some(names)})"
 

@@ -15,7 +15,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._fit.generators import Streams, find_generators
-from torch_shard._train import Placed, Step
+from torch_shard._train import ShardedBatch, Step
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Ahead:
 
     def __init__(self, batches: Iterator[PyTree], step: Step, size: int, limit: int) -> None:
         self._batches, self._step, self._size, self._left = batches, step, size, limit
-        self._ready: collections.deque[Placed] = collections.deque()
+        self._ready: collections.deque[ShardedBatch] = collections.deque()
         self._error: Exception | None = None
 
     def fill(self) -> None:
@@ -177,7 +177,7 @@ class Ahead:
             except Exception as error:
                 self._error = error
 
-    def __next__(self) -> Placed:
+    def __next__(self) -> ShardedBatch:
         if not self._ready:
             self.fill()
         if not self._ready and self._error is not None:

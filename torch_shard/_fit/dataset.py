@@ -15,7 +15,7 @@ from torch_shard._device import HostRows
 from torch_shard._fit.generators import find_generators, reseed
 from torch_shard._hosts import compare
 from torch_shard._sharding import describe_mesh
-from torch_shard._train import Given, Step
+from torch_shard._train import HostBatch, Step
 
 _Key = tuple[int, int]
 """Epoch and index of a row."""
@@ -218,10 +218,10 @@ class TrainingRows:
         self._num_batches = num // size if rows.drop_last else -(-num // size)
         _compare(rows, seed)
 
-    def __call__(self, position: int) -> Iterator[Given]:
+    def __call__(self, position: int) -> Iterator[HostBatch]:
         """The batches after so many."""
         for batch in _reader(self._rows, self._keys(position), self._seed):
-            yield Given(batch, local=True)
+            yield HostBatch(batch, local=True)
 
     def _keys(self, position: int) -> Iterator[list[_Key]]:
         size, (first, begin) = self._rows.batch_size, divmod(position, self._num_batches)
@@ -257,8 +257,8 @@ class EvaluationRows:
         ]
         self._reader = _reader(rows, keys, seed=0)
 
-    def __iter__(self) -> Iterator[Given]:
-        return itertools.starmap(Given, zip(self._reader, self._divides, strict=True))
+    def __iter__(self) -> Iterator[HostBatch]:
+        return itertools.starmap(HostBatch, zip(self._reader, self._divides, strict=True))
 
 
 def _own_keys(epoch: int, indices: torch.Tensor, own: HostRows) -> list[_Key]:

@@ -17,8 +17,8 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import current_user_line
 from torch_shard._common.types import PyTree
-from torch_shard._device import DrawsAlike
-from torch_shard._train import Placed, TrainState, TrainStep, eager_copy, eager_loss
+from torch_shard._device import ReplayRNG
+from torch_shard._train import ShardedBatch, TrainState, TrainStep, eager_copy, eager_loss
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _MOST_WORK = 1e12
 _UNKNOWN = "Where it began is not known"
 
 
-def first_non_finite(step: TrainStep, placed: Placed, state: TrainState) -> str:
+def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -> str:
     """Say where the first value that is not finite came from, or that it is not known; one sentence.
 
     Args:
@@ -46,7 +46,7 @@ def first_non_finite(step: TrainStep, placed: Placed, state: TrainState) -> str:
         return f"{_UNKNOWN}: the batch cannot be repeated in eager torch"
 
 
-def _repeat(step: TrainStep, placed: Placed, state: TrainState) -> str:
+def _repeat(step: TrainStep, placed: ShardedBatch, state: TrainState) -> str:
     model, parts = eager_copy(step, state), step.gradient_step.microbatches(placed)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     spoiled = [name for name, tensor in held.items() if name in state.params and not _is_finite(tensor)]
@@ -54,7 +54,7 @@ def _repeat(step: TrainStep, placed: Placed, state: TrainState) -> str:
     for number, part in enumerate(parts):
         own = key if len(parts) == 1 else jax.random.fold_in(key, number)
         look = _Look(model)
-        with DrawsAlike(own if step.draws_random else None).active(), look.active():
+        with ReplayRNG(own if step.draws_random else None).active(), look.active():
             loss, _ = eager_loss(step, model, part)
             if is_fine := bool(torch.isfinite(loss)):
                 loss.backward()

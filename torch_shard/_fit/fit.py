@@ -28,7 +28,7 @@ from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
-from torch_shard._train import EvalStep, Placed, Step, TrainState, TrainStep, check_max_grad_norm
+from torch_shard._train import EvalStep, ShardedBatch, Step, TrainState, TrainStep, check_skip_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def fit(
     log: str | os.PathLike[str] | None = None,
     log_every: int = 1,
     on_bad_step: str = "raise",
-    max_grad_norm: float | None = math.inf,
+    skip_grad_norm: float | None = math.inf,
     seed: int = 0,
     prefetch: int = 2,
     prove_steps: int = 0,
@@ -85,10 +85,10 @@ def fit(
             processes, the first one writes it, and shows the bar.
         log_every: Batches from one record to the next.
         on_bad_step: What to do where the loss, a gradient, the gradient's norm or what would be a buffer is not finite,
-            or that norm is larger than `max_grad_norm`. The state is kept as before that batch in each case: `"raise"`
+            or that norm is larger than `skip_grad_norm`. The state is kept as before that batch in each case: `"raise"`
             a `BadStepError`, `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
             Only a skipped batch counts as seen: after the others a resumed run meets it again.
-        max_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
+        skip_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
             over the state.
         seed: Of the order of the data, from 0 to 2**32 - 1: each epoch of `loader` draws from `(seed, epoch)`, whatever
             was drawn before.
@@ -143,7 +143,7 @@ def fit(
         raise ValueError(f"fit: prove_steps must be an integer, 0 or more, got {prove_steps!r}.")
     _check_on_bad_step(on_bad_step)
     seed = check_seed(seed)
-    check_max_grad_norm(max_grad_norm)
+    check_skip_grad_norm(skip_grad_norm)
     _check_kinds(step, state, checkpointer, log)
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
@@ -155,8 +155,8 @@ def fit(
         evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
     gate = Gate.of(step.mesh)
     if gate is not None:
-        names = "steps", "eval_every", "on_bad_step", "max_grad_norm", "seed", "prove_steps", "check_replicas_every"
-        values = steps, eval_every, on_bad_step, max_grad_norm, seed, prove_steps, check_replicas_every
+        names = "steps", "eval_every", "on_bad_step", "skip_grad_norm", "seed", "prove_steps", "check_replicas_every"
+        values = steps, eval_every, on_bad_step, skip_grad_norm, seed, prove_steps, check_replicas_every
         settings = dict(zip(names, values, strict=True)) | {"a given state": state is not None}
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
     state = _begin(step, state, checkpointer)
@@ -177,7 +177,7 @@ def fit(
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
-        guard = BadStepPolicy(on_bad_step, max_grad_norm)
+        guard = BadStepPolicy(on_bad_step, skip_grad_norm)
         due = Due(eval_every, check_replicas_every)
         proved_until = start + prove_steps
         return _Loop(
@@ -279,7 +279,7 @@ class _Loop:
     reports: Reports
     guard: BadStepPolicy
     stop: StopRequest
-    begun: Placed | None = None
+    begun: ShardedBatch | None = None
     """The batch of a step that was begun, until the step is dispatched."""
     stopped: bool = False
     """Whether a bad step has ended the run."""
@@ -307,12 +307,12 @@ class _Loop:
             self.stop.leave(self.position)
         return self.state
 
-    def _advance(self, placed: Placed) -> None:
+    def _advance(self, placed: ShardedBatch) -> None:
         """Take a step, and do what is due after it."""
         self.begun = placed
         if self.position < self.proved_until:
             self._prove(placed)
-        self.state, metrics = self.step(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
+        self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics)
@@ -324,9 +324,9 @@ class _Loop:
         else:
             self._between()
 
-    def _prove(self, placed: Placed) -> None:
+    def _prove(self, placed: ShardedBatch) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
-        found = self.step.prove(self.state, placed, max_grad_norm=self.guard.max_grad_norm)
+        found = self.step.prove(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         found.raise_if_different()
         worst = found.rows[0]
         logger.info(

@@ -16,7 +16,7 @@ from rich.table import Column
 
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
-from torch_shard._train import Placed
+from torch_shard._train import ShardedBatch
 
 METRICS = "metrics.jsonl"
 
@@ -82,12 +82,12 @@ def scalars(metrics: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {name: value for name, value in metrics.items() if isinstance(value, jax.Array) and value.ndim == 0}
 
 
-def num_rows(placed: Placed) -> int:
+def num_rows(placed: ShardedBatch) -> int:
     """The rows of a batch: the leading dim of its first leaf that has one."""
     return next((array.shape[0] for array in placed.arrays if array.ndim), 1)
 
 
-def _amount(placed: Placed) -> tuple[str, int]:
+def _amount(placed: ShardedBatch) -> tuple[str, int]:
     """Size and unit of a batch: tokens, if its first leaf is integers of at least two dims, else samples."""
     first = next((array for array in placed.arrays if array.ndim), None)
     if first is not None and first.ndim > 1 and np.issubdtype(first.dtype, np.integer):
@@ -144,11 +144,11 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, Placed, Mapping[str, PyTree]] | None = None
+        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree]] | None = None
         self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
         self.numbers: dict[str, float] = {}
 
-    def expect(self, position: int, placed: Placed, metrics: Mapping[str, PyTree]) -> None:
+    def expect(self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree]) -> None:
         """Note the metrics of a batch, which may still be computed."""
         self._pending = position, placed, metrics
 

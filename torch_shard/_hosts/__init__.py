@@ -1,6 +1,6 @@
 """Several processes that are one program: what they agree on, and how all of them fail where one does."""
 
-from torch_shard._hosts.agreement import Disagreement as Disagreement
+from torch_shard._hosts.agreement import ProcessMismatchError as ProcessMismatchError
 from torch_shard._hosts.agreement import compare as compare
 from torch_shard._hosts.agreement import digest as digest
 from torch_shard._hosts.broadcast import broadcast as broadcast

@@ -12,7 +12,7 @@ MOST = 8
 """Differences that an error names."""
 
 
-class Disagreement(ValueError):
+class ProcessMismatchError(ValueError):
     """Processes of a job differ where they must be alike."""
 
 
@@ -26,7 +26,7 @@ def compare(subject: str, facts: Mapping[str, object], *, advice: Callable[[str]
         advice: What to do, by the name of the first fact that differs.
 
     Raises:
-        Disagreement: It names each fact that differs, and between which processes.
+        ProcessMismatchError: It names each fact that differs, and between which processes.
     """
     if jax.process_count() == 1:
         return
@@ -39,7 +39,7 @@ def compare(subject: str, facts: Mapping[str, object], *, advice: Callable[[str]
     faults = {name: fault for name in names if (fault := _fault(name, tables)) is not None}
     if faults:
         shown = [*list(faults.values())[:MOST], *([f"and {len(faults) - MOST} more"] if len(faults) > MOST else [])]
-        raise Disagreement(f"{caller()}: {'; '.join(shown)}. {advice(next(iter(faults)))}".strip())
+        raise ProcessMismatchError(f"{caller()}: {'; '.join(shown)}. {advice(next(iter(faults)))}".strip())
 
 
 def digest(data: "bytes | memoryview") -> bytes:

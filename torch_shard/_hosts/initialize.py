@@ -14,8 +14,8 @@ import jax
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.validate import check_count, is_integer
-from torch_shard._hosts.asked import Asked, find, of_variables
 from torch_shard._hosts.devices import share_devices
+from torch_shard._hosts.launch_request import LaunchRequest, find, of_variables
 from torch_shard._hosts.launchers import HOW, Found, read_launchers
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def initialize(
     if ids is not None and not (isinstance(ids, Sequence) and all(map(is_integer, ids))):
         raise TypeError(f"{caller()}: local_device_ids must be a sequence of integers, got {ids!r}. As in [0, 1].")
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    asked = Asked(
+    asked = LaunchRequest(
         coordinator=coordinator_address,
         num_processes=num_processes,
         process_id=process_id,
@@ -129,7 +129,7 @@ def initialize(
     return _launch
 
 
-def _refuse_other(launch: Launch, asked: Asked) -> None:
+def _refuse_other(launch: Launch, asked: LaunchRequest) -> None:
     pairs = ((asked.num_processes, launch.num_processes), (asked.process_id, launch.process_id))
     if any(one not in (None, other) for one, other in pairs):
         raise ValueError(f"{caller()}: JAX's processes are started already, as {launch}; found {asked.says}.")

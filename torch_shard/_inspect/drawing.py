@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torch_shard._capture import is_fake
-from torch_shard._common.caller import public, speaks_as
+from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
 from torch_shard._common.types import PyTree
@@ -66,7 +66,7 @@ class Drawing:
     def __repr__(self) -> str:
         return f"Drawing({self.heading or ', '.join(self.grids[0].lines[0])})"
 
-    @speaks_as("Drawing.save")
+    @error_prefix("Drawing.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the drawing as a picture, whole or not at all.
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import as_captured, has_derivative, in_transform, is_composite, writes_or_aliases
-from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import FUNCTIONS, replace_in
 from torch_shard._common.types import Operator, PyTree
 from torch_shard._common.validate import check_kind
@@ -74,7 +74,7 @@ def lowering(
     split.check()
     _check_operator(op)
 
-    @speaks_as("lowering")
+    @error_prefix("lowering")
     def register(fn: Callable[..., PyTree]) -> Kernel:
         _check_function(op, fn)
         return Kernel(fn, op.name().removesuffix(".default"), op, _Lowered(op, fn, split).put)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture import current_mode, in_transform, outline, widened, within_operator
 from torch_shard._common.autocast_policy import LOWER, PRODUCTS
-from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.overrides import ATTRIBUTES, FUNCTIONS, HELD, replace_in
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
@@ -92,7 +92,7 @@ def override(
     for argument, value in (("when", when), ("takes", takes)):
         check_kind(argument, value, Callable | None, hint="It is called with the arguments of torch's function.")
 
-    @speaks_as("override")
+    @error_prefix("override")
     def register(fn: Callable[..., PyTree]) -> Kernel:
         check_kind("fn", fn, Callable, hint="Decorate a function of arrays.")
         return Kernel(fn, place.name, place, lambda: place.put(_Override(place, fn, when, takes, split=split)))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from torch_shard._capture import bound_tensors
 from torch_shard._common.axes import into_shares, sum_shares, tracked_axes
-from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import as_positions, check_kind, check_options, check_positions
@@ -226,7 +226,7 @@ def jax_jit(fn: Callable[A, R], **kwargs: Any) -> Callable[A, R]:
     def compile_for(run: Pure, num_args: int) -> Pure:
         compiled = jax.jit(run, **_as_ours(kwargs, num_args))
 
-        @speaks_as("jax_jit")
+        @error_prefix("jax_jit")
         def call(*args: PyTree, **named: PyTree) -> PyTree:
             try:
                 return compiled(*args, **named)

@@ -14,7 +14,7 @@ import torch
 from jax.core import Tracer
 
 from torch_shard._capture import ModuleFlags, active_regions, add_modules, current_mode, flags_hold, is_fake
-from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.random import NeedsKey, next_key, wrap_seed
 from torch_shard._common.types import PyTree
@@ -85,7 +85,7 @@ def _site_of(pure: Callable[..., PyTree]) -> _CallSite:
     return found
 
 
-@speaks_as("call_jax")
+@error_prefix("call_jax")
 def _call(
     pure: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], *, random: bool, lasts: bool
 ) -> PyTree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.validate import check_path
@@ -26,7 +26,7 @@ from torch_shard._train import TrainState
 FORMATS = ("safetensors", "torch", "checkpoint")
 
 
-@speaks_as("convert")
+@error_prefix("convert")
 def convert_weights(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

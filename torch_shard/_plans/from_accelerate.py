@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.types import Device
 from torch_shard._common.validate import is_integer
 from torch_shard._common.wrappers import check_module
@@ -19,7 +19,7 @@ AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """In the order in which accelerate lays them out."""
 
 
-@speaks_as("plans.from_accelerate")
+@error_prefix("plans.from_accelerate")
 def from_accelerate(
     model: nn.Module,
     parallelism_config: object = None,

@@ -13,7 +13,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind, is_integer
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, Decision, check_axes, entries_of, find_uneven, places_with_globs, plan_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # their import takes a second, which only who uses them pays
 logger = logging.getLogger(__name__)
 
 
-@speaks_as("plans.from_dtensor")
+@error_prefix("plans.from_dtensor")
 def from_dtensor(
     model: nn.Module,
     mesh: Mesh,

@@ -12,7 +12,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -34,7 +34,7 @@ from torch_shard._plans.recipes import by_shape
 from torch_shard._sharding import Pieces, ShardingPlan, check_mesh
 
 
-@speaks_as("plans.from_hf")
+@error_prefix("plans.from_hf")
 def from_hf(
     model: nn.Module,
     mesh: Mesh,

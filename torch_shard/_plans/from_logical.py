@@ -11,7 +11,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -32,7 +32,7 @@ from torch_shard._sharding import ShardingPlan, check_mesh, make_matcher
 logger = logging.getLogger(__name__)
 
 
-@speaks_as("plans.from_logical")
+@error_prefix("plans.from_logical")
 def from_logical(
     model: nn.Module,
     mesh: Mesh,

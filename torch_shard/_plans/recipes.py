@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import (
@@ -34,7 +34,7 @@ SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
 
 
-@speaks_as("plans.replicated")
+@error_prefix("plans.replicated")
 def replicated() -> ShardingPlan:
     """A plan that keeps every entry whole on each device: data parallelism.
 
@@ -46,7 +46,7 @@ def replicated() -> ShardingPlan:
     return ShardingPlan({"**": PartitionSpec()}, reasons={"**": "data parallel: whole on each device"})
 
 
-@speaks_as("plans.fsdp")
+@error_prefix("plans.fsdp")
 def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bool = False) -> ShardingPlan:
     """Split every matrix over the axis of the batch: ZeRO-3, fully sharded data parallelism.
 
@@ -72,7 +72,7 @@ def fsdp(model: torch.nn.Module, mesh: Mesh, *, fsdp: Axes = "batch", strict: bo
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
-@speaks_as("plans.hsdp")
+@error_prefix("plans.hsdp")
 def hsdp(
     model: torch.nn.Module, mesh: Mesh, *, replicate: Axes = "replica", fsdp: Axes = "batch", strict: bool = False
 ) -> ShardingPlan:
@@ -101,7 +101,7 @@ def hsdp(
     return plan_of(model, _decide(model, mesh, fsdp=fsdp), strict=strict)
 
 
-@speaks_as("plans.tp")
+@error_prefix("plans.tp")
 def tp(
     model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", pad_vocab: bool = False, strict: bool = False
 ) -> ShardingPlan:
@@ -133,7 +133,7 @@ def tp(
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
-@speaks_as("plans.fsdp_tp")
+@error_prefix("plans.fsdp_tp")
 def fsdp_tp(
     model: torch.nn.Module,
     mesh: Mesh,
@@ -176,7 +176,7 @@ def fsdp_tp(
     return plan_of(model, decisions, strict=strict, activations=activations)
 
 
-@speaks_as("plans.expert")
+@error_prefix("plans.expert")
 def expert(
     model: torch.nn.Module,
     mesh: Mesh,

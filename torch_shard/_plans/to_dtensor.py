@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, check_axes, with_globs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@speaks_as("plans.to_dtensor")
+@error_prefix("plans.to_dtensor")
 def to_dtensor(
     plan: ShardingPlan,
     model: nn.Module,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import caller, speaks_as
+from torch_shard._common.caller import caller, error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import Axes, Decision, check_axes, names_of, with_globs
@@ -24,7 +24,7 @@ Dims = Mapping[str, int | None]
 """Which dim of a parameter is split, by its name."""
 
 
-@speaks_as("plans.to_hf")
+@error_prefix("plans.to_hf")
 def to_hf(
     plan: ShardingPlan, model: nn.Module, mesh: Mesh, *, tp: str = "model", fsdp: Axes | None = "batch"
 ) -> tuple[dict[str, str], list[str]]:

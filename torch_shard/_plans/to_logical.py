@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._common.caller import speaks_as
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import check_module
 from torch_shard._plans.decisions import entries_of, places_with_globs, with_globs
@@ -17,7 +17,7 @@ from torch_shard._sharding import ShardingPlan, axes_of, check_mesh
 Rules = list[tuple[str, tuple[str, ...]]]
 
 
-@speaks_as("plans.to_logical")
+@error_prefix("plans.to_logical")
 def to_logical(
     plan: ShardingPlan, model: nn.Module, mesh: Mesh
 ) -> tuple[Rules, dict[str, tuple[Dim, ...]], dict[str, tuple[Dim, ...]]]:

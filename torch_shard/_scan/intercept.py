@@ -21,7 +21,7 @@ from torch_shard._capture import add_modules, casting, current_mode, in_transfor
 from torch_shard._common.patching import patched
 from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
-from torch_shard._scan.layer_call import BundledParameter, LayerCall, Surroundings, saving_plainly
+from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, saving_plainly
 from torch_shard._scan.region import CALLS, Call, Region
 from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, Unbundled, Unused
 from torch_shard._scan.siblings import Siblings
@@ -39,7 +39,7 @@ class LayerInterceptor:
         self._counts: dict[int, int] = {}
         self._latest: dict[int, Region] = {}
         self._layer: LayerCall | None = None  # the one that is under way
-        self._around = Surroundings({}, casting(), self.note)  # autocast around the whole is around its backward pass
+        self._around = OuterCapture({}, casting(), self.note)  # autocast around the whole is around its backward pass
         self.restart: Restart | None = None
         """Why the capture must start again, if it must."""
         self._first = next(_CAPTURES) << 32

@@ -49,7 +49,7 @@ class BundledParameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class OuterCapture:
     """The capture of the whole, as its layers' calls see it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Surroundings:
 class LayerCall:
     """One call of one module."""
 
-    def __init__(self, module: nn.Module, run: Callable[[], object], around: Surroundings) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[], object], around: OuterCapture) -> None:
         self.module, self.run, self.grad = module, run, torch.is_grad_enabled()
         self._around = around
         self.buffers = {name: b for name, b in module.named_buffers() if b is not None}

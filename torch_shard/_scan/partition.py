@@ -9,7 +9,7 @@ from torch.fx.node import Argument
 
 from torch_shard._common.fx import depending_on, has_effect, operator_name, outputs_of
 from torch_shard._common.operator_families import PRODUCTS
-from torch_shard._scan.least_saved import least_saved
+from torch_shard._scan.min_cut_residuals import min_cut_residuals
 
 
 def _is_product(node: Node) -> bool:
@@ -23,7 +23,7 @@ SAVED: dict[str, Callable[[Node], bool]] = {
 }
 """For each kind of rematerialisation, which results of the forward pass may be saved for the backward pass.
 
-With "none" it is those that `least_saved` chooses."""
+With "none" it is those that `min_cut_residuals` chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def partition(
     outputs = outputs_of(joint.graph)
     grads = outputs[num_results:num_outputs]
     if remat == "none":
-        saved = least_saved(grads, set(cotangents), {inputs[number] for number in at_hand})
+        saved = min_cut_residuals(grads, set(cotangents), {inputs[number] for number in at_hand})
     else:
         saved = _saved(grads, set(cotangents), SAVED[remat])
     values = [n for n in joint.graph.nodes if n in saved and n.op != "placeholder"]

@@ -24,6 +24,7 @@ from torch_shard._sharding.entries import (
     with_values,
 )
 from torch_shard._sharding.forms import Kept, Padded, Pieces
+from torch_shard._sharding.in_steps import settle, spec_in_use
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -38,7 +39,6 @@ from torch_shard._sharding.mesh import (
 from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
-from torch_shard._sharding.settled import settle, spec_in_use
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,

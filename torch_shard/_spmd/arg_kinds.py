@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax.typing import ArrayLike
 
-from torch_shard._common.caller import speaks_as
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.random import wrap_seed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
@@ -48,7 +48,7 @@ class ArgKind:
     check: Check = lambda leaf, num_devices: None
     needs_leaves: bool = True
 
-    @speaks_as("ArgKind")
+    @error_prefix("ArgKind")
     def __post_init__(self) -> None:
         for name, function in {"spread": self.spread, "join": self.join, "check": self.check}.items():
             if function is not None or name == "check":

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._common.axes import manual_axes, size_of
-from torch_shard._common.caller import caller, public, speaks_as
+from torch_shard._common.caller import caller, error_prefix, public
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import Device, PyTree
 from torch_shard._common.validate import as_positions, check_count, check_kind, check_options, is_integer
@@ -81,7 +81,7 @@ def jax_vmap(
     check_options(jax.vmap, kwargs, ("fun",))
     vmap = functools.partial(jax.vmap, axis_name=axis_name, **kwargs)
 
-    @speaks_as("jax_vmap")
+    @error_prefix("jax_vmap")
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         axes = _axes_of(in_axes, len(args), fn)
         names = [*names_of(fn, len(args)), *named]
@@ -148,7 +148,7 @@ def jax_pmap(
     if devices is not None:
         options["devices"] = devices = as_devices(devices)
 
-    @speaks_as("jax_pmap")
+    @error_prefix("jax_pmap")
     def compile_for(run: Pure, num_args: int) -> Pure:
         axes = _axes_of(in_axes, num_args, fn)
         names = names_of(fn, num_args)
@@ -164,7 +164,7 @@ def jax_pmap(
         mapped = jax.pmap(local, axis_name, in_axes=((None, None), *axes), **numbers, **options)
         limit = len(devices) if devices is not None else jax.local_device_count(kwargs.get("backend"))
 
-        @speaks_as("jax_pmap")
+        @error_prefix("jax_pmap")
         def checked(values: list[jax.Array], key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
             check_outermost()
             every = (*args, *named.values()), (*axes, *(0 for _ in named))
@@ -256,7 +256,7 @@ def jax_shard_map(
 
         return jax.jit(whole)
 
-    @speaks_as("jax_shard_map")
+    @error_prefix("jax_shard_map")
     def mapped(key: Key, /, *args: PyTree, **named: PyTree) -> PyTree:
         if named:
             raise TypeError(f"jax_shard_map: in_specs are by position, got the keyword {next(iter(named))!r}.")

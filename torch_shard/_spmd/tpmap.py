@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._common.caller import public, speaks_as
+from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.random import Key, fold_axes, wrap_seed
 from torch_shard._common.static import Static
 from torch_shard._common.types import Device, PyTree
@@ -68,7 +68,7 @@ def tpmap(
     mesh = functools.cache(lambda: _mesh_of(axis_name, devices))
     compiled = PerClosure(pure_of(f), lambda run, num_args: jax.jit(_mapped(run, mesh(), kinds)))
 
-    @speaks_as("tpmap")
+    @error_prefix("tpmap")
     def checked(key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_outermost()
         kinds.check(args, kwargs, mesh().size)

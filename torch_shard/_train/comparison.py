@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from rich.console import Console
 from rich.table import Table
 
-from torch_shard._common.caller import speaks_as
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.convert import host_array
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
@@ -82,7 +82,7 @@ class Comparison:
     tolerance: float
     losses: tuple[float, ...]
 
-    @speaks_as("raise_if_different")
+    @error_prefix("raise_if_different")
     def raise_if_different(self, rtol: float | None = None) -> None:
         """Raise if anything differs by more than `rtol`.
 

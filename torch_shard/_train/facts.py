@@ -22,11 +22,11 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
-from torch_shard._hosts import Disagreement, compare, digest, exchange, is_shared
+from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
 from torch_shard._train.batch import BatchSignature, flatten_batch
 from torch_shard._train.last_used import LastUsed
-from torch_shard._train.placing import Given
+from torch_shard._train.placing import HostBatch
 from torch_shard._train.programs import ProgramKey
 from torch_shard._train.state import TrainState
 
@@ -41,7 +41,7 @@ def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state:
     """Compare what a run begins with: initial values, plan, mesh, optimiser, versions.
 
     Raises:
-        Disagreement: In every process, if any of it differs.
+        ProcessMismatchError: In every process, if any of it differs.
     """
     if not is_shared(plan.mesh):
         return
@@ -123,7 +123,7 @@ class FirstRows:
 
     def note(self, batch: PyTree, signature: BatchSignature) -> None:
         """Look at a batch, if it is the first one."""
-        given = batch if isinstance(batch, Given) else Given(batch, self._local)
+        given = batch if isinstance(batch, HostBatch) else HostBatch(batch, self._local)
         if not self._is_shared or given.local or self._found.use(signature) is not None:
             return
         leaves = zip(signature.paths, flatten_batch(given.batch)[0], strict=True)
@@ -141,7 +141,7 @@ def agree_on_program(
     """Compare a program that is to be compiled, and what it is given first.
 
     Raises:
-        Disagreement: In every process, if any of it differs; of programs, it shows the first line that does.
+        ProcessMismatchError: In every process, if any of it differs; of programs, it shows the first line that does.
     """
     signature = key.signature
     facts: dict[str, object] = {
@@ -149,7 +149,7 @@ def agree_on_program(
         **{
             f"the shape of {path}": _describe(spec) for path, spec in zip(signature.paths, signature.specs, strict=True)
         },
-        "max_grad_norm": key.max_grad_norm,
+        "skip_grad_norm": key.skip_grad_norm,
         "train() or eval() of the modules": digest(repr(key.flags).encode()),
         **_setting(step.plan),
         **{f"the spec of {name}": describe_spec(step.plan[name].spec) for name in step.plan.entries},
@@ -162,8 +162,8 @@ def agree_on_program(
     text = lowered.as_text().splitlines()
     try:
         compare(subject, {"the program": digest("\n".join(text).encode())})
-    except Disagreement:
-        raise Disagreement(_first_difference(text, lowered)) from None
+    except ProcessMismatchError:
+        raise ProcessMismatchError(_first_difference(text, lowered)) from None
 
 
 def _advise_on_program(name: str) -> str:

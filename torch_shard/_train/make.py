@@ -9,7 +9,7 @@ import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._capture import Cast
+from torch_shard._capture import MixedPrecision
 from torch_shard._common.caller import public
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
@@ -29,7 +29,7 @@ def make_train_step(
     batch_spec: PartitionSpec | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    cast: Cast = "products",
+    mixed_precision: MixedPrecision = "autocast",
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
     accumulate_steps: int = 1,
@@ -58,8 +58,8 @@ def make_train_step(
         compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
             products run in bfloat16, and norms, softmax and losses in float32, by the policy of
             `torch.autocast("cuda")`.
-        cast: What `compute_dtype` is the dtype of. `"products"`: of their factors, by autocast; the sums between layers
-            stay in float32. `"parameters"`: of every parameter where it is used, so that activations are whole in it
+        mixed_precision: What `compute_dtype` is the dtype of. `"autocast"`: of their factors, by autocast; the sums between layers
+            stay in float32. `"params"`: of every parameter where it is used, so that activations are whole in it
             and take half the memory, as FSDP2's `MixedPrecisionPolicy(param_dtype=...)` has it; norms and losses alone
             compute in float32. Faster, and a digit less exact.
         accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
@@ -128,7 +128,7 @@ def make_train_step(
         batch_spec=batch_spec,
         local_batches=local_batches,
         compute_dtype=compute_dtype,
-        cast=cast,
+        mixed_precision=mixed_precision,
         scan_layers=scan_layers,
         remat=remat,
         accumulate_steps=accumulate_steps,
@@ -148,7 +148,7 @@ def make_eval_step(
     batch_spec: PartitionSpec | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    cast: Cast = "products",
+    mixed_precision: MixedPrecision = "autocast",
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> EvalStep:
@@ -163,7 +163,7 @@ def make_eval_step(
             leading dim over the mesh axis `batch`.
         local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
         compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
-        cast: As `make_train_step` takes it.
+        mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
             error; False, never. States that are stored either way will do. (Nothing is kept for a backward pass, so
@@ -193,7 +193,7 @@ def make_eval_step(
         batch_spec=batch_spec,
         local_batches=local_batches,
         compute_dtype=compute_dtype,
-        cast=cast,
+        mixed_precision=mixed_precision,
         scan_layers=scan_layers,
         compile_cache=compile_cache,
     )

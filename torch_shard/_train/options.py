@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._capture import Cast, Precision
+from torch_shard._capture import MixedPrecision, Precision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
@@ -30,7 +30,7 @@ class StepOptions:
     batch_spec: PartitionSpec | None = None
     local_batches: bool = False
     compute_dtype: torch.dtype | None = None
-    cast: Cast = "products"
+    mixed_precision: MixedPrecision = "autocast"
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
@@ -45,8 +45,10 @@ class StepOptions:
         check_kind("local_batches", self.local_batches, bool)
         self._check_compute_dtype()
         self._check_layers()
-        if self.cast not in get_args(Cast):
-            raise ValueError(f'{caller()}: cast must be "products" or "parameters", got {self.cast!r}.')
+        if self.mixed_precision not in get_args(MixedPrecision):
+            raise ValueError(
+                f'{caller()}: mixed_precision must be "autocast" or "params", got {self.mixed_precision!r}.'
+            )
         check_count("accumulate_steps", self.accumulate_steps)
         check_kind("split_activations", self.split_activations, bool)
 
@@ -67,7 +69,7 @@ class StepOptions:
     @property
     def precision(self) -> Precision:
         """What the loss is computed in."""
-        return Precision(self.compute_dtype, self.cast)
+        return Precision(self.compute_dtype, self.mixed_precision)
 
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class ShardedBatch:
     """A batch on the mesh, with what a program depends on in it."""
 
     arrays: list[jax.Array]
@@ -37,7 +37,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class HostBatch:
     """A batch that says for itself whether it has all rows, or those of this process's devices alone."""
 
     batch: PyTree
@@ -45,7 +45,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class _BatchPlacement:
     """How batches of one signature come onto the mesh, and the signature that the whole has there."""
 
     layout: BatchLayout | LocalLayout
@@ -67,7 +67,7 @@ class Placer:
 
     def __init__(self, layout: BatchLayout, microbatches: Microbatches, *, must_divide: bool, local: bool) -> None:
         self._layout, self._microbatches, self._must_divide, self._local = layout, microbatches, must_divide, local
-        self._ways = LastUsed[tuple[bool, BatchSignature], _Way]()
+        self._placements = LastUsed[tuple[bool, BatchSignature], _BatchPlacement]()
         self._num_local = 0
         if local:
             self._own.rows.shard()
@@ -76,37 +76,39 @@ class Placer:
     def _own(self) -> LocalLayout:
         return LocalLayout(self._layout)
 
-    def put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
+    def put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
         """Put a batch on the mesh; with `only_shapes`, the structs that it would be there.
 
         Raises:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
-        given = batch if isinstance(batch, Given) else Given(batch, self._local)
+        given = batch if isinstance(batch, HostBatch) else HostBatch(batch, self._local)
         leaves, signature = flatten_batch(given.batch)
-        way = self._way_of(given, leaves, signature, only_shapes)
+        way = self._placement_of(given, leaves, signature, only_shapes)
         if only_shapes:
             structs: Any = way.layout.structs(leaves)
-            return Placed(structs, way.signature, given.local, tuple(leaves))
+            return ShardedBatch(structs, way.signature, given.local, tuple(leaves))
         try:
-            return Placed(way.layout.put(leaves), way.signature, given.local, tuple(leaves))
+            return ShardedBatch(way.layout.put(leaves), way.signature, given.local, tuple(leaves))
         except (TypeError, OverflowError, NotImplementedError):
             for leaf, path in zip(leaves, array_paths(given.batch), strict=True):
                 with named(path):
                     way.layout.put([leaf])
             raise
 
-    def _way_of(self, given: Given, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool) -> _Way:
+    def _placement_of(
+        self, given: HostBatch, leaves: list[PyTree], signature: BatchSignature, only_shapes: bool
+    ) -> _BatchPlacement:
         local = given.local and self._own.rows.num_processes > 1
         key = local, signature
         if local and self._is_compared(key, only_shapes):
             compare_given(self._own.rows, dict(zip(array_paths(given.batch), leaves, strict=True)))
-        way = self._ways.use(key)
+        way = self._placements.use(key)
         if way is None:
             paths = array_paths(given.batch)
             whole = self._whole(signature, paths) if local else signature
-            way = _Way(self._choose(whole, paths, local), whole)
-            self._ways.keep(key, way)
+            way = _BatchPlacement(self._choose(whole, paths, local), whole)
+            self._placements.keep(key, way)
             _say_rounded(paths, signature)
         return way
 
@@ -117,7 +119,7 @@ class Placer:
         """
         if not only_shapes:
             self._num_local += 1
-        return key not in self._ways or self._num_local.bit_count() == 1
+        return key not in self._placements or self._num_local.bit_count() == 1
 
     def _whole(self, own: BatchSignature, paths: list[str]) -> BatchSignature:
         """Signature of the whole of a batch of which this process has a part.

@@ -53,13 +53,13 @@ class ProgramKey:
         signature: Of the batch.
         flags: Training flags of the model's modules, in order; none of an evaluation.
         settings: Settings of torch and JAX that change what a callable means.
-        max_grad_norm: The limit of the guard, if the step has one.
+        skip_grad_norm: The limit of the guard, if the step has one.
     """
 
     signature: BatchSignature
     flags: tuple[bool, ...]
     settings: tuple[object, ...]
-    max_grad_norm: float | None
+    skip_grad_norm: float | None
 
     def difference(self, earlier: "ProgramKey") -> str:
         """Say what differs from an earlier program."""
@@ -67,8 +67,8 @@ class ProgramKey:
             return "modules were switched between train() and eval()"
         if self.settings != earlier.settings:
             return "torch's default dtype, autocast, JAX's x64 setting or the user's own kernels changed"
-        if self.max_grad_norm != earlier.max_grad_norm:
-            return f"max_grad_norm changed from {earlier.max_grad_norm} to {self.max_grad_norm}"
+        if self.skip_grad_norm != earlier.skip_grad_norm:
+            return f"skip_grad_norm changed from {earlier.skip_grad_norm} to {self.skip_grad_norm}"
         old, new = earlier.signature, self.signature
         if new.tree != old.tree or len(new.leaves) != len(old.leaves):
             return f"the structure of the batch changed from {old.tree} to {new.tree}"
@@ -87,7 +87,7 @@ class ProgramKey:
 
     def _apart_from_leaves(self) -> tuple[object, ...]:
         signature = self.signature
-        return signature.tree, len(signature.specs), self.flags, self.settings, self.max_grad_norm
+        return signature.tree, len(signature.specs), self.flags, self.settings, self.skip_grad_norm
 
 
 def _difference(was: object, now: object) -> str:

@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
-from torch_shard._device import DrawsAlike
+from torch_shard._device import ReplayRNG
 from torch_shard._sharding import Stacks, as_dicts, describe_mesh, settle
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -31,10 +31,10 @@ from torch_shard._train.comparison import (
     difference_of,
     numbers_of,
 )
-from torch_shard._train.in_torch import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
+from torch_shard._train.eager_reference import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.metric_updates import CALLS
-from torch_shard._train.placing import Placed
+from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.state import TrainState
 from torch_shard._train.step import Step
 
@@ -49,13 +49,13 @@ class GradientStep(Step):
 
     caller, train = "TrainStep.prove", True
 
-    def __call__(self, state: TrainState, placed: Placed) -> dict[str, PyTree]:
+    def __call__(self, state: TrainState, placed: ShardedBatch) -> dict[str, PyTree]:
         """Give them by name."""
         program, arrays = self._prepare(placed, state)
         return program(self._normal(state), arrays)
 
     def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         run = self._microbatches.run(program, self.plan)
 
@@ -75,23 +75,23 @@ class GradientStep(Step):
         """How many random operators a run of the loss has; None if torch cannot draw the same."""
         return self.programs[-1].num_draws
 
-    def microbatches(self, placed: Placed) -> list[PyTree]:
+    def microbatches(self, placed: ShardedBatch) -> list[PyTree]:
         """The batch, or the microbatches of it, with CPU tensors as torch has them."""
         arrays = jax.jit(lambda arrays: arrays, out_shardings=self.replicated)(placed.arrays)
         parts = self._microbatches.on_host(host_batch(arrays, placed))
         return [placed.signature.rebuild(tensors) for tensors in parts]
 
 
-def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: float | None) -> Comparison:
+def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: float | None) -> Comparison:
     """Compare one step with eager torch; see `TrainStep.prove`."""
-    placed = batch if isinstance(batch, Placed) else step.put(batch)
+    placed = batch if isinstance(batch, ShardedBatch) else step.put(batch)
     rows = _rows(step, state, placed)
     dtypes = {p.dtype for p in step.model.parameters()} | {step.options.compute_dtype or torch.float32}
     tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
     if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
         exact = in_float64(step, state, [placed], functools.partial(_again, step))
         rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
-    rows += _updates(step, state, placed, max_grad_norm)
+    rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
@@ -102,7 +102,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, max_grad_norm: fl
     )
 
 
-def _rows(step: "TrainStep", state: TrainState, placed: Placed) -> list[Difference]:
+def _rows(step: "TrainStep", state: TrainState, placed: ShardedBatch) -> list[Difference]:
     """Loss, metrics, gradients and buffers."""
     with _precision():
         out = step.gradient_step(state, placed)
@@ -119,7 +119,7 @@ def _again(step: "TrainStep", model: torch.nn.Module, batches: list[PyTree]) -> 
     return _rows(wide, wide.init(), wide.put(batches[0]))
 
 
-def _in_torch(step: "TrainStep", state: TrainState, placed: Placed, out: dict[str, PyTree]) -> Values:
+def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: dict[str, PyTree]) -> Values:
     """The same by eager torch."""
     if step.gradient_step.num_draws is None:
         raise NotImplementedError(
@@ -132,7 +132,7 @@ def _in_torch(step: "TrainStep", state: TrainState, placed: Placed, out: dict[st
     losses, metrics = list[torch.Tensor](), list[PyTree]()
     for number, part in enumerate(parts):
         own = key if len(parts) == 1 else jax.random.fold_in(key, number)
-        with DrawsAlike(own if step.gradient_step.num_draws else None).active():
+        with ReplayRNG(own if step.gradient_step.num_draws else None).active():
             loss, found = eager_loss(step, model, part)
             (loss / len(parts)).backward()
         losses.append(loss.detach())
@@ -149,11 +149,13 @@ def _together(*values: PyTree) -> torch.Tensor:
     return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
 
 
-def _updates(step: "TrainStep", state: TrainState, placed: Placed, max_grad_norm: float | None) -> list[Difference]:
+def _updates(
+    step: "TrainStep", state: TrainState, placed: ShardedBatch, skip_grad_norm: float | None
+) -> list[Difference]:
     """What the step makes of its gradients, beside optax by name: the parameters after it. None if it is skipped."""
     with _precision(), MetricCalls().noted():  # metric objects count the steps of the run alone
         out = step.gradient_step(state, placed)
-        new, metrics = step(jax.tree.map(jnp.copy, state), placed, max_grad_norm=max_grad_norm)
+        new, metrics = step(jax.tree.map(jnp.copy, state), placed, skip_grad_norm=skip_grad_norm)
     if "guard" in metrics and metrics["guard"].skipped:
         return []
     held = {**dict(state.params), **out["written"]}

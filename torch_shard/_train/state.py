@@ -186,7 +186,7 @@ class StateLayout:
         kind: str,
         values: Mapping[str, PyTree],
         *,
-        let_go: Callable[[tuple[str, ...]], None] | None = None,
+        release: Callable[[tuple[str, ...]], None] | None = None,
         taken: set[int] | None = None,
     ) -> Stacks:
         """Tensors or arrays by name onto their shards, rows straight to their place in the stored array.
@@ -194,7 +194,7 @@ class StateLayout:
         Args:
             kind: `params`, `frozen` or `buffers`.
             values: Each name has a value when its turn comes.
-            let_go: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
+            release: Takes the names of a stored array as soon as it is made, whose values may then go: arrays that lie
                 as they should become a part of the state.
             taken: Where the memory lies that the state has already; more is noted there. Entries whose equal values
                 lie in one place (as after `load_state_dict` from another layer) get one each.
@@ -209,10 +209,10 @@ class StateLayout:
             for group in layout.groups:
                 form = layout.forms.get(group[0])
                 rows = [values[name] if form is None else form.store(values[name]) for name in group]
-                array = _placed(rows, self._plan.stored(group[0]), keep=let_go is None)
+                array = _placed(rows, self._plan.stored(group[0]), keep=release is None)
                 yield array if taken is None else _own(array, taken)
-                if let_go is not None:
-                    let_go(tuple(group))
+                if release is not None:
+                    release(tuple(group))
 
         return Stacks(layout, stored())
 

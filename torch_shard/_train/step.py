@@ -13,7 +13,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._capture import Mismatch
-from torch_shard._common.caller import speaks_as
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
 from torch_shard._common.wrappers import check_module
 from torch_shard._device import put
@@ -33,13 +33,13 @@ from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
+from torch_shard._train.in_flight import InFlightLimit
 from torch_shard._train.last_used import KEPT, LastUsed
 from torch_shard._train.loss_program import LossProgram, loss_program
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
-from torch_shard._train.pace import Pace
-from torch_shard._train.placing import Placed, Placer
+from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
 from torch_shard._train.state import TrainState, as_arrays, with_key
@@ -57,7 +57,7 @@ class Step:
     """The public function that makes it, with whose name its errors begin."""
     train: ClassVar[bool]
 
-    @speaks_as(None)
+    @error_prefix(None)
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, options: StepOptions) -> None:
         model = check_module("model", model)
         check_loss_fn(loss_fn)
@@ -87,7 +87,7 @@ class Step:
         self._host_buffers = HostBuffers(self._held.buffers)
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
-        self._pace = Pace(options.mesh)
+        self._in_flight = InFlightLimit(options.mesh)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
@@ -119,7 +119,7 @@ class Step:
         self,
         batch: PyTree,
         state: TrainState | None = None,
-        max_grad_norm: float | None = None,
+        skip_grad_norm: float | None = None,
         *,
         only_shapes: bool = False,
     ) -> tuple[StepProgram, list[jax.Array]]:
@@ -129,9 +129,9 @@ class Step:
         """
         self._check_requires_grad()
         check_current_mesh()
-        placed = batch if isinstance(batch, Placed) else self._put(batch, only_shapes=only_shapes)
+        placed = batch if isinstance(batch, ShardedBatch) else self._put(batch, only_shapes=only_shapes)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
-        key = ProgramKey(placed.signature, flags, capture_settings(), max_grad_norm)
+        key = ProgramKey(placed.signature, flags, capture_settings(), skip_grad_norm)
         values = HostValues(
             placed.leaves,
             placed.signature,
@@ -198,8 +198,8 @@ class Step:
             "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
         )
 
-    @speaks_as(None)
-    def put(self, batch: PyTree) -> Placed:
+    @error_prefix(None)
+    def put(self, batch: PyTree) -> ShardedBatch:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
 
         Args:
@@ -214,7 +214,7 @@ class Step:
             placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
         return placed
 
-    def _put(self, batch: PyTree, *, only_shapes: bool = False) -> Placed:
+    def _put(self, batch: PyTree, *, only_shapes: bool = False) -> ShardedBatch:
         placed = self._placer.put(batch, only_shapes=only_shapes)
         if not only_shapes:
             self.first_rows.note(batch, placed.signature)
@@ -250,9 +250,9 @@ class Step:
         self._check_reach(loss)
         if isinstance(self.layers.remat, int):
             assert state is not None
-            program = self._within(self.layers.remat, loss, state, placed, max_grad_norm=key.max_grad_norm)
+            program = self._within(self.layers.remat, loss, state, placed, skip_grad_norm=key.skip_grad_norm)
         else:
-            program = self._jitted(loss, placed, key.max_grad_norm)
+            program = self._jitted(loss, placed, key.skip_grad_norm)
         program.agree = functools.partial(agree_on_program, self, key)
         program.fused = list(map(str, find_fused(loss, self.plan, self.layout.spec)))
         for finding in program.fused:
@@ -266,8 +266,8 @@ class Step:
         kept = self.options.split_activations and not of_params.isdisjoint(rows)
         return RowSplit(self.mesh, rows, kept)
 
-    def _jitted(self, loss: LossProgram, placed: list[jax.Array], max_grad_norm: float | None) -> StepProgram:
-        jitted = self._jit(loss, [array.sharding for array in placed], max_grad_norm)
+    def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
+        jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)
         return StepProgram(loss, jitted, self.replicated, self._cache)
 
     def _within(
@@ -277,12 +277,12 @@ class Step:
         state: TrainState,
         placed: list[jax.Array],
         *,
-        max_grad_norm: float | None,
+        skip_grad_norm: float | None,
     ) -> StepProgram:
         """The program that computes the least again of those that fit into a budget of bytes per device."""
         found: dict[str, int | TooLarge] = {}
         for choice in self.layers.choices if loss.rolled else self.layers.choices[:1]:
-            program = self._jitted(loss.with_remat(choice), placed, max_grad_norm)
+            program = self._jitted(loss.with_remat(choice), placed, skip_grad_norm)
             with self._cache.active():
                 size = found[choice] = program.num_bytes(self._normal(with_key(state)), placed)
             if isinstance(size, int) and size <= budget:
@@ -308,7 +308,7 @@ class Step:
                 )
 
     def _jit(
-        self, program: LossProgram, batch_shardings: list[jax.sharding.Sharding], max_grad_norm: float | None
+        self, program: LossProgram, batch_shardings: list[jax.sharding.Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         raise NotImplementedError
 
@@ -338,7 +338,7 @@ class Step:
         """The state as the program takes it."""
         return as_arrays(state)
 
-    @speaks_as(None)
+    @error_prefix(None)
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """JAX's lowered program: `.as_text()`, `.compile().memory_analysis()`, ...
 
@@ -348,7 +348,7 @@ class Step:
         """
         return self._lowered(state, batch)[0]
 
-    @speaks_as("export_program")
+    @error_prefix("export_program")
     def export_program(
         self, batch: PyTree, state: TrainState | None = None, *, platforms: Sequence[str] = ("cpu", "cuda", "tpu")
     ) -> jax.export.Exported:
@@ -390,7 +390,7 @@ class Step:
         """Shape, dtype and sharding of each array of a state."""
         raise NotImplementedError
 
-    @speaks_as("preview")
+    @error_prefix("preview")
     def preview(self, batch: PyTree) -> Preview:
         """Compile the step and say what it would take of each device: nothing is placed, and nothing runs.
 

@@ -16,7 +16,7 @@ import torch
 from jax.sharding import Sharding
 from torch import nn
 
-from torch_shard._common.caller import speaks_as
+from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
@@ -33,7 +33,7 @@ from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.state import StateLayout, TrainState, as_arrays
 from torch_shard._train.state_checks import check_apart, check_names, check_state
 from torch_shard._train.step import Step
-from torch_shard._train.step_guard import check_max_grad_norm, global_norm, judge, keep
+from torch_shard._train.step_check import check_skip_grad_norm, check_step, global_norm, select_state
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TrainStep(Step):
 
     caller, train = "make_train_step", True
 
-    @speaks_as(None)
+    @error_prefix(None)
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, optimizer: optax.GradientTransformation, options: StepOptions
     ) -> None:
@@ -75,13 +75,13 @@ class TrainStep(Step):
         self.shardings = self._layout.shardings
 
     @property
-    @speaks_as(None)
+    @error_prefix(None)
     def structs(self) -> TrainState:
         """Shape, dtype and sharding of each array of a state; of the key, of its words."""
         refuse_wide(self._held.all)
         return self._layout.structs
 
-    @speaks_as("init")
+    @error_prefix("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
         """The state at step 0: the module's present values on their shards, fresh moments, a random key.
 
@@ -108,13 +108,13 @@ class TrainStep(Step):
         refuse_wide(self._held.all)
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
-        let_go = self._let_go if donate else None
+        release = self._release if donate else None
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
         taken = set[int]() if donate else None
-        placed = {k: self._layout.place(k, tensors, let_go=let_go, taken=taken) for k, tensors in held.items()}
+        placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
         return self.start(placed, seed=seed)
 
-    @speaks_as(None)
+    @error_prefix(None)
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
         """The state at step 0 with these arrays.
 
@@ -135,16 +135,16 @@ class TrainStep(Step):
             num_batches=put(np.zeros((), np.int32), self.replicated),
         )
 
-    def _let_go(self, names: tuple[str, ...]) -> None:
+    def _release(self, names: tuple[str, ...]) -> None:
         """Leave shapes in the places of these entries of the model."""
         for held in (self._held.trainable, self._held.frozen, self._held.buffers):
             for name in [name for name in names if name in held]:
                 held[name] = to_meta(self.model, held[name])
         self._params = list(self._held.params.values())
 
-    @speaks_as(None)
+    @error_prefix(None)
     def __call__(
-        self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None
+        self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None
     ) -> tuple[TrainState, dict[str, PyTree]]:
         """Train by one step.
 
@@ -152,27 +152,27 @@ class TrainStep(Step):
             state: Donated: its arrays are reused for the new state and must not be used again.
             batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`; with
                 `local_batches=True` the rows of this process's devices.
-            max_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
+            skip_grad_norm: Skip the step where the global norm of the gradient is larger, or where the loss or any
                 gradient, the norm itself or what would be a buffer is not finite (`math.inf` for that alone):
                 parameters, buffers, moments and `step` stay as they were, and only `num_batches` counts on. None takes
                 every step.
 
         Returns:
             The new state, and the metrics: `loss` (before the update), `grad_norm` (global L2 norm) and those of
-            `loss_fn`, as scalars or arrays on all devices. With `max_grad_norm` also `guard`, a `Verdict`:
+            `loss_fn`, as scalars or arrays on all devices. With `skip_grad_norm` also `guard`, a `StepCheck`:
             `guard.skipped`, and `guard.non_finite()`, the names of the parameters with a gradient that is not finite.
 
         Raises:
             ValueError: The batch does not divide over the mesh, the processes do not give one batch together, or the
                 state was donated to an earlier step.
         """
-        check_max_grad_norm(max_grad_norm)
+        check_skip_grad_norm(skip_grad_norm)
         check_state(self.caller, state)
         check_apart(self.caller, state)
-        program, arrays = self._prepare(batch, state, max_grad_norm)
+        program, arrays = self._prepare(batch, state, skip_grad_norm)
         state, metrics = program(self._normal(state), arrays)
         self._host_buffers.note_kept(program.kept, state)
-        self._pace.follow(metrics["loss"])
+        self._in_flight.follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
 
@@ -183,7 +183,7 @@ class TrainStep(Step):
         return self._layout.normal(state)
 
     def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         if program.without_grad:
             logger.info("%s: the loss does not reach %s", self.caller, ", ".join(program.without_grad))
@@ -225,10 +225,10 @@ class TrainStep(Step):
                 num_batches=state.num_batches + 1,
             )
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
-            if max_grad_norm is None:
+            if skip_grad_norm is None:
                 return new, metrics
-            verdict = judge(out.loss, grads, norm, max_grad_norm=max_grad_norm, buffers=buffers)
-            return keep(verdict.skipped, state, new), {**metrics, "guard": verdict}
+            check = check_step(out.loss, grads, norm, skip_grad_norm=skip_grad_norm, buffers=buffers)
+            return select_state(check.skipped, state, new), {**metrics, "guard": check}
 
         return jax.jit(
             train_step,
@@ -238,7 +238,7 @@ class TrainStep(Step):
             compiler_options=program.compiler_options(self.mesh),
         )
 
-    @speaks_as(None)
+    @error_prefix(None)
     def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
         """Present values of the model, by name, on their shards.
 
@@ -257,8 +257,8 @@ class TrainStep(Step):
         """The program that `prove` compares."""
         return GradientStep(self.model, self.loss_fn, self.options)
 
-    @speaks_as(None)
-    def prove(self, state: TrainState, batch: PyTree, *, max_grad_norm: float | None = None) -> Comparison:
+    @error_prefix(None)
+    def prove(self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None) -> Comparison:
         """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
 
         Random numbers (dropout) are drawn alike: eager torch gets those of the step. Where float32 differs and float64
@@ -268,7 +268,7 @@ class TrainStep(Step):
         Args:
             state: Only read.
             batch: As the step takes it.
-            max_grad_norm: As the step takes it.
+            skip_grad_norm: As the step takes it.
 
         Returns:
             A `Comparison` of the loss, the metrics, each gradient and buffer with eager torch, and of each parameter
@@ -286,16 +286,16 @@ class TrainStep(Step):
             ... )
             >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
         """
-        check_max_grad_norm(max_grad_norm)
+        check_skip_grad_norm(skip_grad_norm)
         check_state(self.caller, state)
         check_names(self.caller, state, self._held.all)
-        return prove(self, as_arrays(state), batch, max_grad_norm)
+        return prove(self, as_arrays(state), batch, skip_grad_norm)
 
     def evaluation(self) -> "EvalStep":
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
-    @speaks_as(None)
+    @error_prefix(None)
     def export(self, state: TrainState) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
 
@@ -340,7 +340,7 @@ class EvalStep(Step):
         """Of a state without moments."""
         return StateLayout(self.model, self._held, self.plan, optax.identity(), groups=[]).structs
 
-    @speaks_as(None)
+    @error_prefix(None)
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """Evaluate the loss on a batch.
 
@@ -357,12 +357,12 @@ class EvalStep(Step):
         check_state(self.caller, state)
         program, arrays = self._prepare(batch, state)
         metrics = program(self._normal(state), arrays)
-        self._pace.follow(metrics["loss"])
+        self._in_flight.follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
         return metrics
 
     def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], max_grad_norm: float | None
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             check_names(self.caller, state, self._held.all)

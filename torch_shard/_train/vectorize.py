@@ -22,7 +22,7 @@ Atom = Var | Literal
 RANDOM = frozenset({"random_bits", "random_split", "random_fold_in", "random_seed", "rng_bit_generator", "rng_uniform"})
 
 
-class Alike:
+class EqnKey:
     """Keys of equations, each part compared by structure; what has none is compared by identity.
 
     The jaxprs that it is asked about must outlive it.
@@ -250,7 +250,7 @@ class RowProgram:
 
     def __init__(self) -> None:
         self.operations: list[_Operation | _Reduction] = []
-        self._alike = Alike()
+        self._keys = EqnKey()
         self._known: dict[Hashable, _Operation] = {}
         self._constants: dict[Hashable, RowValue] = {}
 
@@ -302,7 +302,7 @@ class RowProgram:
 
     def _add(self, jaxpr: Jaxpr, eqn: JaxprEqn, slots: dict[Var, RowSlot]) -> None:
         rows = {slots[v].row for v in _variables(eqn)} - {None}
-        lines_up = len(rows) == 1 and not eqn.effects and not self._alike.is_random(eqn)
+        lines_up = len(rows) == 1 and not eqn.effects and not self._keys.is_random(eqn)
         body = _body(eqn)
         if body is not None and rows and not (lines_up and eqn.primitive.name == "jit"):
             given = [self._constant(id(const), const) for const in body.consts]
@@ -325,7 +325,7 @@ class RowProgram:
             return value, (row is not None) if lines_up else row
 
         drops = tuple(isinstance(v, DropVar) for v in eqn.outvars)
-        key = lines_up, self._alike.key(eqn), tuple(map(describe, eqn.invars)), drops
+        key = lines_up, self._keys.key(eqn), tuple(map(describe, eqn.invars)), drops
         if eqn.effects or key not in self._known:
             inputs = [slots[v] for v in _variables(eqn)]
             self._known[key] = _Operation(jaxpr, eqn, inputs, [RowValue() for _ in _results(eqn)])

@@ -17,7 +17,7 @@ from torch_shard._device import to_cpu
 from torch_shard._lowering import world_of_one
 from torch_shard._train.comparison import Difference, Values, array_of
 from torch_shard._train.loss_result import split_loss
-from torch_shard._train.placing import Placed
+from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.state import TrainState
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def eager_copy(step: "TrainStep", state: TrainState) -> nn.Module:
     return model
 
 
-def host_batch(arrays: Sequence[jax.Array], placed: Placed) -> list[torch.Tensor]:
+def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.Tensor]:
     """The leaves of a batch on the mesh as torch has them: JAX may hold 64 bits in 32."""
     return [to_cpu(array).to(spec.dtype) for array, spec in zip(arrays, placed.signature.specs, strict=True)]
 
@@ -60,7 +60,7 @@ def in_float64(
         with jax.enable_x64(True):
             wide = list[PyTree]()
             for batch in batches:
-                placed = batch if isinstance(batch, Placed) else step.put(batch)
+                placed = batch if isinstance(batch, ShardedBatch) else step.put(batch)
                 tensors = host_batch(placed.arrays, placed)
                 wide.append(placed.signature.rebuild([t.double() if t.dtype == torch.float32 else t for t in tensors]))
             rows = compare(eager_copy(step, state).double(), wide)

@@ -18,7 +18,7 @@ from torch_shard._train.state import TrainState
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class StepCheck:
     """Findings of a guarded step.
 
     Attributes:
@@ -36,7 +36,7 @@ class Verdict:
         """Names of the parameters whose gradient is not finite, in the module's order."""
         return [name for name in self.finite if not bool(self.finite[name])]
 
-    def lost_buffers(self) -> list[str]:
+    def nonfinite_buffers(self) -> list[str]:
         """Names of the buffers that the batch would have made not finite, such as a running variance."""
         return [name for name in self.buffers if not bool(self.buffers[name])]
 
@@ -46,23 +46,23 @@ def global_norm(grads: PyTree) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
 
 
-def judge(
-    loss: jax.Array, grads: Stacks, norm: jax.Array, *, max_grad_norm: float, buffers: tuple[Stacks, ...]
-) -> Verdict:
+def check_step(
+    loss: jax.Array, grads: Stacks, norm: jax.Array, *, skip_grad_norm: float, buffers: tuple[Stacks, ...]
+) -> StepCheck:
     """Look at a step before it is taken.
 
     Args:
         loss: Scalar.
         grads: Of the trainable parameters.
         norm: Their global L2 norm. One that overflows will not do: the squares that optimisers keep would too.
-        max_grad_norm: The largest that will do; with infinity only what is not finite is refused.
+        skip_grad_norm: The largest that will do; with infinity only what is not finite is refused.
         buffers: Before and after the batch.
     """
     before, after = buffers
     finite, kept = _by_row(grads), _by_row(after, before)
     rows = [rows.all() for rows in (*finite.arrays, *kept.arrays)]
-    good = jnp.stack([jnp.isfinite(loss), jnp.isfinite(norm), norm <= max_grad_norm, *rows]).all()
-    return Verdict(~good, finite, kept)
+    good = jnp.stack([jnp.isfinite(loss), jnp.isfinite(norm), norm <= skip_grad_norm, *rows]).all()
+    return StepCheck(~good, finite, kept)
 
 
 def _by_row(stacks: Stacks, before: Stacks | None = None) -> Stacks:
@@ -77,13 +77,13 @@ def _is_finite(array: jax.Array, before: jax.Array | None, num_rows: int) -> jax
     return finite.all(tuple(range(1 if num_rows > 1 else 0, array.ndim)))
 
 
-def keep(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
+def select_state(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainState:
     """`old` where the step is skipped, else `new`; the batch counts as seen either way."""
     kept = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, dataclasses.replace(new, key=old.key))
     return dataclasses.replace(kept, num_batches=new.num_batches)
 
 
-def check_max_grad_norm(value: object) -> None:
+def check_skip_grad_norm(value: object) -> None:
     """Refuse what is no norm.
 
     Raises:
@@ -92,6 +92,6 @@ def check_max_grad_norm(value: object) -> None:
     is_positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if value is not None and not is_positive:
         raise ValueError(
-            f"{caller()}: max_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
+            f"{caller()}: skip_grad_norm must be a positive number, math.inf to skip only what is not finite, or None, "
             f"got {value!r}."
         )

@@ -15,7 +15,7 @@ from torch_shard._device.dispatch import runner
 from torch_shard._device.placement import to_cpu
 
 
-class DrawsAlike(TorchDispatchMode):
+class ReplayRNG(TorchDispatchMode):
     """Each random operator runs on the jax device, by the key of a step at the place that it has in the step.
 
     Args:

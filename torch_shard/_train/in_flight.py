@@ -10,7 +10,7 @@ from torch_shard._hosts import follow
 _AHEAD = 2
 
 
-class Pace:
+class InFlightLimit:
     """Makes the host wait for the step before the last where several devices are simulated on the CPU, and only there.
 
     XLA's CPU client has one pool of threads, as many as devices or cores, from which it launches programs as well as

@@ -20,7 +20,7 @@ _HOSTS_HERE = ("localhost", LOOPBACK, "[::1]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class LaunchRequest:
     """What was asked for; None is left to the launcher.
 
     Attributes:
@@ -55,11 +55,11 @@ class Asked:
         """No launcher is needed to say how many there are, and which this is."""
         return self.num_processes == 1 or None not in (self.num_processes, self.process_id)
 
-    def or_else(self, other: "Asked") -> "Asked":
+    def or_else(self, other: "LaunchRequest") -> "LaunchRequest":
         """Take from another what this one leaves open; a run of its own leaves nothing open."""
         if self.num_processes == 1:
             return self
-        return Asked(
+        return LaunchRequest(
             coordinator=other.coordinator if self.coordinator is None else self.coordinator,
             num_processes=other.num_processes if self.num_processes is None else self.num_processes,
             process_id=other.process_id if self.process_id is None else self.process_id,
@@ -68,7 +68,7 @@ class Asked:
         )
 
 
-def of_variables(env: Environment) -> Asked:
+def of_variables(env: Environment) -> LaunchRequest:
     """Read JAX's own variables, and those of MaxText, which has others for the same.
 
     Raises:
@@ -82,10 +82,10 @@ def of_variables(env: Environment) -> Asked:
         maxtext = ("JAX_COORDINATOR_IP", "NNODES", "NODE_RANK")
         names = tuple(own if own in env else other for own, other in zip(names, maxtext, strict=True))
     count, index = (number(env, name) if name in env else None for name in names[1:])
-    return Asked(coordinator=coordinator, num_processes=count, process_id=index, says=says(env, *names))
+    return LaunchRequest(coordinator=coordinator, num_processes=count, process_id=index, says=says(env, *names))
 
 
-def find(env: Environment, asked: Asked) -> Found | None:
+def find(env: Environment, asked: LaunchRequest) -> Found | None:
     """Find how this process was started: by what was asked for, else by the innermost launcher.
 
     Args:
@@ -112,7 +112,7 @@ def find(env: Environment, asked: Asked) -> Found | None:
     return _completed(found[0], asked)
 
 
-def _as_found(asked: Asked, found: list[Found]) -> Found:
+def _as_found(asked: LaunchRequest, found: list[Found]) -> Found:
     """What was asked for, like the word of a launcher; a launcher that says the same may say more."""
     count, index = asked.num_processes or 1, asked.process_id or 0
     launcher = "arguments" if asked.by_arguments else "variables of JAX"
@@ -121,7 +121,7 @@ def _as_found(asked: Asked, found: list[Found]) -> Found:
     return next((one for one in found if (one.num_processes, one.process_id) == (count, index)), own)
 
 
-def _completed(found: Found, asked: Asked) -> Found:
+def _completed(found: Found, asked: LaunchRequest) -> Found:
     both = ((asked.num_processes, found.num_processes), (asked.process_id, found.process_id))
     if any(None not in pair and pair[0] != pair[1] for pair in both):
         raise ValueError(f"{caller()}: {asked.says} contradicts {found.says} ({found.launcher}). Or {HOW}.")

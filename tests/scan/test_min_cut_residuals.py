@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._common.fx import depending_on, outputs_of
 from torch_shard._lowering.ops import keeps_whole
-from torch_shard._scan.least_saved import _is_there, _num_bytes, least_saved
+from torch_shard._scan.min_cut_residuals import _is_there, _num_bytes, min_cut_residuals
 
 
 def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_no_choice_takes_fewer_bytes(
     inputs = [node for node in nodes if node.op == "placeholder"]
     grads, free = outputs_of(nodes[0].graph)[1:], {inputs[i] for i in at_hand}
     price = lambda chosen: sum(_num_bytes(node) for node in chosen if node not in free)  # noqa: E731
-    found = least_saved(grads, {inputs[2]}, free)
+    found = min_cut_residuals(grads, {inputs[2]}, free)
     assert suffices(found, grads, inputs[2])
     behind = depending_on([inputs[2]])
     candidates = [n for n in nodes if n.op != "output" and n not in behind and n not in free and _num_bytes(n) < 1e9]

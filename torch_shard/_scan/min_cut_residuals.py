@@ -19,7 +19,7 @@ from torch_shard._common.operator_families import COPIES, DIM_VIEWS, FILLS, RESH
 _AGAIN = COPIES | DIM_VIEWS | FILLS | {"arange", "_to_copy"}
 
 
-def least_saved(grads: Sequence[object], cotangents: Collection[Node], at_hand: Collection[Node]) -> set[Node]:
+def min_cut_residuals(grads: Sequence[object], cotangents: Collection[Node], at_hand: Collection[Node]) -> set[Node]:
     """Values of the forward pass that are enough for the backward pass, inputs among them.
 
     Args:
