@@ -53,6 +53,39 @@ def edges(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(6, 4).scatter_add(0, to, messages - largest[index[1]]).square().sum()
 
 
+def inverted_after(x: torch.Tensor) -> torch.Tensor:
+    """The first of two masks alike is another one when the second is used."""
+    first, second = x > 0, x > 0
+    total = x.detach()[first].sum()  # for the backward of which eager torch would need the mask as it was
+    first.logical_not_()
+    return total + 10 * x[second].sum()
+
+
+def inverted_below(x: torch.Tensor) -> torch.Tensor:
+    """So is the second, by a write to what it is a view of."""
+    first, second = (x > 0)[:], (whole := x > 0)[:]
+    total = x[first].sum()
+    whole.logical_not_()
+    return total + 10 * x[second].sum()
+
+
+def inverted_between(x: torch.Tensor) -> torch.Tensor:
+    """So is what both are made of, but for the name; and the one that is made first is used last."""
+    y = x.clone()
+    view = y[:]
+    second = view > 0
+    y.neg_()
+    first = view > 0
+    return x[first].sum() + 10 * x[second].sum()
+
+
+def inverted_constant(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(6) > 3
+    total = x.detach()[mask].sum()
+    mask.logical_not_()
+    return total + 10 * x[mask].sum()
+
+
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x[x > 0].mean(),
     "sum": lambda x: x[x > 0].sum(),
@@ -94,6 +127,10 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "two joined": lambda x: torch.cat([x[x > 0], x[x < -0.5]]).sin().sum(),
     "scattered": lambda x: torch.zeros(6, 4).index_add(0, torch.nonzero(x[:, 1] > 0)[:, 0], x[x[:, 1] > 0]).exp().sum(),
     "edges": edges,
+    "inverted after": inverted_after,
+    "inverted below": inverted_below,
+    "inverted between": inverted_between,
+    "inverted constant": inverted_constant,
 }
 
 
@@ -128,6 +165,11 @@ REFUSED = {
         lambda x: (torch.cat([x[x > 0]] * 2) * x[x > 0][:, None].expand(-1, 2).reshape(-1)).sum(),
         "twice",
     ),
+    "lengths that may differ": (
+        lambda x: x.sum() if len(x[x > 0]) == len(x[x < 0]) else -x.sum(),
+        "the shape of a result depends",
+    ),
+    "a length beside a comparison": (lambda x: x.sum() * (len(x[x > 0]) == 3), "the shape of a result depends"),
     "a standard deviation": (lambda x: x[x > 0].std(), "std|var"),
 }
 
@@ -137,3 +179,16 @@ def test_what_is_not_the_same_is_refused_with_the_line(name: str) -> None:
     fn, meets = REFUSED[name]
     with pytest.raises(NotImplementedError, match=rf"(?s)test_ragged.py\", line \d+, in <lambda>: .*x\[.*{meets}"):
         ts.jax_jit(fn)(X)
+
+
+def compares(x: torch.Tensor) -> torch.Tensor:
+    chosen, labels = x[x[:, 0] > 0], LABELS[x[:, 0] > 0]
+    if len(chosen) != len(labels):
+        chosen = 2 * chosen
+    both = [chosen, labels]
+    return 3 * chosen.sum() if len(both[0]) == len(labels) == len(both[1]) else chosen.sum()
+
+
+@pytest.mark.parametrize("x", [X, NOTHING, ALL])
+def test_lengths_that_are_one_unknown_number_are_equal(x: torch.Tensor) -> None:
+    torch.testing.assert_close(ts.jax_jit(compares)(x).cpu(), compares(x))

@@ -350,3 +350,22 @@ def test_a_program_that_ran_often_does_not_count() -> None:
     causes = Causes("make_train_step")
     for _ in range(20):
         causes.note("self.temperature has another value", PAID_OFF + 1)
+
+
+class Alternates(nn.Module):
+    """Selects by another label in each call, of which there are as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.label = nn.Linear(6, 4), 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.label += 1
+        (chosen,) = torch.where(labels == self.label % 2)
+        return self.layer(x)[chosen].square().mean()
+
+
+def test_another_question_in_each_call_is_another_program() -> None:
+    step = step_of(lambda model, batch: model(*batch), Alternates())
+    with pytest.raises(NotImplementedError, match=r"changes the plain attribute label on each call and depends on it"):
+        step(step.init(), batch_of(0, 1, 0, 1, 0, 1, 1, 0))

@@ -10,17 +10,9 @@ from tests.zoo.vision import VISION
 _VALUE, _SIZE = "Python needs the value of a tensor", "the shape of a result depends on the values"
 
 REFUSED = {
-    "gpytorch/exact GP, marginal likelihood": _VALUE,
     "monai/HausdorffDTLoss": _VALUE,
-    "pytorch_metric_learning/CircleLoss": _SIZE,
-    "pytorch_metric_learning/ContrastiveLoss": _SIZE,
     "pytorch_metric_learning/MultiSimilarityLoss with MultiSimilarityMiner": _SIZE,
-    "pytorch_metric_learning/ProxyNCALoss": _SIZE,
-    "pytorch_metric_learning/SupConLoss": _SIZE,
-    "pytorch_metric_learning/TripletMarginLoss": _SIZE,
-    "pytorch_metric_learning/TripletMarginLoss with BatchHardMiner": _SIZE,
     "torchdiffeq/odeint, dopri5": _VALUE,
-    "torchmetrics/regression.pearson_corrcoef": _VALUE,
     "transformers/AutoformerForPrediction": _VALUE,
 }
 """A part of the error of each row that is refused."""

@@ -20,6 +20,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.
 _ITEMWISE = (ast.In, ast.NotIn)
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
 
+_OF_NUMBERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
 _LOGGERS = ("logging", "logger", "log", "warnings")
 _TELLS = ("warn", "warning", "warning_once", "error", "info", "debug", "critical", "exception")
 _PLAIN = (ast.Compare, ast.cmpop, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
@@ -53,6 +55,33 @@ def leads_only_to_raise(frame: FrameType) -> bool | None:
     return next((not value for value, falls_through in ways if source.only_tells(value, asked, falls_through)), None)
 
 
+def lengths_compared(frame: FrameType) -> list[Any]:
+    """What has its lengths compared at the present instruction, which asks for one: `len(a) == len(b)`, and no more."""
+    source = _read("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    call = source and source.at(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+    if source is None or call is None or source.first_line(call) != frame.f_code.co_firstlineno:
+        return []
+    match source.parent(call):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _OF_NUMBERS for op in ops):
+            found = [_measured(side) for side in (left, *others)]
+        case _:
+            return []
+    names = {**frame.f_globals, **frame.f_locals}
+    if "len" in names or None in found:
+        return []
+    return [eval(compile(ast.Expression(of), "<check>", "eval"), names) for of in found if of]
+
+
+def _measured(side: ast.expr) -> ast.expr | None:
+    """What `len(...)` is of, if that is plain."""
+    match side:
+        case ast.Call(func=ast.Name(id="len"), args=[of], keywords=[]):
+            plain = (ast.Subscript, ast.Attribute, ast.Name, ast.Constant, ast.expr_context)
+            return of if all(isinstance(node, plain) for node in ast.walk(of)) else None
+        case _:
+            return None
+
+
 @functools.lru_cache(maxsize=32)
 def _read(text: str) -> "_Source | None":
     try:
@@ -84,6 +113,10 @@ class _Source:
         if isinstance(found, ast.UnaryOp) and isinstance(found.op, ast.Not):
             return found.operand  # `not` gives a bool, so that what was asked is what it stands before
         return found if isinstance(found, ast.expr) and not _asks_another(found) else None
+
+    def at(self, place: _Place) -> Any:
+        """The expression or statement at a place, or None."""
+        return self._nodes.get(place)
 
     def parent(self, node: ast.AST) -> Any:
         """The node around a node."""

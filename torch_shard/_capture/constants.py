@@ -82,6 +82,19 @@ def writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def written_by(node: Node) -> set[int]:
+    """The storages of the fakes that an operator writes to."""
+    if not writes(node):
+        return set()
+    arguments = node.target._schema.arguments  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    given = zip(arguments, node.args, strict=False)
+    named = ((argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs)
+    written = [value for argument, value in (*given, *named) if argument.alias_info and argument.alias_info.is_write]
+    return {
+        s for source in torch_pytree.tree_leaves(written) if isinstance(source, Node) for s in traced_storages(source)
+    }
+
+
 def _storages(value: PyTree) -> set[int]:
     tensors = [t for t in torch_pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return {t.untyped_storage()._cdata for t in tensors}

@@ -18,7 +18,7 @@ from torch_shard._capture.checks import leads_only_to_raise
 from torch_shard._capture.constants import Constants, literal_of
 from torch_shard._capture.function_mode import current_mode
 from torch_shard._capture.host_values import LARGEST, HostInputs, HostPart, Question, Source
-from torch_shard._capture.masks import SELECTIONS, Masks
+from torch_shard._capture.masks import SELECTIONS, Masks, is_same
 from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._capture.ragged import PLACE
 from torch_shard._common.fx import args_of
@@ -296,7 +296,33 @@ class DataDependence(TorchDispatchMode):
             if truth is not None:
                 self.skipped.append(current_user_line())
                 return truth
-        return self.ask(func, args, {})
+        if (answer := self.ask(func, args, {})) is None and func is aten.equal.default:
+            return self._equal(*args)
+        return answer
+
+    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool | None:
+        """Tell whether tensors are equal, if the trace alone says so."""
+        if a.shape != b.shape:
+            return False
+        first, second = self._node_of(a), self._node_of(b)
+        if a is not b and (first is None or second is None or not is_same(first, second)):
+            return None
+        if a.is_floating_point() or a.is_complex():
+            self._assumed.append((current_user_line(), ~a.isnan().any()))
+        return True
+
+    def where_assumed(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of the callable, and not a number where a tensor that is NaN was taken to be equal to itself."""
+        if not self._assumed:
+            return list(outputs)
+        if not any(output.is_floating_point() or output.is_complex() for output in outputs):
+            raise NotImplementedError(
+                f"{self._assumed[0][0]}\nHere Python asks whether a tensor equals itself. So it does, unless it is NaN "
+                "somewhere, of which no result of the captured function can tell. Return a floating-point tensor, too."
+            )
+        holds = torch.stack([holds for _, holds in self._assumed]).all()
+        is_float = [output.is_floating_point() or output.is_complex() for output in outputs]
+        return [torch.where(holds, o, torch.nan) if wide else o for o, wide in zip(outputs, is_float, strict=True)]
 
 
 def _has_unknown_size(func: Operator, kwargs: PyTree) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_shard._capture import clock, printing, random_state, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
+from torch_shard._capture.libraries import libraries_in_plain_operators
 from torch_shard._capture.replacements import cumulative_batch_norms
 from torch_shard._common.overrides import KERNELS, attribute_overrides
 from torch_shard._common.patching import Owner, patched
@@ -26,6 +27,7 @@ def capture_environment() -> Iterator[None]:
     with (
         cumulative_batch_norms(),
         autocast_on_fakes(),
+        libraries_in_plain_operators(),
         _substituted(),
         _compiled_functions_run_plainly(),
         _without_anomaly_mode(),

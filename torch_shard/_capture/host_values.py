@@ -218,6 +218,18 @@ class HostPart:
         """The results that are inputs of the program, as they were at the capture."""
         return [tensor for question in self._questions for tensor in question.given or ()]
 
+    def meaning(self) -> list[object]:
+        """What it computes of what, for comparison with another one."""
+        found: list[object] = [(node.name, bits_of(literal)) for node, literal in self._literals.items()]
+        for step in self._steps:
+            if isinstance(step, Question):
+                found.append((step.call[0], repr(step.call[1:]), step.given is None))
+            else:
+                source = self.sources.get(step)
+                source = id(source) if isinstance(source, torch.Tensor) else source
+                found.append((step.name, step.target, repr((step.args, step.kwargs)), source, self._results.get(step)))
+        return found
+
     def read(self, inputs: HostInputs) -> dict[Node, torch.Tensor]:
         """The values of its sources now."""
         with _in_eager_torch():

@@ -1,5 +1,6 @@
 """Masks by which a captured callable selects: which are one, which are constants, and what becomes of the rest."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx import Node
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.constants import traced_storages, writes
+from torch_shard._capture.constants import traced_storages, writes, written_by
 from torch_shard._capture.ragged_rules import has_rule
 from torch_shard._common.fx import is_random
 from torch_shard._common.types import Operator, PyTree
@@ -39,8 +40,7 @@ class Masks:
         places_of: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
     ) -> None:
         self._node_of, self._places_of = node_of, places_of
-        self._found: list[tuple[Node, torch.Tensor]] = []
-        self._known: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor] | None]] = {}
+        self._found: list[_Mask] = []
 
     def unify(self, func: Operator, args: Sequence[Any]) -> tuple[Operator, Sequence[Any]]:
         """An operator and its arguments, with masks that an earlier one has taken where they are the same."""
@@ -48,7 +48,8 @@ class Masks:
             x, mask = torch.broadcast_tensors(*args)
             return aten.index.Tensor, (x, list(self._places(mask)))
         if func is aten.nonzero.default:
-            return func, (self._first(args[0]),)
+            mask = self._first(args[0])
+            return func, args if mask is None else (mask.tensor,)
         if func in _INDEXED:
             return func, (args[0], [i for index in args[1] for i in self._places(index)], *args[2:])
         return func, args
@@ -58,48 +59,70 @@ class Masks:
         if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
             return [index]
         mask = self._first(index)
-        if id(mask) not in self._known:
-            self._known[id(mask)] = mask, self._places_of(mask) if mask.ndim else None
-        return self._known[id(mask)][1] or [mask]
+        if mask is None:
+            return [index]
+        if mask.places is None:
+            mask.places = (self._places_of(mask.tensor) if index.ndim else None) or [mask.tensor]
+        return mask.places
 
-    def _first(self, mask: torch.Tensor) -> torch.Tensor:
-        node = self._node_of(mask)
-        if node is None:
-            return mask
-        for earlier, tensor in self._found:
-            if _is_same(node, earlier) and not _written_since(earlier, node):
-                return tensor
-        self._found.append((node, mask))
-        return mask
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Tell whether two nodes compute the same of the same."""
-    if a is b or not isinstance(a, Node):
-        return a is b or (type(a) is type(b) and a == b)
-    if isinstance(b, Node) and a.op == b.op == "get_attr":
-        return a.target == b.target
-    if not isinstance(b, Node) or a.op != "call_function" or a.target != b.target or is_random(a) or writes(a):
-        return False
-    ours, ours_tree = torch_pytree.tree_flatten((a.args, a.kwargs))
-    theirs, theirs_tree = torch_pytree.tree_flatten((b.args, b.kwargs))
-    return ours_tree == theirs_tree and all(map(_is_same, ours, theirs))
+    def _first(self, mask: torch.Tensor) -> "_Mask | None":
+        if (node := self._node_of(mask)) is None:
+            return None
+        found = next((known for known in self._found if is_same(known.node, node)), None)
+        if found is None:
+            self._found.append(found := _Mask(mask, node))
+        return found
 
 
-def _written_since(earlier: Node, later: Node) -> bool:
-    """Tell whether anything that the earlier of two nodes is made of has been written to before the later one."""
-    storages, stack, seen = set(), [earlier], set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            storages |= traced_storages(node)
-            stack += node.all_input_nodes
-    node = earlier
-    while node is not later:
-        node = node.next
-        if writes(node) and any(traced_storages(source) & storages for source in node.all_input_nodes):
+@dataclasses.dataclass
+class _Mask:
+    """A mask that something has been selected by, and the indices by which it is selected."""
+
+    tensor: torch.Tensor
+    node: Node
+    places: Sequence[torch.Tensor | None] | None = None
+
+
+def is_same(a: Node, b: Node) -> bool:
+    """Tell whether what two nodes stand for has the same values now: they compute the same of the same.
+
+    Nothing may have been written to what is computed twice, nor, between the two, to what both are computed of.
+    """
+    pairs, seen = [(a, b)], set[tuple[Any, Any]]()
+    twice, shared = {a, b}, set[int]()
+    while pairs:
+        pair = pairs.pop()
+        if pair in seen:
+            continue
+        seen.add(pair)
+        first, second = pair
+        if first is second or (first.op == second.op == "get_attr" and first.target == second.target):
+            shared |= traced_storages(second)
+            continue
+        if first.op != "call_function" or first.target != second.target or is_random(first) or writes(first):
+            return False
+        twice |= {first, second}
+        ours, ours_tree = torch_pytree.tree_flatten((first.args, first.kwargs))
+        theirs, theirs_tree = torch_pytree.tree_flatten((second.args, second.kwargs))
+        if ours_tree != theirs_tree:
+            return False
+        for ours_of, theirs_of in zip(ours, theirs, strict=True):
+            if isinstance(ours_of, Node) and isinstance(theirs_of, Node):
+                pairs.append((ours_of, theirs_of))
+            elif type(ours_of) is not type(theirs_of) or repr(ours_of) != repr(theirs_of):  # 0.0 is not -0.0
+                return False
+    return not _written(twice, {a, b}, shared)
+
+
+def _written(twice: set[Node], last: set[Node], shared: set[int]) -> bool:
+    """Tell whether anything was written to what is computed twice, or to what it is computed of before it was."""
+    used, own = (set[int]().union(*map(traced_storages, nodes)) for nodes in (twice, last))
+    left, begun = set(last), False
+    for node in next(iter(last)).graph.nodes:
+        if begun and not written_by(node).isdisjoint(used | shared if left else own):
             return True
+        begun = begun or node in twice
+        left.discard(node)
     return False
 
 

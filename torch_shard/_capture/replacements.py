@@ -16,8 +16,9 @@ from torch.nn import _reduction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture.checks import lengths_compared
 from torch_shard._capture.function_mode import current_mode
-from torch_shard._capture.provenance import current_user_line
+from torch_shard._capture.provenance import asking_frame, current_user_line
 from torch_shard._common.overrides import instead_of, instead_of_attribute
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,25 @@ def _is_mask(item: object) -> bool:
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     """`tensor[index]`; an index that is a tensor of one whole number is one of the program, and not of Python."""
     return torch.Tensor.__getitem__(*_by_position(tensor, index))
+
+
+@instead_of(torch.Tensor.__len__)
+def length(tensor: torch.Tensor) -> int:
+    """`len(tensor)`; in a comparison of lengths that are one unknown number, any number does."""
+    if (number := _unknown_length(tensor)) is not None:
+        frame = asking_frame()
+        while frame is not None and frame.f_code is torch.Tensor.__len__.__code__:
+            frame = frame.f_back
+        found = [] if frame is None else list(map(_unknown_length, lengths_compared(frame)))
+        if found and all(other == number for other in found):
+            return 1
+    return torch.Tensor.__len__(tensor)
+
+
+def _unknown_length(value: Any) -> Any:
+    """The length of a tensor as a formula, if it depends on values."""
+    size = value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else None
+    return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
 @instead_of(torch.Tensor.__deepcopy__)

@@ -170,12 +170,13 @@ def _capture(
         with annotated(module=""), capture_mode.seeing(), capture_environment(), standins_given(), values:
             with calls_seen(True):
                 outputs, other = fn(*args)
+            outputs = values.where_assumed(outputs)
             for buffer in capture_mode.side_effects.new_buffers():  # of constants, and of buffers as they are now
                 for value in values.values([buffer], batch=False) or ():
                     remember(buffer, value)
             hosts.append(values.host)
         aux.append(other)
-        return list(outputs)
+        return outputs
 
     with _errors_for_users(), reference_kernels(), notes_kept(), enable_python_dispatcher(), mode:
         with_views = make_fx(

@@ -1,0 +1,127 @@
+"""Functions of libraries that ask a tensor of the model for its length or value: the same in plain operators.
+
+Each is replaced only while its source is, to the letter, one that was read here. Another one stays as it is, and is
+refused where it asks.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+
+from torch_shard._capture.calls import current_watcher
+from torch_shard._common.patching import patched
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_METRIC = "pytorch_metric_learning"
+
+_REPLACEMENTS: list[tuple[str, str, str, Callable[..., Any]]] = []
+
+
+def _instead_of_source(module: str, name: str, digest: str) -> Callable[[F], F]:
+    """Let a capture call the decorated function, which is given the original first.
+
+    Args:
+        module: Of the library; if it has been imported.
+        name: Of the function there, or of `Class.method`.
+        digest: The first digits of the SHA-256 of its source.
+    """
+    return lambda fn: _REPLACEMENTS.append((module, name, digest, fn)) or fn
+
+
+@contextlib.contextmanager
+def libraries_in_plain_operators() -> Iterator[None]:
+    """Run the libraries that have been imported so within."""
+    with contextlib.ExitStack() as stack:
+        for module, path, digest, fn in _REPLACEMENTS:
+            owner, _, name = path.rpartition(".")
+            held: Any = sys.modules.get(module)
+            held = getattr(held, owner, None) if owner else held
+            if name in vars(held or object):
+                stack.enter_context(patched(held, name, lambda original, of=(digest, fn): _replaced(original, *of)))
+        yield
+
+
+def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
+    code = getattr(original, "__code__", None)  # that of a wrapper is its own
+    try:
+        source = inspect.getsource(code) if isinstance(code, CodeType) else ""
+    except OSError:
+        return original
+    if code is None or not hashlib.sha256(source.encode()).hexdigest().startswith(digest):
+        return original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (watcher := current_watcher()) is not None:
+            watcher.note(code)  # a program is for the attributes that it reads, too
+        return fn(original, *args, **kwargs)
+
+    return call
+
+
+@_instead_of_source(f"{_METRIC}.reducers.threshold_reducer", "ThresholdReducer.element_reduction_helper", "691b923c")
+def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tensor, embeddings: torch.Tensor) -> Any:
+    """The mean of the losses between two bounds, if there are any; its own counts them in Python."""
+    if reducer.collect_stats:
+        return original(reducer, losses, embeddings)
+    counts = torch.ones_like(losses, dtype=torch.bool)
+    counts = counts if reducer.low is None else counts & (losses > reducer.low)
+    counts = counts if reducer.high is None else counts & (losses < reducer.high)
+    number, wide = counts.sum(), torch.promote_types(losses.dtype, torch.float32)
+    mean = torch.where(counts, losses, 0).sum(dtype=wide) / number.clamp(min=1)
+    return torch.where(number > 0, mean.to(losses.dtype), reducer.zero_loss(embeddings))
+
+
+@_instead_of_source("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@_instead_of_source("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
+@_instead_of_source("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
+    """The correlation of each output, NaN where one side hardly varies; its own asks whether there is any other."""
+    max_x, max_y, var_x, var_y, cov, number = sums
+    var_x, var_y, cov = (of / (number - 1) for of in (var_x, var_y, cov))
+    if var_x.dtype == torch.float16:
+        var_x, var_y = var_x.bfloat16(), var_y.bfloat16()
+    var_x, var_y, cov = var_x * torch.pow(max_x, -2), var_y * torch.pow(max_y, -2), cov / (max_x * max_y)
+    bound = math.sqrt(torch.finfo(var_x.dtype).eps)
+    valid = (var_x >= bound) & (var_y >= bound) & torch.isfinite(var_x) & torch.isfinite(var_y) & torch.isfinite(cov)
+    found = torch.where(valid, cov, 0) / torch.where(valid, var_x * var_y, 1).sqrt()
+    return torch.where(valid, found.to(cov.dtype), torch.nan).clamp(-1.0, 1.0).squeeze()
+
+
+@_instead_of_source("linear_operator.utils.cholesky", "_psd_safe_cholesky", "f5912ae8")
+def _safe_cholesky(
+    original: Callable[..., Any],
+    A: torch.Tensor,
+    out: torch.Tensor | None = None,
+    jitter: float | None = None,
+    max_tries: int | None = None,
+) -> torch.Tensor:
+    """A Cholesky factor, of a matrix with a larger diagonal if need be; where that does not do, NaN, and no error."""
+    settings: Any = sys.modules["linear_operator.settings"]
+    if out is not None or settings.trace_mode.on():
+        return original(A, out=out, jitter=jitter, max_tries=max_tries)
+    first = settings.cholesky_jitter.value(A.dtype) if jitter is None else jitter
+    tries = settings.cholesky_max_tries.value() if max_tries is None else max_tries
+    identity = torch.eye(A.shape[-1], dtype=A.dtype)
+
+    def added(matrix: torch.Tensor, info: torch.Tensor) -> torch.Tensor:
+        amount = torch.zeros(info.shape, dtype=matrix.dtype)
+        for i in range(tries):
+            info = torch.linalg.cholesky_ex(matrix + amount[..., None, None] * identity).info if i else info
+            amount = torch.where(info > 0, first * 10**i, amount)
+        return amount
+
+    def nothing(matrix: torch.Tensor, info: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(info.shape, dtype=matrix.dtype)
+
+    with torch.no_grad():
+        info = torch.linalg.cholesky_ex(A).info
+        amount = torch.cond(info.any(), added, nothing, (A.detach(), info))
+    return torch.linalg.cholesky_ex(A + amount[..., None, None] * identity).L
