@@ -16,7 +16,7 @@ def test_an_old_name_is_refused_with_the_new_one() -> None:
     with pytest.raises(TypeError, match="make_train_step: cast= is now mixed_precision="):
         make(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), optax.sgd(0.1), cast="products", **given)
     step: Any = make(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), optax.sgd(0.1), **given)
-    with pytest.raises(TypeError, match="TrainStep.__call__: max_grad_norm= is now skip_grad_norm="):
+    with pytest.raises(TypeError, match=r"TrainStep\.__call__: max_grad_norm= is now skip_grad_norm="):
         step(step.init(), None, max_grad_norm=1.0)
     fit: Any = ts.fit
     with pytest.raises(TypeError, match="fit: max_grad_norm= is now skip_grad_norm="):
