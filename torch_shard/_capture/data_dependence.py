@@ -63,6 +63,7 @@ class DataDependence(TorchDispatchMode):
         self._sources: dict[Node, Source] = {}
         self._questions: list[Question] = []
         self._later: dict[str, torch.Tensor] = {}
+        self._assumed: list[tuple[str, torch.Tensor]] = []
         self._top: torch.nn.Module | None = None
         self._constants: Constants | None = None
         self._mode = None

@@ -13,9 +13,18 @@ from torch_shard._common.fx import args_of, fill_in, is_random
 
 
 def same_closure(first: Captured, second: Captured) -> bool:
-    """Tell whether two captures with the same graph close over the same tensors; literals are compared by value."""
-    pairs = zip(first.closure, second.closure, strict=True)
-    return all(a is b or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b)) for a, b in pairs)
+    """Tell whether two captures with the same graph close over the same tensors.
+
+    Literals are compared by value, and what the host is asked for by how it is computed there.
+    """
+    if first.host is not None and second.host is not None and first.host.meaning() == second.host.meaning():
+        asked = {id(a): id(b) for a, b in zip(first.host.given, second.host.given, strict=True)}
+    else:
+        asked = {}
+    return len(first.closure) == len(second.closure) and all(
+        a is b or asked.get(id(a)) == id(b) or (is_literal(a) and is_literal(b) and bits_of(a) == bits_of(b))
+        for a, b in zip(first.closure, second.closure, strict=True)
+    )
 
 
 def meaning(captured: Captured) -> tuple[Hashable, ...]:
