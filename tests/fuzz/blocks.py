@@ -369,8 +369,17 @@ def _power(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(spectrum).square().sum(-1).add(1e-3).log().to(x.dtype)
 
 
+def _edges(x: torch.Tensor) -> torch.Tensor:
+    """Weighed by how many edges a node has, of edges that come out of the values and one of each node to itself."""
+    ends = x.detach().mul(2).long() % 5
+    edges = torch.cat([ends.flatten(), torch.arange(5, device=x.device)])
+    degree = x.new_zeros(5).scatter_add(0, edges, x.new_ones(len(edges)))
+    return x * (degree / len(edges))[ends]
+
+
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "fft": _power,
+    "edges": _edges,
     "sort": lambda x: x.sort(-1).values,
     "sort rows": lambda x: x.softmax(-1).sort(1).values if x.ndim > 2 else x.sort(-1, descending=True).values,
     "top": lambda x: x.topk(4, -1).values,
@@ -392,7 +401,9 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 @block("function")
 def _function(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
     last = shape[-1]
-    usable = [n for n in FUNCTIONS if last >= 8 or n in ("fft", "roll", "softmax", "logsumexp", "flip", "where")]
+    usable = [
+        n for n in FUNCTIONS if last >= 8 or n in ("fft", "edges", "roll", "softmax", "logsumexp", "flip", "where")
+    ]
     return Apply(FUNCTIONS[r.choice(usable)])
 
 

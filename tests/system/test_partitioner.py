@@ -86,6 +86,22 @@ class Recurrent(nn.Module):
         return self.net(x)[0]
 
 
+class Counted(nn.Module):
+    """Messages along edges, and one of each node to itself, as graph networks have them."""
+
+    def __init__(self, *, product: bool = False) -> None:
+        super().__init__()
+        self.layer, self.product = nn.Linear(7, 7), product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        edges = torch.cat([x.abs().mul(4).long().flatten() % 5, torch.arange(5)])
+        values = torch.cat([self.layer(x).flatten(), x.new_ones(5)])
+        degree = x.new_zeros(5).scatter_add(0, edges, x.new_ones(len(edges)))
+        if self.product:
+            return x.new_ones(5).scatter_reduce(0, edges, 1 + values / 9, "prod") / degree
+        return x.new_zeros(5).index_add(0, edges, values) / degree.sqrt()
+
+
 class Lookup(nn.Module):
     """Rows of a table."""
 
@@ -188,6 +204,8 @@ FOUND = [
         {"net.weight_hh_l0": P("model", "batch")},
         options={"batch_spec": P(("extra", "batch"))},
     ),
+    Found("counts of what does not divide", Counted, (8, 7), {"batch": 4, "model": 2}, {}),
+    Found("products of what does not divide", lambda: Counted(product=True), (8, 7), {"batch": 2, "model": 4}, {}),
     Found(
         "an activation that moves to two axes at once",
         lambda: nn.Sequential(Lookup(), nn.Linear(8, 8)),

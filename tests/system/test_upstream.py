@@ -114,6 +114,18 @@ def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
     np.testing.assert_allclose(found, grad(*weights, x), rtol=1e-3, atol=1e-3)  # float32; it is off by its own size
 
 
+@pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): the padding of indices is counted")
+def test_indices_that_do_not_divide_are_counted() -> None:
+    mesh = ts.make_mesh(batch=4, model=2)
+    rows = np.random.default_rng(0).integers(0, 5, (8, 7))
+
+    def count(rows: jax.Array) -> jax.Array:
+        return jnp.zeros(5).at[jnp.concatenate([rows.reshape(-1), jnp.arange(5)])].add(1)
+
+    found = jax.jit(count)(jax.device_put(rows, jax.sharding.NamedSharding(mesh, P("batch"))))
+    np.testing.assert_array_equal(found, count(jnp.asarray(rows)))
+
+
 @pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): a kernel's own dims must not be split")
 def test_a_kernel_may_be_split_along_its_own_dim() -> None:
     mesh = ts.make_mesh(batch=2, model=2, extra=2)

@@ -32,5 +32,11 @@ MATRIX_PRODUCTS = {"mm": 0, "bmm": 0, "matmul": 0, "addmm": 1, "baddbmm": 1}
 PRODUCTS = frozenset({*MATRIX_PRODUCTS, "linear", "tensordot", "convolution", "einsum"})
 """Sums of products, along whichever dims."""
 
+SCATTERS = frozenset(
+    {"scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill", "index_reduce", "put"}
+    | {"index_put", "_unsafe_index_put", "bincount"}
+)
+"""Values are written, or added, where indices say; all but `bincount` have what is written to as first argument."""
+
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "logsumexp", "prod", "any", "all", "argmax", "argmin"})
 """One result instead of all elements along some dims, which are the second argument."""

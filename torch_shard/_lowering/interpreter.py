@@ -11,14 +11,15 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
-from torch_shard._common.fx import args_of, fill_in, outputs_of, target_of
+from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, target_of
+from torch_shard._common.operator_families import SCATTERS
 from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, operate_on_pieces
-from torch_shard._lowering.rows import USED_AS, as_used, keep_rows
+from torch_shard._lowering.rows import USED_AS, as_used, keep_rows, whole_if_uneven
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -98,12 +99,15 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
     uses = [source.meta.get(USED_AS) for source in sources_of(node)]
+    scatters, into = aten_name(node) in SCATTERS, int(aten_name(node) != "bincount")
     axes = node.meta.get("random_axes", ())
     notes: dict[str, str] = node.meta.get("custom", {})
     scope = "/".join(filter(None, (notes.get("pass"), notes.get("module"), target._opname)))
 
     def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
-        given = iter(map(as_used, values, uses) if any(uses) else values)
+        values = list(map(as_used, values, uses)) if any(uses) else values
+        values = [*values[:into], *whole_if_uneven(values[into:])] if scatters else values
+        given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
         first = ()
         if target in RANDOM:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import Node
 
@@ -131,6 +132,22 @@ def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
     if split is None or spec is None or isinstance(value, InPieces):
         return value
     return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
+
+
+def whole_if_uneven(values: Sequence[PyTree]) -> Sequence[PyTree]:
+    """What a scatter writes, and where; all of it on each device, if the devices do not divide the indices.
+
+    XLA's partitioner pads them and may write the padding too (jaxlib 0.10.2; tests/system/test_upstream.py).
+    """
+    split = current_rows()
+    if split is None or manual_axes():
+        return values
+    arrays = [value for value in values if isinstance(value, jax.Array)]
+    sizes = {n for array in arrays if jnp.issubdtype(array.dtype, jnp.integer) for n in array.shape}
+    if all(size % split.mesh.size == 0 for size in sizes):
+        return values
+    whole = NamedSharding(split.mesh, PartitionSpec())
+    return [jax.lax.with_sharding_constraint(v, whole) if isinstance(v, jax.Array) else v for v in values]
 
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:

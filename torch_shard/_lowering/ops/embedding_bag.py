@@ -6,6 +6,7 @@ import torch
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import whole_if_uneven
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def embedding_bag(
     num_bags = offsets.shape[0] - include_last_offset
     bags = _bag_of(indices, offsets[:num_bags])
     counted = indices != padding_idx
-    sizes = jax.ops.segment_sum(counted.astype(offsets.dtype), bags, num_bags)
+    sizes = jax.ops.segment_sum(*whole_if_uneven([counted.astype(offsets.dtype), bags]), num_bags)
     rows = jnp.take(weight, indices, axis=0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
@@ -111,7 +112,8 @@ def embedding_bag_dense_backward(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
     if scale_grad_by_freq:
-        counts = jnp.zeros((num_weights,), grad.dtype).at[indices].add(1)
+        (counted,) = whole_if_uneven([indices])
+        counts = jnp.zeros((num_weights,), grad.dtype).at[counted].add(1)
         rows = rows / counts[indices][:, None]
     return table.at[indices].add(rows)
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import current_rows
+from torch_shard._lowering.rows import current_rows, whole_if_uneven
 
 aten = torch.ops.aten
 
@@ -174,7 +174,8 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
     grad = _by_features(grad, num_weights)
     flat, rows = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
     if scale_grad_by_freq:
-        counts = jnp.zeros((num_weights,), grad.dtype).at[flat].add(1)
+        (counted,) = whole_if_uneven([flat])
+        counts = jnp.zeros((num_weights,), grad.dtype).at[counted].add(1)
         rows = rows / counts[flat][:, None]
     if padding_idx >= 0:
         rows = jnp.where((flat == padding_idx)[:, None], 0, rows)
@@ -199,7 +200,8 @@ def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
 @lowers(aten.embedding_renorm.default)
 def embedding_renorm(weight, indices, max_norm, norm_type):
     """Rows that are looked up, scaled down to a norm of at most `max_norm`."""
-    used = jnp.zeros((weight.shape[0], 1), bool).at[indices.reshape(-1)].set(True)
+    (flat,) = whole_if_uneven([indices.reshape(-1)])
+    used = jnp.zeros((weight.shape[0], 1), bool).at[flat].set(True)
     norm = jnp.linalg.norm(weight, norm_type, 1, keepdims=True)
     return jnp.where(used & (norm > max_norm), weight * (max_norm / (norm + 1e-7)), weight)
 
