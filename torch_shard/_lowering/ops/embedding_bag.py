@@ -35,7 +35,8 @@ def embedding_bag(
     num_bags = offsets.shape[0] - include_last_offset
     bags = _bag_of(indices, offsets[:num_bags])
     counted = indices != padding_idx
-    sizes = jax.ops.segment_sum(*whole_if_uneven([counted.astype(offsets.dtype), bags]), num_bags)
+    ones, of_bags = whole_if_uneven([counted.astype(offsets.dtype), bags])
+    sizes = jax.ops.segment_sum(ones, of_bags, num_bags)
     rows = jnp.take(weight, indices, axis=0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None]
