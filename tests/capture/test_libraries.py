@@ -15,6 +15,8 @@ from tests.oracles.eager import agrees_with_torch
 from tests.tables.cases import WHOLE
 from tests.zoo.rows import declare_operators_of_torchvision
 
+pytestmark = pytest.mark.slow  # these packages are those of the zoo
+
 ROWS = 8
 
 

@@ -99,6 +99,7 @@ def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
 def _safe_cholesky(
     original: Callable[..., Any],
     A: torch.Tensor,
+    *,
     out: torch.Tensor | None = None,
     jitter: float | None = None,
     max_tries: int | None = None,
