@@ -25,7 +25,7 @@ from torch_shard._capture import Precision
 from torch_shard._scan import LayerOptions
 from torch_shard._train import flatten_batch
 from torch_shard._train.host_values import HostValues
-from torch_shard._train.loss_program import loss_program
+from torch_shard._train.loss_capture import loss_program
 
 
 def attributes(model: nn.Module) -> list[object]:

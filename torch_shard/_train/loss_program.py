@@ -3,13 +3,10 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import logging
-import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -22,16 +19,10 @@ from torch_shard._capture import (
     MetricCall,
     Mismatch,
     ModuleFlags,
-    Precision,
-    Reads,
-    clocks_noted,
     flags_hold,
-    generator_states,
     made_buffers,
     module_roots,
-    reached_by,
 )
-from torch_shard._common.caller import caller
 from torch_shard._common.fx import outputs_of
 from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
@@ -40,32 +31,23 @@ from torch_shard._lowering import (
     GraphOutline,
     Program,
     RowSplit,
-    capture_settings,
     compiler_options,
     report_attention,
     report_own,
     rows_split,
 )
 from torch_shard._scan import (
-    LayerOptions,
     RolledLoss,
     Siblings,
     StackRows,
     array_of,
-    capture_layers,
     names_of,
     report,
 )
-from torch_shard._sharding import LossFn, ResolvedPlan, holdings
-from torch_shard._train.activations import Activations
-from torch_shard._train.batch import BatchSignature
 from torch_shard._train.carried import Answers, outline_of_loss
-from torch_shard._train.host_values import HostValues, capture_with
-from torch_shard._train.joint import JointLoss, LossShape
-from torch_shard._train.last_used import KEPT
+from torch_shard._train.host_values import HostValues
+from torch_shard._train.joint import LossShape
 from torch_shard._train.loss_inputs import LossInputs
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,135 +262,3 @@ class LossProgram:
                 members = cast(list[Any], grad) if isinstance(grad, list) else [None] * len(given.names)
                 found |= zip(given.names, members, strict=True)
         return {name: jnp.zeros_like(tensors[name]) if grad is None else grad for name, grad in found.items()}
-
-
-class _Captures:
-    """The captures of a model, for as long as steps use them: one holds what the loss closes over."""
-
-    def __init__(self) -> None:
-        self._refs: dict[object, list[weakref.ref[LossProgram]]] = {}
-
-    def of(self, key: object) -> list[LossProgram]:
-        """Those under a key, the newest first."""
-        return [program for ref in self._refs.get(key, ()) if (program := ref()) is not None]
-
-    def keep(self, key: object, programs: Sequence[LossProgram]) -> None:
-        """Put these under a key, and forget what no step uses."""
-        self._refs = {other: refs for other, refs in self._refs.items() if any(ref() is not None for ref in refs)}
-        self._refs[key] = [weakref.ref(program) for program in programs]
-
-
-_CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
-
-
-def loss_program(
-    model: torch.nn.Module,
-    loss_fn: LossFn,
-    signature: BatchSignature,
-    *,
-    precision: Precision,
-    train: bool,
-    layers: LayerOptions,
-    values: HostValues,
-    plan: ResolvedPlan,
-    microbatch: int = 0,
-) -> LossProgram:
-    """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
-
-    Args:
-        model: Any module.
-        loss_fn: Returns a scalar, or a pair of it and metrics.
-        signature: Structure and types of the batch.
-        precision: What it computes in.
-        train: True for the loss with its gradients, False for the loss in eval mode.
-        layers: What to do with repeated layers.
-        values: What the host has of the batch and of buffers, where Python asks for values.
-        plan: How what modules take and return is split.
-        microbatch: For whose values it is.
-    """
-    held = holdings(model)
-    entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
-    flags = tuple(m.training for m in model.modules()) if train else None
-    key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, values.num > 1, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
-    family = _CAPTURED.setdefault(model, _Captures())
-    programs = [program for program in family.of(key) if not program.outdated()]
-    host = values.of(microbatch)
-    program = next((program for program in programs if not isinstance(program.answers.run(host), Mismatch)), None)
-    if program is None:
-        activations = Activations(model, plan.activations, plan.mesh)
-        joint = JointLoss(
-            model, loss_fn, signature, precision=precision, train=train, host=host, activations=activations
-        )
-        program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, num_batch=len(signature.specs)))
-        programs = [program, *programs[: KEPT - 1]]
-    family.keep(key, programs)
-    return program
-
-
-def _captured(
-    model: torch.nn.Module, loss_fn: LossFn, joint: JointLoss, layers: LayerOptions, *, num_batch: int
-) -> LossProgram:
-    what = f"{caller()}: the loss"
-    reads = Reads(loss_fn)
-    drawn = generator_states(reached_by(model, loss_fn))
-    with contextlib.ExitStack() as stack:
-        clocks = stack.enter_context(clocks_noted())
-        stack.enter_context(_told(what, joint.signature))
-        stack.enter_context(reads.seen())
-        captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
-    if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-        _refuse_counting(joint, what, f"changes {name} on each call")
-    if clocks:
-        _refuse_counting(joint, what, f"reads {clocks[0]}")
-    after = generator_states(reached_by(model, loss_fn))
-    if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
-        _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-    program = LossProgram(captured, model, guard := reads.guard())
-    _warn_of(guard.too_large, what)
-    return program
-
-
-@functools.lru_cache(maxsize=1024)
-def _warn_of(too_large: tuple[str, ...], what: str) -> None:
-    """Say once what is read and not compared."""
-    if too_large:
-        logger.warning(
-            "%s reads %s: too large to be compared before each step, so that later changes of their contents are not "
-            "seen. Pass them in the batch, make them tensors, or make a new step after a change.",
-            what,
-            ", ".join(too_large),
-        )
-
-
-@contextlib.contextmanager
-def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
-    """Let an error of the user's own code say that it ran for a capture, and on what."""
-    try:
-        yield
-    except Exception as error:
-        shown = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in signature.specs[:9]) or "no arrays"
-        note = f"{what} was captured, once, for a batch of {shown}."
-        if isinstance(error, AttributeError) and error.name in ("module", "_orig_mod"):
-            error.add_note("loss_fn is given the module that a wrapper of PyTorch runs: write model for model.module.")
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        raise
-
-
-def _refuse_counting(joint: JointLoss, what: str, does: str) -> None:
-    """Refuse a loss that depends on a value that differs with each call: two captures then differ."""
-    captures = [joint(None) for _ in range(2)]
-    first, second = (Program(fn, specs, what).graph.module.code for fn, specs in captures)
-    if first != second:
-        raise NotImplementedError(
-            f"{what} {does} and depends on it, but a compiled program is the same for every call. Pass it in the "
-            "batch, or make it a buffer of the model."
-        )
-
-
-def _identity(fn: LossFn) -> object:
-    try:
-        return weakref.ref(fn)
-    except TypeError:
-        return fn

@@ -36,7 +36,8 @@ from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
 from torch_shard._train.in_flight import InFlightLimit
 from torch_shard._train.last_used import KEPT, LastUsed
-from torch_shard._train.loss_program import LossProgram, loss_program
+from torch_shard._train.loss_capture import loss_program
+from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.loss_result import check_loss_fn
 from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
