@@ -15,11 +15,31 @@ from tests.fuzz.workers import Judges
 SEEDS = [seed for seed in range(46) if seed not in (16, 17, 18, 22, 25, 36)]  # which take three seconds and more
 MORE = range(46, 446)
 
+FOUND = [  # by longer runs, and with no smaller form: an activation that leaves the axes of the batch
+    Case(
+        3291,
+        "tokens",
+        {"b0": ("symmetric", 447430631)},
+        (("extra", 2), ("batch", 2), ("model", 2)),
+        rules={
+            "blocks.b0.parametrizations.weight.original": P(("extra", "model", "batch"), None),
+            "narrow.bias": P("extra"),
+        },
+        activations={"embed": P("model", None, None)},
+        options={"accumulate_steps": 2},
+    )
+]
+
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_is_right_or_refused(seed: int) -> None:
     verdict = judge(draw(seed))
     assert verdict.is_fine, verdict
+
+
+@pytest.mark.parametrize("case", FOUND, ids=lambda case: str(case.seed))
+def test_what_was_found_is_right(case: Case) -> None:
+    assert judge(case) == Verdict("right")
 
 
 @pytest.mark.slow
