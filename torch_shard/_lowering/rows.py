@@ -127,10 +127,15 @@ def on_rows(
 
 
 def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
-    """An entry of the model, split like this where it is used; as it is where nothing is said, or it is in pieces."""
+    """An entry of the model, split like this where it is used; as it is where nothing is said."""
     split = current_rows()
-    if split is None or spec is None or isinstance(value, InPieces):
+    if split is None or spec is None:
         return value
+    if isinstance(value, InPieces):
+        parts = [*spec, *(None for _ in range(value.ndim - len(spec)))]
+        parts.insert(value.ndim + value.dim, None)
+        sharding = NamedSharding(split.mesh, PartitionSpec(*parts))
+        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
     return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
 
 

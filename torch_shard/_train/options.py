@@ -88,7 +88,8 @@ class StepOptions:
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
         rows = self.batch_layout().row_axes
-        used = ((name, spec_in_use(plan[name], rows)) for name in names if name not in plan.kept)
+        padded = {name for name, kept in plan.kept.items() if kept.cut is None}
+        used = ((name, spec_in_use(plan[name], rows)) for name in names if name not in padded)
         uses = tuple((name, spec) for name, spec in used if spec is not None)
         # layers differ where any of the two does
         return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts, uses)
