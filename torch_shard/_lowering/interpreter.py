@@ -19,7 +19,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, operate_on_pieces
-from torch_shard._lowering.rows import USED_AS, as_used, keep_rows, whole_if_uneven
+from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, whole_if_uneven
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -99,6 +99,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     static_args, kwargs = torch_pytree.tree_map_only(torch.dtype, _narrow, (tuple(node.args), kept))
 
     uses = [source.meta.get(USED_AS) for source in sources_of(node)]
+    dims = [source.meta.get(ROWS) for source in sources_of(node)]
     scatters, into = aten_name(node) in SCATTERS, int(aten_name(node) != "bincount")
     axes = node.meta.get("random_axes", ())
     notes: dict[str, str] = node.meta.get("custom", {})
@@ -106,7 +107,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
 
     def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
         values = list(map(as_used, values, uses)) if any(uses) else values
-        values = [*values[:into], *whole_if_uneven(values[into:])] if scatters else values
+        values = [*values[:into], *whole_if_uneven(values[into:], dims[into:])] if scatters else values
         given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
         first = ()

@@ -139,17 +139,23 @@ def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
     return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
 
 
-def whole_if_uneven(values: Sequence[PyTree]) -> Sequence[PyTree]:
+def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -> Sequence[PyTree]:
     """What a scatter writes, and where; all of it on each device, if the devices do not divide the indices.
 
     XLA's partitioner pads them and may write the padding too (jaxlib 0.10.2; tests/system/test_upstream.py).
+
+    Args:
+        values: Arrays, with the indices among them.
+        dims: Which dim of each has the rows of the batch, over which alone it is split; all may be split by default.
     """
     split = current_rows()
     if split is None or manual_axes():
         return values
-    arrays = [value for value in values if isinstance(value, jax.Array)]
-    sizes = {n for array in arrays if jnp.issubdtype(array.dtype, jnp.integer) for n in array.shape}
-    if all(size % split.mesh.size == 0 for size in sizes):
+    pairs = zip(values, dims or [None] * len(values), strict=True)
+    indices = [(v.shape, dim) for v, dim in pairs if isinstance(v, jax.Array) and jnp.issubdtype(v.dtype, jnp.integer)]
+    whole_sizes = [n for shape, dim in indices if dim is None for n in shape]
+    row_sizes = [shape[dim] for shape, dim in indices if dim is not None]
+    if not any(n % split.mesh.size for n in whole_sizes) and not any(n % split.num_shards for n in row_sizes):
         return values
     whole = NamedSharding(split.mesh, PartitionSpec())
     return [jax.lax.with_sharding_constraint(v, whole) if isinstance(v, jax.Array) else v for v in values]

@@ -29,7 +29,7 @@ MOST, MANY = 4096, 16
 """Answers that a program keeps, and so many that a warning tells of them."""
 
 
-class HostBatch(NamedTuple):
+class GivenInputs(NamedTuple):
     """The further inputs of a program for one call, and what that makes of buffers, where the host knows it."""
 
     inputs: list[torch.Tensor]
@@ -54,12 +54,12 @@ class Answer:
     literals: Mapping[int, torch.Tensor]
     reads: Guard | None
 
-    def run(self, inputs: HostInputs) -> HostBatch | Mismatch:
+    def run(self, inputs: HostInputs) -> GivenInputs | Mismatch:
         """What the program is given, or what has another value now."""
         found = self.host.run(self.host.read(inputs), inputs)
         if isinstance(found, Mismatch):
             return found
-        return HostBatch([found[n] if isinstance(n, int) else n for n in self.given], self.host.later)
+        return GivenInputs([found[n] if isinstance(n, int) else n for n in self.given], self.host.later)
 
 
 class Answers:
@@ -120,10 +120,10 @@ class Answers:
         for answer in [answer for answer in others if id(answer.host) not in known]:
             self.add(answer.host, outline.numbers, outline.literals, answer.reads or reads)
 
-    def run(self, inputs: HostInputs) -> HostBatch | Mismatch:
+    def run(self, inputs: HostInputs) -> GivenInputs | Mismatch:
         """What the program is given; or what has another value than it serves."""
         if not self.num:
-            return HostBatch([], {})
+            return GivenInputs([], {})
         first = next(iter(self))
         likely = [first] if self.num == 1 else self._found.get(first.host.first_now(inputs), [])
         for answer in list(likely):
