@@ -82,6 +82,7 @@ def _compared(case: Case) -> Verdict:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = case.make_step(model)
     if "dropout" in case.blocks:
+        _order_gradients(model)
         return _proved(case, step)
     found = _run(case, step)
     for name, value in model.state_dict().items():
@@ -153,9 +154,7 @@ def _run(case: Case, step: ts.TrainStep) -> dict[str, np.ndarray]:
 def _eager(case: Case, noise: float = 0.0) -> dict[str, np.ndarray]:
     """The same of eager torch, with optax on one device."""
     model, found = case.make_model(), {}
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
-            module.register_forward_hook(_with_gradients_in_order)
+    _order_gradients(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = OPTIMIZERS[case.option("optimizer", "sgd")]()
     opt_state = optimizer.init(_arrays(trained))
@@ -185,10 +184,21 @@ def _eager(case: Case, noise: float = 0.0) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float64) for name, value in found.items()}
 
 
-def _with_gradients_in_order(module: nn.Module, args: object, out: torch.Tensor) -> None:
+def _order_gradients(model: nn.Module) -> None:
     """The backward pass of norms errs in torch 2.13, on the CPU, where gradients are not contiguous."""
-    if out.requires_grad:
-        out.register_hook(lambda grad: grad.contiguous())
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
+            module.register_forward_hook(lambda module, args, out: _InOrder.apply(out))
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0].contiguous()
 
 
 def _loss_of(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -203,11 +213,15 @@ def _arrays(tensors: dict[str, nn.Parameter]) -> dict[str, np.ndarray]:
 def _distances(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
     """By name, relative to the largest entry, or to one where that is smaller."""
     assert found.keys() >= wanted.keys(), wanted.keys() - found.keys()
-    return {
-        name: float(np.nan_to_num(np.abs(found[name] - value), nan=np.inf).max(initial=0))
-        / max(float(np.abs(value).max(initial=0)), 1.0)
-        for name, value in wanted.items()
-    }
+    return {name: _distance(found[name], value) for name, value in wanted.items()}
+
+
+def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.nan_to_num(np.abs(found - wanted), nan=np.inf)
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    largest = np.abs(wanted, where=np.isfinite(wanted), out=np.ones_like(wanted)).max(initial=1)
+    return float((np.where(same, 0, apart) / largest).max(initial=0))
 
 
 def _apart(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], case: Case) -> Verdict:

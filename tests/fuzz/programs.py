@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.fuzz.blocks import BLOCKS, SEQUENCE, adapt
+from tests.fuzz.blocks import BLOCKS, FUNCTIONS, SEQUENCE, Apply, adapt
 from tests.fuzz.specs import Sizes, draw_mesh, draw_spec
 
 ROWS, VOCABULARY = 16, 16
@@ -211,10 +211,10 @@ def draw(seed: int) -> Case:
 
 def _draw_options(r: random.Random, case: Case) -> Iterator[tuple[str, Any]]:
     has_stack = "stack" in case.blocks
-    norm = any("batch norm" in kind for kind, _ in case.blocks.values())
+    mixes = mixes_rows(case)
     if r.random() < 0.3:
         yield "optimizer", r.choice([name for name in OPTIMIZERS if name != "sgd"])
-    if r.random() < 0.2 and not norm:
+    if r.random() < 0.2 and not mixes:
         yield "accumulate_steps", 2
     if r.random() < 0.2:
         yield "split_activations", False
@@ -293,3 +293,10 @@ def _draw_activations(r: random.Random, case: Case, model: nn.Module) -> dict[st
 def has_sequence(case: Case) -> bool:
     """Whether one of its blocks wants a sequence."""
     return any(BLOCKS[kind][0] == SEQUENCE for kind, _ in case.blocks.values())
+
+
+def mixes_rows(case: Case) -> bool:
+    """Whether one of its blocks computes with all rows of the batch at once, of which microbatches have a part."""
+    functions = [module.fn for module in case.make_model().modules() if isinstance(module, Apply)]
+    norm = any("batch norm" in kind for kind, _ in case.blocks.values())
+    return norm or any(fn in (FUNCTIONS["edges"], FUNCTIONS["center"]) for fn in functions)

@@ -15,7 +15,7 @@ from tests.fuzz.workers import Judges
 SEEDS = [seed for seed in range(46) if seed not in (16, 17, 18, 22, 25, 36)]  # which take three seconds and more
 MORE = range(46, 446)
 
-FOUND = [  # by longer runs, and with no smaller form: an activation that leaves the axes of the batch
+FOUND = [  # by longer runs, and with no smaller form, all on meshes of three axes
     Case(
         3291,
         "tokens",
@@ -27,7 +27,26 @@ FOUND = [  # by longer runs, and with no smaller form: an activation that leaves
         },
         activations={"embed": P("model", None, None)},
         options={"accumulate_steps": 2},
-    )
+    ),
+    Case(
+        6707,
+        "bags",
+        {"b1": ("weight norm", 119167222)},
+        (("batch", 2), ("model", 2), ("extra", 2)),
+        rules={"blocks.b1.parametrizations.weight.original0": P(None, "model")},
+        recipe="fsdp_tp",
+        batch_spec=P(("extra", "model")),
+        options={"loss": "entropy"},
+    ),
+    Case(
+        4037,
+        "sequences",
+        {"stack": ("repeated", STACK)},
+        (("batch", 2), ("extra", 2), ("model", 2)),
+        rules={"blocks.stack.layers.1.inner.qkv.weight": P("batch", ("model", "extra"))},
+        stored={"blocks.stack.layers.1.inner.qkv.weight": ts.Pieces(3, dim=0)},
+        options={"scan_layers": False, "twice": True},
+    ),
 ]
 
 

@@ -75,6 +75,18 @@ class Experts(nn.Module):
         return x + torch.einsum("bteh,ehc,bte->btc", hidden, self.down, self.gate(x).softmax(-1))
 
 
+class Gate(nn.Module):
+    """Two projections in one matrix, the product of their results, and one back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.down = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.fused(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
 class Recurrent(nn.Module):
     """The outputs of an RNN."""
 
@@ -215,6 +227,15 @@ FOUND = [
         options={"accumulate_steps": 2},
         plan={"activations": {"0": P(("extra", "model"), None, "batch")}},
     ),
+    Found(
+        "an activation that leaves the rows, of as many tokens as rows",
+        lambda: nn.Sequential(Lookup(), nn.Linear(8, 4, bias=False), nn.Linear(4, 8)),
+        (16, 8),
+        {"model": 2, "extra": 2, "batch": 2},
+        {"1.weight": P("batch", "model")},
+        options={"accumulate_steps": 2},
+        plan={"activations": {"1": P("extra")}},
+    ),
     *(
         Found(
             f"read in groups, {spec}",
@@ -254,6 +275,22 @@ FOUND = [
         {"**.qkv.weight": P("model")},
         {"accumulate_steps": 2},
         {"stored": {"**.qkv.weight": ts.Pieces(3, dim=0)}},
+    ),
+    Found(
+        "pieces of a bias, whose matrix is not in pieces",
+        Gate,
+        (16, 4, 16),
+        {"batch": 2, "model": 4},
+        {"fused.weight": P("model"), "down.weight": P("model", "batch")},
+        plan={"stored": {"fused.bias": PIECES}},
+    ),
+    Found(
+        "pieces that a norm puts together, on three axes",
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        (16, 4, 8),
+        {"batch": 2, "extra": 2, "model": 2},
+        {"linear1.weight": P(("batch", "model"), "extra"), "linear2.weight": P("model", "batch")},
+        plan={"stored": {"linear2.weight": PIECES}},
     ),
 ]
 

@@ -5,6 +5,9 @@ answers are PyTorch's (`autocast_policy.py`): about functions as users call them
 """
 
 import torch
+from torch.fx import Node
+
+from torch_shard._common.fx import aten_name
 
 aten = torch.ops.aten
 
@@ -40,3 +43,9 @@ SCATTERS = frozenset(
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var", "logsumexp", "prod", "any", "all", "argmax", "argmin"})
 """One result instead of all elements along some dims, which are the second argument."""
+
+
+def is_pointwise(node: Node) -> bool:
+    """Tell whether an operator does the same to each element."""
+    tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return aten_name(node) != "" and (tagged or aten_name(node) in COPIES or aten_name(node) == "_to_copy")

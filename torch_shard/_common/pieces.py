@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from torch_shard._common.types import PyTree
 
@@ -65,6 +66,12 @@ class InPieces:
     def dtype(self) -> np.dtype:
         """Of its elements."""
         return self.array.dtype
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """That of the array, for one of the value: each piece is split alike."""
+        parts = [*spec, *(None for _ in range(self.ndim - len(spec)))]
+        parts.insert(self.ndim + self.dim, None)
+        return PartitionSpec(*parts)
 
     def whole(self) -> jax.Array:
         """The value itself."""

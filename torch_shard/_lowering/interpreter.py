@@ -13,13 +13,14 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._common.dtypes import jax_dtype, torch_dtype
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, target_of
 from torch_shard._common.operator_families import SCATTERS
-from torch_shard._common.pieces import InPieces, whole
+from torch_shard._common.pieces import InPieces
 from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
+from torch_shard._lowering.ops.constraints import CONSTRAINED
 from torch_shard._lowering.own import own_of
-from torch_shard._lowering.pieces import PIECES, operate_on_pieces
-from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, whole_if_uneven
+from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
+from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, merged, whole_if_uneven
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -115,8 +116,10 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             assert key is not None, target
             assert place is not None, target
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
+        if target is CONSTRAINED:
+            named = {**named, "row_dim": dims[0]}
         if own is not None or first:
-            args, named = whole(list(args)), whole(dict(named))
+            args, named = merged(list(args)), merged(dict(named))
         apart = PIECES in node.meta or any(isinstance(value, InPieces) for value in values)
         with jax.named_scope(scope):
             if apart and own is None and not first:
@@ -125,7 +128,8 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
                 value = lowering(*first, *args, **named)
             if own is not None:
                 own.check(node.meta["val"], value)
-            return keep_rows(node, conform(target, node.meta.get("val"), value, node=node))
+            value = conform(target, node.meta.get("val"), value, node=node)
+            return keep_rows(node, as_stored(node, value))
 
     return operate
 
@@ -175,7 +179,7 @@ def _conform_one(target: object, fake: torch.Tensor, value: PyTree, node: Node |
         return None
     value = value if isinstance(value, InPieces) else jax.numpy.asarray(value)
     if value.size == fake.numel() == 0:
-        value = whole(value).reshape(tuple(fake.shape))
+        value = merged(value).reshape(tuple(fake.shape))
     if value.shape != tuple(fake.shape) and not (node is not None and _is_unspecified(node, fake)):
         raise NotImplementedError(
             f"The lowering of {target} gave shape {value.shape} where PyTorch gives {tuple(fake.shape)}. "

@@ -21,13 +21,17 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, shape_of
-from torch_shard._common.operator_families import COPIES, RESHAPES
-from torch_shard._common.pieces import InPieces, cut, whole
+from torch_shard._common.operator_families import RESHAPES, is_pointwise
+from torch_shard._common.pieces import InPieces, cut
 from torch_shard._lowering.ops.constraints import CONSTRAINED
 from torch_shard._lowering.ops.registry import TAKES_PIECES
+from torch_shard._lowering.rows import as_pieces, merged
 
 PIECES = "pieces"
 """Under this name the metadata of a node say in how many pieces which dim, from the end, of its value is to be."""
+
+STORED = "stored"
+"""Under this name those of a gradient say in how many pieces its entry is kept, along which dim; None if in none."""
 
 MERGED = "merged"
 """Under this name they say that a value in pieces was put together there."""
@@ -49,10 +53,18 @@ def operate_on_pieces(node: Node, lowering: Lowering, args: Sequence[Value], nam
     found = None if rule is None else rule(node, lowering, args, named)
     if found is None:
         _warn(node)
-        found = lowering(*whole(list(args)), **whole(dict(named)))
+        found = lowering(*merged(list(args)), **merged(dict(named)))
     if wanted is None or isinstance(found, list | tuple):
         return found
-    return InPieces.of(found, *wanted)
+    return as_pieces(found, *wanted)
+
+
+def as_stored(node: Node, value: Value) -> Value:
+    """The value of a node; a gradient in pieces if its entry is, and not otherwise."""
+    if STORED not in node.meta:
+        return value
+    wanted: Cut | None = node.meta[STORED]
+    return merged(value) if wanted is None else as_pieces(value, *wanted)
 
 
 def _warn(node: Node) -> None:
@@ -67,12 +79,6 @@ def _warn(node: Node) -> None:
             node.target,
             f" in {where}" * bool(where),
         )
-
-
-def is_pointwise(node: Node) -> bool:
-    """Tell whether an operator does the same to each element."""
-    tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return aten_name(node) != "" and (tagged or aten_name(node) in COPIES or aten_name(node) == "_to_copy")
 
 
 def _rule_of(node: Node) -> Callable[[Node, Lowering, Sequence[Value], Mapping[str, Value]], Value] | None:
@@ -173,7 +179,7 @@ def _matmul(node: Node, lowering: Lowering, args: Sequence[Value], named: Mappin
     summed = [v.num for v, dim in ((left, -1), (right, -2)) if isinstance(v, InPieces) and v.dim == dim]
     if not summed or any(isinstance(v, InPieces) and v.dim != dim for v, dim in ((left, -1), (right, -2))):
         return None
-    left, right = InPieces.of(left, summed[0], -1), InPieces.of(right, summed[0], -2)
+    left, right = as_pieces(left, summed[0], -1), as_pieces(right, summed[0], -2)
     return jnp.einsum("...ipj,...pjk->...ik", left.array, right.array)
 
 
@@ -181,10 +187,10 @@ def _addmm(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping
     bias, *factors = args
     product = None if named else _matmul(node, lowering, factors, named)
     if not isinstance(product, InPieces):
-        return None if product is None else product + whole(bias)
+        return None if product is None else product + merged(bias)
     if bias.ndim != 1 or product.dim != -1:
-        return product.whole() + whole(bias)
-    return InPieces(product.array + InPieces.of(bias, product.num, -1).array, -1)
+        return merged(product) + merged(bias)
+    return InPieces(product.array + as_pieces(bias, product.num, -1).array, -1)
 
 
 def _tensordot(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[str, Value]) -> Value:
@@ -268,7 +274,7 @@ def _cat(node: Node, lowering: Lowering, args: Sequence[Value], named: Mapping[s
     counts = [tensor.shape[at] // size if tensor.ndim == len(shape_of(node)) else 0 for tensor in tensors]
     if any(tensor.shape[at] % size for tensor in tensors if tensor.ndim == len(shape_of(node))) or 0 in counts:
         return None
-    parts = [InPieces.of(tensor, count, at).array for tensor, count in zip(tensors, counts, strict=True)]
+    parts = [as_pieces(tensor, count, at).array for tensor, count in zip(tensors, counts, strict=True)]
     return InPieces(jnp.concatenate(parts, axis=parts[0].ndim + at - 1), at)
 
 
@@ -283,7 +289,7 @@ def _slice_scatter(node: Node, lowering: Lowering, args: Sequence[Value], named:
     start, end, step = slice(start, end, step).indices(x.shape[at])
     if step != 1 or start % size or end % size or start >= end:
         return None
-    apart, part = InPieces.of(x, num, at).array, InPieces.of(part, (end - start) // size, at).array
+    apart, part = as_pieces(x, num, at).array, as_pieces(part, (end - start) // size, at).array
     axis = part.ndim + at - 1
     before = jax.lax.slice_in_dim(apart, 0, start // size, axis=axis)
     return InPieces(jnp.concatenate([before, part, jax.lax.slice_in_dim(apart, end // size, num, axis=axis)], axis), at)
@@ -304,13 +310,13 @@ RULES: dict[str, Callable[[Node, Lowering, Sequence[Value], Mapping[str, Value]]
 }
 
 
-def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], outputs: Iterable[tuple[Node, Cut]]) -> None:
+def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], grads: Iterable[tuple[Node, Cut | None]]) -> None:
     """Note on the nodes that put gradients of pieces together that these are to stay apart.
 
     Args:
         graph: Its nodes' metadata are written.
         inputs: The placeholders that are given in pieces.
-        outputs: Nodes that are wanted in pieces, such as the gradients of these.
+        grads: The gradients of entries, and how these are kept; None for those that are not in pieces.
     """
     known = dict(inputs)
     for node in graph.nodes:
@@ -322,8 +328,10 @@ def mark_pieces(graph: Graph, inputs: Mapping[Node, Cut], outputs: Iterable[tupl
             for factor, dim, other, summed in ((left, -1, right, -2), (right, -2, left, -1)):
                 if factor in known and known[factor][1] == dim:
                     _want(other, (known[factor][0], summed))
-    for node, wanted in outputs:
-        _want(node, wanted)
+    for node, wanted in grads:
+        node.meta[STORED] = wanted
+        if wanted is not None:
+            _want(node, wanted)
 
 
 def _keeps_dims(node: Node) -> bool:

@@ -21,6 +21,7 @@ from torch_shard._common.fx import operator_name
 from torch_shard._common.operator_families import PRODUCTS
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
+from torch_shard._sharding import has_three_axes
 
 Results = tuple[jax.Array, ...]
 
@@ -132,11 +133,42 @@ def as_used(value: PyTree, spec: PartitionSpec | None) -> PyTree:
     if split is None or spec is None:
         return value
     if isinstance(value, InPieces):
-        parts = [*spec, *(None for _ in range(value.ndim - len(spec)))]
-        parts.insert(value.ndim + value.dim, None)
-        sharding = NamedSharding(split.mesh, PartitionSpec(*parts))
+        sharding = NamedSharding(split.mesh, value.spec(spec))
         return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
     return jax.lax.with_sharding_constraint(value, NamedSharding(split.mesh, spec))
+
+
+def merged(value: PyTree) -> PyTree:
+    """A value, put together if it is in pieces, of which each device has all then; also several.
+
+    XLA's partitioner errs where split dims become one, or one becomes two (tests/system/test_partitioner.py).
+    """
+
+    def merge(leaf: PyTree) -> PyTree:
+        if not isinstance(leaf, InPieces):
+            return leaf
+        at = leaf.ndim + leaf.dim
+        return InPieces(_whole_along(leaf.array, at, at + 1), leaf.dim).whole()
+
+    return jax.tree.map(merge, value, is_leaf=lambda leaf: isinstance(leaf, InPieces))
+
+
+def as_pieces(value: jax.Array | InPieces, num: int, dim: int) -> InPieces:
+    """A value with its dim `dim`, from the end, in so many pieces, of which each device has all."""
+    if isinstance(value, InPieces) and (value.num, value.dim) == (num, dim):
+        return value
+    array: jax.Array = merged(value)
+    return InPieces.of(array if num == 1 else _whole_along(array, array.ndim + dim), num, dim)
+
+
+def _whole_along(array: jax.Array, *dims: int) -> jax.Array:
+    """An array that no device has a part of these dims of; the compiler chooses for the others."""
+    split = current_rows()
+    if split is None or manual_axes():
+        return array
+    free = None if has_three_axes(split.mesh) else PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if dim in dims else free for dim in range(array.ndim)))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(split.mesh, spec))
 
 
 def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -> Sequence[PyTree]:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
-from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES
+from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
 from torch_shard._lowering import ROWS
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
@@ -110,7 +110,7 @@ def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
     if isinstance(value, Sequence):
         if name == "convolution_backward":  # of the input, of the weight, of the bias
             return [0 if dim == 0 else None, None, None]
-        return [_in_place(source, dim, each) for each in value]
+        return [_in_place(node, source, dim, each) for each in value]
     if not isinstance(value, torch.Tensor):
         return [None]
     if node.target in RESHAPES:
@@ -125,15 +125,15 @@ def _moved(node: Node, source: Node, dim: int) -> list[Dim]:
         return [_reduced(node, source, dim)]
     if name in ("linear", "embedding", "convolution") and source is not args_of(node)[name == "embedding"]:
         return [None]  # a weight
-    return [_in_place(source, dim, value)]
+    return [_in_place(node, source, dim, value)]
 
 
-def _in_place(source: Node, dim: int, value: object) -> Dim:
-    """The same dim, counted from the last one as in broadcasting, or from the first, if its size is the same."""
+def _in_place(node: Node, source: Node, dim: int, value: object) -> Dim:
+    """The same dim, if its size is the same: counted from the last one where values broadcast, else from the first."""
     if not isinstance(value, torch.Tensor):
         return None
-    size = shape_of(source)[dim]
-    places = (dim + value.ndim - len(shape_of(source)), dim)
+    size, from_last = shape_of(source)[dim], dim + value.ndim - len(shape_of(source))
+    places = (from_last, dim) if is_pointwise(node) else (dim, from_last)
     return next((at for at in places if 0 <= at < value.ndim and value.shape[at] == size), None)
 
 
@@ -162,7 +162,7 @@ def _in_product(node: Node, source: Node, dim: int) -> Dim:
     first = MATRIX_PRODUCTS[aten_name(node)]
     factors = args_of(node)[first : first + 2]
     if source not in factors:
-        return _in_place(source, dim, node.meta["val"])
+        return _in_place(node, source, dim, node.meta["val"])
     ndim, is_left = len(shape_of(source)), source is factors[0]
     if ndim < 2 or dim == (ndim - 1 if is_left else ndim - 2):
         return None  # summed

@@ -57,10 +57,10 @@ class EntryNotes:
         self._mark(graph, dict(zip(tensors, names, strict=True)), zip(grads, trained, strict=True))
 
     def _mark(self, graph: Graph, inputs: Mapping[Node, str], grads: Iterable[tuple[Any, Any]]) -> None:
-        cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
-        mark_pieces(
-            graph, cuts, [(n, self.cuts[name]) for n, name in grads if name in self.cuts and isinstance(n, Node)]
-        )
+        if self.cuts:
+            cuts = {node: self.cuts[name] for node, name in inputs.items() if name in self.cuts}
+            named = [(node, name) for node, name in grads if isinstance(node, Node) and isinstance(name, str)]
+            mark_pieces(graph, cuts, [(node, self.cuts.get(name)) for node, name in named])
         for node, name in inputs.items():
             if name in self.uses:
                 node.meta[USED_AS] = self.uses[name]

@@ -24,7 +24,7 @@ from torch_shard._sharding.entries import (
     with_values,
 )
 from torch_shard._sharding.forms import Kept, Padded, Pieces
-from torch_shard._sharding.in_steps import constrain_in_steps, settle, spec_in_use
+from torch_shard._sharding.in_steps import constrain_in_steps, has_three_axes, settle, spec_in_use
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -81,6 +81,7 @@ __all__ = [
     "entry_places",
     "find_spec_faults",
     "group_ties",
+    "has_three_axes",
     "holdings",
     "in_form_of",
     "keep_stacks",

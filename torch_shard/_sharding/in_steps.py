@@ -27,7 +27,7 @@ def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[
     """
 
     def settled(group: tuple[str, ...], array: jax.Array, sharding: NamedSharding) -> jax.Array:
-        is_vector = _is_deep(sharding.mesh) and array.ndim - (len(group) > 1) == 1
+        is_vector = has_three_axes(sharding.mesh) and sum(n > 1 for n in array.shape[len(group) > 1 :]) == 1
         return constrain_in_steps(array, sharding, rows, is_vector=is_vector)
 
     return Stacks(stacks.layout, map(settled, stacks.layout.groups, stacks.arrays, shardings))
@@ -70,11 +70,11 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     """
     mesh, parts = sharding.mesh, [axes_of((part,)) for part in sharding.spec]
     apart = set(rows) if sum(mesh.shape[axis] > 1 for axis in rows) > 1 else set[str]()
-    if not _is_deep(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
+    if not has_three_axes(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
         return None
-    return PartitionSpec(*(_first(part, rows, is_vector=len(part) > 1 or bool(apart)) for part in parts))
+    return PartitionSpec(*(_first(part, rows, is_vector=True) for part in parts))
 
 
-def _is_deep(mesh: Mesh | AbstractMesh) -> bool:
+def has_three_axes(mesh: Mesh | AbstractMesh) -> bool:
     """Whether a mesh has three axes or more, where XLA's partitioner errs in more layouts."""
     return sum(size > 1 for size in mesh.shape.values()) >= 3

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of
-from torch_shard._common.operator_families import COPIES, DIM_VIEWS, MATRIX_PRODUCTS, RESHAPES
+from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, RESHAPES, is_pointwise
 from torch_shard._scan import LAYER, Call, names_of
 from torch_shard._sharding import ResolvedPlan, axes_of, describe_spec
 from torch_shard._train.loss_program import LossProgram
@@ -257,8 +257,7 @@ def _moved(node: Node, source: Node, rows: torch.Tensor) -> Any:
     if name in MATRIX_PRODUCTS:
         factors = arguments[MATRIX_PRODUCTS[name] :][:2]
         return _product(rows, source is factors[0], shape) if source in factors else None
-    is_pointwise = name in COPIES or name == "_to_copy" or torch.Tag.pointwise in getattr(op, "tags", ())
-    return rows if is_pointwise and tuple(rows.shape) == shape else None
+    return rows if is_pointwise(node) and tuple(rows.shape) == shape else None
 
 
 def _product(rows: torch.Tensor, is_left: bool, shape: tuple[int, ...]) -> torch.Tensor | None:

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import RowSplit, current_rows
-from torch_shard._sharding import axes_of, constrain_in_steps
+from torch_shard._lowering.rows import RowSplit, current_rows, merged
+from torch_shard._sharding import axes_of, constrain_in_steps, has_three_axes
 
 _FREE = True
 """Written for `PartitionSpec.UNCONSTRAINED`, which no text stands for."""
@@ -61,34 +61,38 @@ CONSTRAINED = torch.ops.torch_shard.constrained.default
 
 
 @lowers(CONSTRAINED, pieces=True)
-def constrained_array(x: jax.Array | InPieces, spec: str) -> jax.Array | InPieces:
+def constrained_array(x: jax.Array | InPieces, spec: str, row_dim: int | None = None) -> jax.Array | InPieces:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
     rows, parts = current_rows(), _read(spec)
     if rows is None:
         return x
+    if row_dim is not None and has_three_axes(rows.mesh):
+        parts = _beside_rows(parts, x.shape, row_dim, rows)
     if not isinstance(x, InPieces):
-        return constrain_in_steps(_by_rows(x, rows, parts), NamedSharding(rows.mesh, parts), rows.axes)
-    if (apart := _of_pieces(x, parts, rows.mesh)) is None:
-        return constrained_array(x.whole(), spec)
-    return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, apart)), x.dim)
+        return constrain_in_steps(x, NamedSharding(rows.mesh, parts), rows.axes)
+    if not _divides(x, parts, rows.mesh):
+        return constrained_array(merged(x), spec, row_dim)
+    return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(parts))), x.dim)
 
 
-def _by_rows(x: jax.Array, rows: RowSplit, spec: PartitionSpec) -> jax.Array:
-    """What is to leave the axes of the batch, at first split by rows alone, on a mesh of three axes.
+def _beside_rows(spec: PartitionSpec, shape: tuple[int, ...], row_dim: int, rows: RowSplit) -> PartitionSpec:
+    """The spec with the rows of the batch where they are, which they would come back to anyway.
 
-    XLA's partitioner fails there with gathers whose result moves at once (jaxlib 0.10.2; tests/fuzz/test_fuzz.py).
+    On meshes of three axes, XLA's partitioner errs where they leave (jaxlib 0.10.2; tests/system/test_partitioner.py).
     """
-    stays = not spec or spec[0] is PartitionSpec.UNCONSTRAINED or tuple(axes_of(spec[:1])) == rows.axes
-    if len(rows.mesh.shape) < 3 or stays or x.shape[0] % rows.num_shards:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(rows.mesh, PartitionSpec(rows.axes)))
 
+    def without_rows(part: Any) -> Any:
+        if part is PartitionSpec.UNCONSTRAINED:
+            return part
+        return tuple(axis for axis in axes_of((part,)) if axis not in rows.axes) or None
 
-def _of_pieces(x: InPieces, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec | None:
-    """The spec with each piece split alike; None where they do not divide."""
-    parts = [*spec, *(None for _ in range(x.ndim - len(spec)))]
-    part = parts[x.dim]
-    if part is not PartitionSpec.UNCONSTRAINED and x.size % math.prod(mesh.shape[axis] for axis in axes_of((part,))):
-        return None
-    parts.insert(x.ndim + x.dim, None)
+    parts = [*map(without_rows, spec), *(None for _ in range(row_dim + 1 - len(spec)))]
+    parts[row_dim] = PartitionSpec.UNCONSTRAINED if shape[row_dim] % rows.num_shards else rows.axes
     return PartitionSpec(*parts)
+
+
+def _divides(x: InPieces, spec: PartitionSpec, mesh: Mesh) -> bool:
+    """Whether a spec of the value divides each piece."""
+    at = x.ndim + x.dim
+    part = spec[at] if at < len(spec) else None
+    return part is PartitionSpec.UNCONSTRAINED or x.size % math.prod(mesh.shape[axis] for axis in axes_of((part,))) == 0
