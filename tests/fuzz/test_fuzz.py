@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import torch_shard as ts
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.minimise import minimise
 from tests.fuzz.programs import Case, draw
@@ -40,10 +41,13 @@ FOUND = [  # by longer runs, and with no smaller form, all on meshes of three ax
     ),
     Case(
         4037,
-        "sequences",
-        {"stack": ("repeated", STACK)},
+        "images",
+        {"b2": ("patches", 112716622), "stack": ("repeated", 849061782)},
         (("batch", 2), ("extra", 2), ("model", 2)),
-        rules={"blocks.stack.layers.1.inner.qkv.weight": P("batch", ("model", "extra"))},
+        rules={
+            "blocks.stack.layers.1.inner.qkv.weight": P("batch", ("model", "extra")),
+            "blocks.stack.layers.1.inner.out.weight": P(("batch", "model"), "extra"),
+        },
         stored={"blocks.stack.layers.1.inner.qkv.weight": ts.Pieces(3, dim=0)},
         options={"scan_layers": False, "twice": True},
     ),
