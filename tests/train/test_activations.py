@@ -133,6 +133,25 @@ def test_what_does_not_fit_is_one_error_before_anything_runs() -> None:
     assert all("forward" not in vars(module) for module in step.model.modules())
 
 
+def test_axes_that_move_are_refused_on_three_axes() -> None:
+    mesh = ts.make_mesh(batch=2, model=2, extra=2)
+    asked = {"0": P(None, "model", "extra"), "1": P("batch", ("model", "extra"))}
+    model = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
+
+    def make(activations: dict[str, P]) -> ts.TrainStep:
+        plan = ts.ShardingPlan({}, default=P(), activations=activations)
+        return ts.make_train_step(model, mean_square, optax.sgd(0.1), mesh=mesh, plan=plan)
+
+    with pytest.raises(NotImplementedError, match="Give each axis one dim") as caught:
+        make(asked)
+    assert (
+        "axis \"extra\" is in dim 2 of 0 P(None, 'model', 'extra') and 1 of 1 P('batch', ('model', 'extra'))."
+        in str(caught.value)
+    )
+    for fine in ({"0": asked["0"], "1": P("batch", "model")}, {"0": P(None, "model"), "1": P(None, None, "model")}):
+        make(fine)
+
+
 def test_a_rule_that_meets_nothing_is_an_error_in_training_alone() -> None:
     class Spare(Net):
         def __init__(self) -> None:

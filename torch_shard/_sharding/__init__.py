@@ -1,6 +1,6 @@
 """Entries by name: what a module holds, which mesh, which plan splits it how, which entries are stacked. Pure."""
 
-from torch_shard._sharding.activations import RETURN, Constraint
+from torch_shard._sharding.activations import RETURN, Constraint, find_moving_axes
 from torch_shard._sharding.entries import (
     OF_EVERY_MODULE,
     Holdings,
@@ -24,7 +24,7 @@ from torch_shard._sharding.entries import (
     with_values,
 )
 from torch_shard._sharding.forms import Kept, Padded, Pieces
-from torch_shard._sharding.in_steps import constrain_in_steps, has_three_axes, settle, spec_in_use
+from torch_shard._sharding.in_steps import constrain_in_steps, settle, spec_in_use
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -33,6 +33,7 @@ from torch_shard._sharding.mesh import (
     describe_mesh,
     describe_spec,
     find_spec_faults,
+    has_three_axes,
     make_mesh,
     refuse_compile_only,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "describe_spec",
     "entry_of",
     "entry_places",
+    "find_moving_axes",
     "find_spec_faults",
     "group_ties",
     "has_three_axes",

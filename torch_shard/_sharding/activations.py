@@ -5,13 +5,13 @@
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_shard._sharding.mesh import describe_spec, find_spec_faults
+from torch_shard._sharding.mesh import axes_of, describe_spec, find_spec_faults, has_three_axes
 from torch_shard._sharding.patterns import make_matcher
 
 RETURN = "return"
@@ -110,6 +110,34 @@ def resolve_activations(
     highest = {place: max(ranks[c.rule] for c in asked) for place, asked in found.items()}
     chosen = [_choose([c for c in asked if ranks[c.rule] == highest[place]]) for place, asked in found.items()]
     return [c for c in chosen if isinstance(c, Constraint)], [*faults, *(c for c in chosen if isinstance(c, str))]
+
+
+def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collection[str]) -> list[str]:
+    """Say which axes constraints have in several dims, where XLA's partitioner errs; empty where it does not.
+
+    It does on meshes of three axes, in products of factors that have two axes in other dims each (jaxlib 0.10.2;
+    tests/fuzz). One axis may move, as that of sequence parallelism does.
+
+    Args:
+        constraints: All of a plan.
+        mesh: Of the step.
+        rows: The axes of the batch.
+    """
+    dims: dict[str, dict[int, Constraint]] = {}
+    for constraint in constraints:
+        for dim, part in enumerate(without_free(constraint.spec)):
+            for axis in axes_of((part,)):
+                if axis not in rows and mesh.shape[axis] > 1:
+                    dims.setdefault(axis, {}).setdefault(dim, constraint)
+    if not has_three_axes(mesh) or len(dims) < 2:
+        return []
+    return [
+        f'axis "{axis}" is in dim '
+        + " and ".join(f"{d} of {c.place} {describe_spec(c.spec)}" for d, c in at.items())
+        + "."
+        for axis, at in dims.items()
+        if len(at) > 1
+    ]
 
 
 def _axis_faults(spec: PartitionSpec, mesh: Mesh) -> list[tuple[str, str]]:

@@ -6,9 +6,9 @@
 from collections.abc import Collection, Iterable
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from torch_shard._sharding.mesh import axes_of
+from torch_shard._sharding.mesh import axes_of, has_three_axes
 from torch_shard._sharding.stacked import Stacks
 
 
@@ -73,8 +73,3 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     if not has_three_axes(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
         return None
     return PartitionSpec(*(_first(part, rows, is_vector=True) for part in parts))
-
-
-def has_three_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh has three axes or more, where XLA's partitioner errs in more layouts."""
-    return sum(size > 1 for size in mesh.shape.values()) >= 3

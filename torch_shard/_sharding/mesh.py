@@ -236,6 +236,11 @@ def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> list[str]:
     return [axis for part in spec if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
 
 
+def has_three_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has three axes or more, where XLA's partitioner errs in more layouts."""
+    return sum(size > 1 for size in mesh.shape.values()) >= 3
+
+
 def _suggest_axis(axis: object, mesh: Mesh) -> str:
     names = [str(name) for name in mesh.axis_names]
     close = difflib.get_close_matches(str(axis), names, n=1)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 from torch_shard._lowering import constrained
-from torch_shard._sharding import RETURN, Constraint
+from torch_shard._sharding import RETURN, Constraint, ResolvedPlan, find_moving_axes
 
 Forward = Callable[..., PyTree]
 
@@ -126,6 +126,25 @@ class Activations:
     def _fault(self, line: str, value: PyTree) -> PyTree:
         self._faults[line] = None
         return value
+
+
+def check_activations(plan: ResolvedPlan, rows: Collection[str]) -> None:
+    """Refuse constraints with which XLA's partitioner errs.
+
+    Args:
+        plan: Of a step.
+        rows: The axes of its batch.
+
+    Raises:
+        NotImplementedError: Axes of a mesh of three or more are in several dims.
+    """
+    if lines := find_moving_axes(plan.activations, plan.mesh, rows):
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise NotImplementedError(
+            f"{caller()}: activations cannot be split as asked by the plan on a mesh of three axes or more, where XLA "
+            f"gives wrong gradients. Give each axis one dim, or use one axis beside those of the batch.\n\n"
+            f"{shown}"
+        )
 
 
 def _replaced(value: PyTree, part: str, change: Callable[[PyTree], PyTree]) -> PyTree:

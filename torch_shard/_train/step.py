@@ -28,6 +28,7 @@ from torch_shard._sharding import (
     in_form_of,
     shared_memory,
 )
+from torch_shard._train.activations import check_activations
 from torch_shard._train.carried import program_for
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
@@ -72,6 +73,7 @@ class Step:
         self._held = holdings(model)
         self.layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
         self.layout = options.batch_layout()
+        check_activations(self.plan, self.layout.row_axes)
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache)
         self.replicated = NamedSharding(options.mesh, PartitionSpec())
