@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.fuzz.programs import Case
 from torch_shard._sharding import memory_of
 from torch_shard._train import programs
 from torch_shard._train.fitting import TooLarge, compile_or_refuse, memory_of_program
@@ -97,3 +98,22 @@ def test_a_program_for_tpus_takes_what_their_compiler_counts() -> None:
     memory, of_parts = (memory_of_program(fits, platform) for platform in ("tpu", "any other"))
     assert memory.peak <= limit < of_parts.peak
     assert too_large.num_bytes == pytest.approx(memory.peak * 160 / 150, rel=0.01)  # the compiler says two decimals
+
+
+def test_what_the_partitioner_breaks_is_refused_in_our_words() -> None:
+    """Of products of three axes XLA makes slices that are larger than what they cut (jaxlib 0.10.2; by tests/fuzz)."""
+    with jax.enable_x64(True):
+        case = Case(
+            8294,
+            "images",
+            {"b0": ("reused", 507412379), "b1": ("bilinear", 184339942)},
+            (("extra", 2), ("batch", 2), ("model", 2)),
+            rules={"blocks.b0.inner.weight": P(None, "model"), "blocks.b1.weight": P(None, None, "extra")},
+            options={"twice": True},
+        )
+        step = case.make_step(case.make_model())
+        state = step.init(seed=0)
+        message = r"cannot split this step over \(extra=2, batch=2, model=2\): INVALID_ARGUMENT.* Split fewer entries"
+        with pytest.raises(NotImplementedError, match=message):
+            step(state, case.make_batch())
+        assert not any(array.is_deleted() for array in jax.tree.leaves(state))

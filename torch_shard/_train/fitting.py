@@ -3,11 +3,17 @@
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Generator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from torch_shard._common.caller import caller
+from torch_shard._sharding import describe_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +89,28 @@ def compile_or_refuse(lowered: jax.stages.Lowered) -> jax.stages.Compiled | TooL
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return TooLarge(str(error).splitlines()[0][:300], _needed(str(error)))
+
+
+@contextlib.contextmanager
+def partitioner_refusals(mesh: Mesh) -> Generator[None, None, None]:
+    """Say of a program that XLA's partitioner breaks, as its own verifier finds, what its user can do.
+
+    Args:
+        mesh: Of the program.
+
+    Raises:
+        NotImplementedError: Such a program was compiled within.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "[hlo verifier]" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{caller()}: XLA's partitioner (jax {jax.__version__}) cannot split this step over {describe_mesh(mesh)}: "
+            f"{str(error).splitlines()[0][:200]}. This is an error of its own. Split fewer entries or activations of "
+            "the plan, or over fewer axes: P() is always fine. The state is as it was."
+        ) from error
 
 
 def _needed(message: str) -> int | None:

@@ -25,7 +25,13 @@ from torch_shard._hosts import begin_run, is_shared
 from torch_shard._train.batch import BatchSignature
 from torch_shard._train.batch_objects import TakenApart
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.fitting import ProgramMemory, TooLarge, compile_or_refuse, memory_of_program
+from torch_shard._train.fitting import (
+    ProgramMemory,
+    TooLarge,
+    compile_or_refuse,
+    memory_of_program,
+    partitioner_refusals,
+)
 from torch_shard._train.host_values import HostValues
 from torch_shard._train.loss_program import LossProgram
 from torch_shard._train.state import TrainState
@@ -299,7 +305,7 @@ class StepProgram:
                 begin_run()
             return self._jitted(state, arrays, closure)
         structs = jax.tree.map(_struct, (state, arrays))  # before they are donated
-        with self._cold.active():
+        with self._cold.active(), partitioner_refusals(cast(Mesh, self._sharding.mesh)):
             if self._is_shared and self.agree is not None:
                 self.agree(state, closure=self._tensors, lowered=self.lower(state, arrays))
                 begin_run()
