@@ -16,7 +16,7 @@ from tests.fuzz.workers import Judges
 SEEDS = [seed for seed in range(46) if seed not in (16, 17, 18, 22, 25, 36)]  # which take three seconds and more
 MORE = range(46, 446)
 
-FOUND = [  # by longer runs, and with no smaller form, all on meshes of three axes
+FOUND = [  # by longer runs, and with no smaller form
     Case(
         3291,
         "tokens",
@@ -50,6 +50,18 @@ FOUND = [  # by longer runs, and with no smaller form, all on meshes of three ax
         },
         stored={"blocks.stack.layers.1.inner.qkv.weight": ts.Pieces(3, dim=0)},
         options={"scan_layers": False, "twice": True},
+    ),
+    Case(
+        8557,
+        "vectors",
+        {"stack": ("repeated", 167432056)},
+        (("model", 4), ("batch", 2)),
+        rules={
+            "blocks.stack.layers.2.down.bias": P("model"),
+            "blocks.stack.layers.3.fused.weight": P("model", None),
+            "blocks.stack.layers.3.down.weight": P(None, "batch"),
+        },
+        options={"accumulate_steps": 2},
     ),
 ]
 

@@ -20,7 +20,7 @@ from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, ref
 from torch_shard._lowering.ops.constraints import CONSTRAINED
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
-from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, merged, whole_if_uneven
+from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, merged, whole_if_cut, whole_if_uneven
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -109,6 +109,7 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
     def operate(key: Key, place: Place, values: Sequence[PyTree]) -> PyTree:
         values = list(map(as_used, values, uses)) if any(uses) else values
         values = [*values[:into], *whole_if_uneven(values[into:], dims[into:])] if scatters else values
+        values = [whole_if_cut(node, value) for value in values]
         given = iter(values)
         args, named = fill_in((static_args, kwargs), lambda _: next(given))
         first = ()

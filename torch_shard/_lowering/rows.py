@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import Node
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.fx import operator_name
+from torch_shard._common.fx import aten_name, operator_name
 from torch_shard._common.operator_families import PRODUCTS
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
@@ -33,6 +34,10 @@ USED_AS = "used_as"
 
 _KEPT = PRODUCTS | {"embedding", "add", "constrained"}
 """What a constraint has moved comes back: XLA's partitioner errs in products of factors with rows in other places."""
+
+
+_CUTS = {"slice": 1, "split": 2, "split_with_sizes": 2}
+"""Where operators that cut a value have the dim among their arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +196,22 @@ def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -
         return values
     whole = NamedSharding(split.mesh, PartitionSpec())
     return [jax.lax.with_sharding_constraint(v, whole) if isinstance(v, jax.Array) else v for v in values]
+
+
+def whole_if_cut(node: Node, value: PyTree) -> PyTree:
+    """What an operator cuts along its last dim, with that dim whole; any other value as it is.
+
+    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2;
+    tests/system/test_partitioner.py). Projections that are stored in pieces are cut between these, and do not move.
+    """
+    place = _CUTS.get(aten_name(node))
+    if place is None:
+        return value
+    args: Any = node.args
+    dim = node.kwargs.get("dim", args[place] if len(args) > place else 0)
+    if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating) or dim % value.ndim == 0:
+        return value
+    return _whole_along(value, value.ndim - 1) if dim % value.ndim == value.ndim - 1 else value
 
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:
