@@ -10,7 +10,6 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import Node
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.fx import aten_name, operator_name
-from torch_shard._common.operator_families import PRODUCTS
+from torch_shard._common.fx import aten_name, operator_name, shape_of
+from torch_shard._common.operator_families import PRODUCTS, RESHAPES
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
 from torch_shard._sharding import has_three_axes
@@ -199,19 +198,30 @@ def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -
 
 
 def whole_if_cut(node: Node, value: PyTree) -> PyTree:
-    """What an operator cuts along its last dim, with that dim whole; any other value as it is.
+    """What an operator cuts along its last dim into parts that shards do not line up with, with that dim whole.
 
-    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2;
-    tests/system/test_partitioner.py). Projections that are stored in pieces are cut between these, and do not move.
+    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; tests/fuzz).
+    Projections that are stored in pieces are cut between these, and do not move.
     """
+    split = current_rows()
+    if split is None or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    sizes = [size for axis, size in split.mesh.shape.items() if axis not in split.axes]
+    num = _num_parts(node, value.shape)
+    return _whole_along(value, value.ndim - 1) if any(num % size for size in sizes) else value
+
+
+def _num_parts(node: Node, shape: tuple[int, ...]) -> int:
+    """Into how many parts the last dim of a source is cut: 0 if it is not, 1 if not into equal ones."""
+    if node.target in RESHAPES:
+        before, after = math.prod(shape[:-1]), shape_of(node)
+        at = next((i for i in range(len(after)) if math.prod(after[:i]) == before and after[i] > 1), None)
+        return 0 if at is None or after[at] >= shape[-1] else after[at]
     place = _CUTS.get(aten_name(node))
     if place is None:
-        return value
-    args: Any = node.args
-    dim = node.kwargs.get("dim", args[place] if len(args) > place else 0)
-    if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating) or dim % value.ndim == 0:
-        return value
-    return _whole_along(value, value.ndim - 1) if dim % value.ndim == value.ndim - 1 else value
+        return 0
+    dim = node.kwargs.get("dim", dict(enumerate(node.args)).get(place, 0))
+    return int(isinstance(dim, int) and dim in (-1, len(shape) - 1))
 
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:
