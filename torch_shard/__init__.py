@@ -12,6 +12,7 @@ _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shar
 
 if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, plans
+    from torch_shard._cost import Preview
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, Rows, fit
     from torch_shard._hosts import Launch, broadcast, initialize
@@ -50,7 +51,8 @@ if TYPE_CHECKING or not _IS_COMMAND:
         tpmap,
         unshard,
     )
-    from torch_shard._train import Comparison, EvalStep, Preview, TrainState, TrainStep, make_eval_step, make_train_step
+    from torch_shard._state import TrainState
+    from torch_shard._train import Comparison, EvalStep, TrainStep, make_eval_step, make_train_step
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 

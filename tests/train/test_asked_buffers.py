@@ -106,7 +106,7 @@ def test_a_flag_that_changes_compiles_once_more() -> None:
 def test_a_value_that_stays_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(Sums())
     state, _ = step(step.init(seed=0), X)
-    monkeypatch.setattr("torch_shard._train.host_values.to_host", None)  # reading waits for the step before
+    monkeypatch.setattr("torch_shard._loss.host_values.to_host", None)  # reading waits for the step before
     for _ in range(3):
         state, _ = step(state, X)
     assert step.num_compiles == 1

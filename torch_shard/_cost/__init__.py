@@ -1,8 +1,20 @@
-"""What a compiled program costs, read from its text: cycles, arithmetic, memory traffic, collectives, by module."""
+"""What a compiled program costs: memory, cycles, arithmetic, memory traffic, collectives, by module; the preview."""
 
-from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
-from torch_shard._cost.collectives import KINDS
-from torch_shard._cost.saved import saved_bytes
-from torch_shard._cost.total import Cost, costs_of
+from torch_shard._cost.fitting import (
+    ProgramMemory,
+    TooLarge,
+    compile_or_refuse,
+    memory_of_program,
+    partitioner_refusals,
+)
+from torch_shard._cost.preview import Preview, preview_of
 
-__all__ = ["COMPILER", "KINDS", "Cost", "ModuleCost", "ModulePaths", "costs_of", "saved_bytes"]
+__all__ = [
+    "Preview",
+    "ProgramMemory",
+    "TooLarge",
+    "compile_or_refuse",
+    "memory_of_program",
+    "partitioner_refusals",
+    "preview_of",
+]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from torch_shard._common.types import PyTree
-from torch_shard._train import TrainState
+from torch_shard._state import TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import current_user_line
 from torch_shard._common.types import PyTree
 from torch_shard._device import ReplayRNG
-from torch_shard._train import ShardedBatch, TrainState, TrainStep, eager_copy, eager_loss
+from torch_shard._state import TrainState
+from torch_shard._train import ShardedBatch, TrainStep, eager_copy, eager_loss
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
 from torch_shard._spmd import assert_replica_integrity
-from torch_shard._train import EvalStep, ShardedBatch, Step, TrainState, TrainStep, check_skip_grad_norm
+from torch_shard._state import TrainState, check_skip_grad_norm
+from torch_shard._train import EvalStep, ShardedBatch, Step, TrainStep
 
 logger = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from torch_shard._capture import MetricCalls
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
+from torch_shard._optim import check_optimizer
 from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
+from torch_shard._state import TrainState
 from torch_shard._train import (
     ROUNDING,
     Comparison,
     Difference,
-    TrainState,
     TrainStep,
     Values,
     array_of,
-    check_optimizer,
     difference_of,
     eager_copy,
     eager_gradients,

@@ -40,7 +40,8 @@ from torch_shard._io.manifest import (
 )
 from torch_shard._io.orbax import make_orbax, read_arrays, to_save
 from torch_shard._sharding import Stacks
-from torch_shard._train import KINDS, TrainState, TrainStep, as_arrays
+from torch_shard._state import KINDS, TrainState, as_arrays
+from torch_shard._train import TrainStep
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch_shard._io.integrity import find_damage
 from torch_shard._io.inventory import find_checkpoint, holds_checkpoint
 from torch_shard._io.manifest import TENSORS, SavedArray, read_head
 from torch_shard._io.orbax import make_orbax, read_arrays
-from torch_shard._train import TrainState
+from torch_shard._state import TrainState
 
 FORMATS = ("safetensors", "torch", "checkpoint")
 

@@ -22,7 +22,7 @@ from torch_shard._device import refuse_meta, to_cpu
 from torch_shard._hosts import agree
 from torch_shard._io.formats import DTYPES, Stored
 from torch_shard._sharding import Stacks, group_ties, holdings, unsaved_buffers
-from torch_shard._train import TrainState
+from torch_shard._state import TrainState
 
 SHARD_BYTES = 5 * 10**9
 """Size of one file by default, as Hugging Face has it."""

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from torch_shard._common.types import PyTree
 from torch_shard._io.integrity import Unreadable, read_json, reading
 from torch_shard._sharding import Layout, Stacks, describe_group, describe_spec, row_sharding, stack_sharding, take_row
-from torch_shard._train import KINDS, TrainState
+from torch_shard._state import KINDS, TrainState
 
 TENSORS = "tensors"
 """The place of parameters and buffers; all else is the rest of the state."""

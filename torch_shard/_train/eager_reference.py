@@ -14,11 +14,11 @@ from torch import nn
 from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
+from torch_shard._loss import split_loss
 from torch_shard._lowering import world_of_one
+from torch_shard._state import TrainState
 from torch_shard._train.comparison import Difference, Values, array_of
-from torch_shard._train.loss_result import split_loss
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.state import TrainState
 
 if TYPE_CHECKING:
     from torch_shard._train.train_step import TrainStep

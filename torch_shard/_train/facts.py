@@ -20,15 +20,15 @@ from jax.sharding import Mesh
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array
+from torch_shard._common.last_used import LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._device import JaxTensor
 from torch_shard._hosts import ProcessMismatchError, compare, digest, exchange, is_shared
+from torch_shard._loss import BatchSignature, flatten_batch
 from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describe_spec
-from torch_shard._train.batch import BatchSignature, flatten_batch
-from torch_shard._train.last_used import LastUsed
+from torch_shard._state import TrainState
 from torch_shard._train.placing import HostBatch
 from torch_shard._train.programs import ProgramKey
-from torch_shard._train.state import TrainState
 
 if TYPE_CHECKING:
     from torch_shard._train.step import Step

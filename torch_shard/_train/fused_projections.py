@@ -26,9 +26,9 @@ from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, RESHAPES, is_pointwise
+from torch_shard._loss import LossProgram
 from torch_shard._scan import LAYER, Call, names_of
 from torch_shard._sharding import ResolvedPlan, axes_of, describe_spec
-from torch_shard._train.loss_program import LossProgram
 
 MOST_SHOWN = 6
 

@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.dtypes import has_x64
+from torch_shard._common.last_used import LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
 from torch_shard._device import BatchLayout, GatheredLayout, LocalLayout
-from torch_shard._train.batch import BatchSignature, array_paths, flatten_batch
-from torch_shard._train.last_used import LastUsed
-from torch_shard._train.microbatches import Microbatches
+from torch_shard._loss import BatchSignature, Microbatches, array_paths, flatten_batch
 from torch_shard._train.same_batches import compare_given
 
 logger = logging.getLogger(__name__)

@@ -20,21 +20,12 @@ from torch_shard._capture import Mismatch
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
+from torch_shard._cost import ProgramMemory, TooLarge, compile_or_refuse, memory_of_program, partitioner_refusals
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
-from torch_shard._train.batch import BatchSignature
-from torch_shard._train.batch_objects import TakenApart
+from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart
+from torch_shard._state import TrainState
 from torch_shard._train.compile_cache import CompileCache
-from torch_shard._train.fitting import (
-    ProgramMemory,
-    TooLarge,
-    compile_or_refuse,
-    memory_of_program,
-    partitioner_refusals,
-)
-from torch_shard._train.host_values import HostValues
-from torch_shard._train.loss_program import LossProgram
-from torch_shard._train.state import TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,9 @@ from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import ReplayRNG
+from torch_shard._loss import CALLS, LossProgram
 from torch_shard._sharding import Stacks, as_dicts, describe_mesh, settle
+from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
     ROUNDING,
     Comparison,
@@ -32,10 +34,7 @@ from torch_shard._train.comparison import (
     numbers_of,
 )
 from torch_shard._train.eager_reference import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
-from torch_shard._train.loss_program import LossProgram
-from torch_shard._train.metric_updates import CALLS
 from torch_shard._train.placing import ShardedBatch
-from torch_shard._train.state import TrainState
 from torch_shard._train.step import Step
 
 if TYPE_CHECKING:

@@ -14,9 +14,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._capture import Mismatch
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.last_used import KEPT, LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._common.wrappers import check_module
+from torch_shard._cost import Preview, TooLarge, preview_of
 from torch_shard._device import put
+from torch_shard._loss import (
+    HostBuffers,
+    HostValues,
+    LossProgram,
+    Microbatches,
+    check_activations,
+    check_loss_fn,
+    loss_program,
+    own_copy,
+    program_for,
+)
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._sharding import (
     LossFn,
@@ -28,25 +41,14 @@ from torch_shard._sharding import (
     in_form_of,
     shared_memory,
 )
-from torch_shard._train.activations import check_activations
-from torch_shard._train.carried import program_for
+from torch_shard._state import TrainState, as_arrays, check_state, with_key
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
-from torch_shard._train.fitting import TooLarge
 from torch_shard._train.fused_projections import find_fused
-from torch_shard._train.host_values import HostBuffers, HostValues, own_copy
 from torch_shard._train.in_flight import InFlightLimit
-from torch_shard._train.last_used import KEPT, LastUsed
-from torch_shard._train.loss_capture import loss_program
-from torch_shard._train.loss_program import LossProgram
-from torch_shard._train.loss_result import check_loss_fn
-from torch_shard._train.microbatches import Microbatches
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
-from torch_shard._train.preview import Preview, preview_of
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
-from torch_shard._train.state import TrainState, as_arrays, with_key
-from torch_shard._train.state_checks import check_state
 
 logger = logging.getLogger(__name__)
 

@@ -21,20 +21,27 @@ from torch_shard._common.renamed import renamed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._loss import LossProgram, update_objects
+from torch_shard._optim import check_optimizer, in_optimizer, run_by_name
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, settle, to_meta, with_values
-from torch_shard._train.by_name import run_by_name
+from torch_shard._state import (
+    StateLayout,
+    TrainState,
+    as_arrays,
+    check_apart,
+    check_names,
+    check_skip_grad_norm,
+    check_state,
+    check_step,
+    global_norm,
+    select_state,
+)
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.facts import agree_on_values
-from torch_shard._train.loss_program import LossProgram
-from torch_shard._train.metric_updates import update_objects
-from torch_shard._train.optimizer import check_optimizer, in_optimizer
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
-from torch_shard._train.state import StateLayout, TrainState, as_arrays
-from torch_shard._train.state_checks import check_apart, check_names, check_state
 from torch_shard._train.step import Step
-from torch_shard._train.step_check import check_skip_grad_norm, check_step, global_norm, select_state
 
 logger = logging.getLogger(__name__)
 

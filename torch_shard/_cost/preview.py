@@ -16,9 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._common.types import PyTree
-from torch_shard._cost import COMPILER, KINDS, Cost, ModuleCost, ModulePaths, costs_of, saved_bytes
+from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
+from torch_shard._cost.collectives import KINDS
+from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
+from torch_shard._cost.saved import saved_bytes
+from torch_shard._cost.total import Cost, costs_of
 from torch_shard._sharding import ResolvedPlan, describe_mesh, memory_of
-from torch_shard._train.fitting import TooLarge, compile_or_refuse, memory_of_program
 
 _SHOWN, _WIDEST = 24, 8
 

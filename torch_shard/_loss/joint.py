@@ -27,12 +27,12 @@ from torch_shard._capture import (
 )
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import flatten
+from torch_shard._loss.activations import Activations
+from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.metric_updates import for_objects
+from torch_shard._loss.result import as_metric, split_loss
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
-from torch_shard._train.activations import Activations
-from torch_shard._train.batch import BatchSignature
-from torch_shard._train.loss_result import as_metric, split_loss
-from torch_shard._train.metric_updates import for_objects
 
 Check = Callable[[], None] | None
 

@@ -18,9 +18,9 @@ from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
+from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.program import LossOutputs, LossProgram
 from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, settle, stack_sharding
-from torch_shard._train.batch import BatchSignature
-from torch_shard._train.loss_program import LossOutputs, LossProgram
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
 

@@ -20,6 +20,12 @@ from torch_shard._capture import (
     reached_by,
 )
 from torch_shard._common.caller import caller
+from torch_shard._common.last_used import KEPT
+from torch_shard._loss.activations import Activations
+from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.host_values import HostValues, capture_with
+from torch_shard._loss.joint import JointLoss
+from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import (
     Program,
     capture_settings,
@@ -29,12 +35,6 @@ from torch_shard._scan import (
     capture_layers,
 )
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings
-from torch_shard._train.activations import Activations
-from torch_shard._train.batch import BatchSignature
-from torch_shard._train.host_values import HostValues, capture_with
-from torch_shard._train.joint import JointLoss
-from torch_shard._train.last_used import KEPT
-from torch_shard._train.loss_program import LossProgram
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from torch_shard._common.validate import check_kind
 from torch_shard._sharding import Stacks
-from torch_shard._train.state import KINDS, TrainState
+from torch_shard._state.state import KINDS, TrainState
 
 
 def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> None:

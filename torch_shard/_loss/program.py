@@ -27,6 +27,10 @@ from torch_shard._common.fx import outputs_of
 from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
+from torch_shard._loss.carried import Answers, outline_of_loss
+from torch_shard._loss.host_values import HostValues
+from torch_shard._loss.inputs import LossInputs
+from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
     GraphOutline,
     Program,
@@ -44,10 +48,6 @@ from torch_shard._scan import (
     names_of,
     report,
 )
-from torch_shard._train.carried import Answers, outline_of_loss
-from torch_shard._train.host_values import HostValues
-from torch_shard._train.joint import LossShape
-from torch_shard._train.loss_inputs import LossInputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ import torch
 
 from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, bits_of, made_buffers
 from torch_shard._common.caller import caller
+from torch_shard._loss.host_values import HostValues, refuse_microbatches
 from torch_shard._lowering import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._scan import Call
-from torch_shard._train.host_values import HostValues, refuse_microbatches
 
 if TYPE_CHECKING:
-    from torch_shard._train.loss_program import LossProgram
+    from torch_shard._loss.program import LossProgram
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import optax
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._sharding import Stacks
-from torch_shard._train.state import TrainState
+from torch_shard._state.state import TrainState
 
 
 @jax.tree_util.register_dataclass

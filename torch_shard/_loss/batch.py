@@ -16,7 +16,7 @@ from torch_shard._common.convert import flatten
 from torch_shard._common.dtypes import captured_dtype, torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
-from torch_shard._train.batch_objects import TakenApart, is_static, take_apart
+from torch_shard._loss.batch_objects import TakenApart, is_static, take_apart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import to_host
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
+from torch_shard._loss.batch import BatchSignature
 from torch_shard._sharding import Stacks
-from torch_shard._train.batch import BatchSignature
-from torch_shard._train.state import TrainState
+from torch_shard._state import TrainState
 
 T = TypeVar("T")
 Buffer = Callable[[str], torch.Tensor]

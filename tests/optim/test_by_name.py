@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tables.cases import chosen
+from torch_shard._optim.by_name import run_by_name
 from torch_shard._sharding.stacked import Layout, Stacks, as_dicts
-from torch_shard._train.by_name import run_by_name
 
 DEPTH = 5
 SHAPES = {"up": (8, 4), "down": (4, 8), "bias": (8,), "scale": ()}

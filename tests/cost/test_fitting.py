@@ -12,9 +12,9 @@ from torch import nn
 
 import torch_shard as ts
 from tests.fuzz.programs import Case
+from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._sharding import memory_of
 from torch_shard._train import programs
-from torch_shard._train.fitting import TooLarge, compile_or_refuse, memory_of_program
 
 
 class Lowered:

@@ -21,6 +21,7 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import host_array, struct_of
 from torch_shard._common.types import PyTree
 from torch_shard._device import put, put_rows
+from torch_shard._optim import in_optimizer, run_by_name
 from torch_shard._scan import Siblings, stack_layout
 from torch_shard._sharding import (
     Holdings,
@@ -34,8 +35,6 @@ from torch_shard._sharding import (
     stack_sharding,
     unsaved_buffers,
 )
-from torch_shard._train.by_name import run_by_name
-from torch_shard._train.optimizer import in_optimizer
 
 
 @jax.tree_util.register_dataclass

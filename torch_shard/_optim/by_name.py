@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from torch_shard._common.types import PyTree
+from torch_shard._optim.elementwise import works_by_element
+from torch_shard._optim.vectorize import RowProgram, RowSlot, RowValue, assemble
 from torch_shard._sharding import Layout, Stacks, as_dicts, keep_stacks, stack_dicts, whole_stacks
-from torch_shard._train.elementwise import works_by_element
-from torch_shard._train.vectorize import RowProgram, RowSlot, RowValue, assemble
 
 
 def run_by_name(fn: Callable[..., PyTree], *args: PyTree, layout: Layout) -> PyTree:

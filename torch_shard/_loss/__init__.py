@@ -1,0 +1,35 @@
+"""The loss as a program: the batch taken apart, what is captured, the gradients, what Python asks of values."""
+
+from torch_shard._loss.activations import check_activations
+from torch_shard._loss.batch import BatchSignature, array_paths, flatten_batch
+from torch_shard._loss.batch_objects import TakenApart
+from torch_shard._loss.capture import loss_program
+from torch_shard._loss.carried import program_for
+from torch_shard._loss.host_values import HostBuffers, HostValues, capture_with, own_copy
+from torch_shard._loss.joint import JointLoss, LossShape
+from torch_shard._loss.metric_updates import CALLS, update_objects
+from torch_shard._loss.microbatches import Microbatches
+from torch_shard._loss.program import LossProgram
+from torch_shard._loss.result import check_loss_fn, split_loss
+
+__all__ = [
+    "CALLS",
+    "BatchSignature",
+    "HostBuffers",
+    "HostValues",
+    "JointLoss",
+    "LossProgram",
+    "LossShape",
+    "Microbatches",
+    "TakenApart",
+    "array_paths",
+    "capture_with",
+    "check_activations",
+    "check_loss_fn",
+    "flatten_batch",
+    "loss_program",
+    "own_copy",
+    "program_for",
+    "split_loss",
+    "update_objects",
+]
