@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import jax
 
-from torch_shard._cost import costs_of
 from torch_shard._cost.hlo import Hlo, Instruction, arrays_of
+from torch_shard._cost.total import costs_of
 
 FLOPS_PER_CYCLE = 131_072
 """Of v5e: 197 Tflop per second at 1.5 GHz."""

@@ -22,7 +22,7 @@ from tests.tables import layered, layers_with_effects, models, odd, semantics
 from tests.tables.cases import Case, chosen, make_mesh
 from tests.tables.semantics import WIDTH, built
 from torch_shard._capture import Precision
-from torch_shard._loss import flatten_batch
+from torch_shard._loss.batch import flatten_batch
 from torch_shard._loss.capture import loss_program
 from torch_shard._loss.host_values import HostValues
 from torch_shard._scan import LayerOptions

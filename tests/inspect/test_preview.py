@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.tables.cases import make_mesh
-from torch_shard._cost import costs_of
+from torch_shard._cost.total import costs_of
 from torch_shard._demo.model import GPT, loss_fn
 from torch_shard.cli import app
 

@@ -9,7 +9,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.tables.cases import BATCH, squared_error
-from torch_shard._cost import costs_of
+from torch_shard._cost.total import costs_of
 
 
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)

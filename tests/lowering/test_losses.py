@@ -15,7 +15,7 @@ import torch_shard as ts
 from tests.oracles.collectives import collectives_of
 from tests.tables.cases import WHOLE, make_mesh
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._cost import costs_of
+from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import keeps_whole
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6

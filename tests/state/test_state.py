@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.tables.cases import CASES, GPT, GPT_RULES, Case, chosen, cross_entropy, make_mesh, next_token
-from torch_shard._train import state as _state
+from torch_shard._state import state as _state
 
 
 def num_bytes(arrays: list[jax.Array] | None = None) -> int:

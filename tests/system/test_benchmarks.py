@@ -19,8 +19,8 @@ from benchmarks.report import page, table, write
 from benchmarks.rows import Point, Row, timed
 from benchmarks.timing import agree, summary
 from benchmarks.tpu_counts import kernel_flops
-from torch_shard._cost import costs_of
 from torch_shard._cost.hlo import Hlo
+from torch_shard._cost.total import costs_of
 
 TRIPS = 5
 
