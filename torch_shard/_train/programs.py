@@ -171,7 +171,6 @@ class StepProgram:
         random: Whether it draws random numbers.
         calls: What metric objects are to be given after each run.
         report: Lines that say which layers are loops, and of the others why not, and which attention has no kernel.
-        fused: What to say of projections that are split across their pieces.
         chosen: What a budget of bytes chose.
         num_draws: How many random operators it runs; None where PyTorch decomposes some.
         made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
@@ -187,7 +186,6 @@ class StepProgram:
         self._cold: CompileCache | None = cache  # until the first call, which compiles
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
-        self.fused: list[str] = []
         self.chosen: list[str] = []
         self.num_calls = 0
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None

@@ -44,7 +44,6 @@ from torch_shard._sharding import (
 from torch_shard._state import TrainState, as_arrays, check_state, with_key
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
-from torch_shard._train.fused_projections import find_fused
 from torch_shard._train.in_flight import InFlightLimit
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
@@ -280,9 +279,6 @@ class Step:
         else:
             program = self._jitted(loss, placed, key.skip_grad_norm)
         program.agree = functools.partial(agree_on_program, self, key)
-        program.fused = list(map(str, find_fused(loss, self.plan, self.layout.spec)))
-        for finding in program.fused:
-            logger.warning("%s: %s", self.caller, finding)
         return program, placed[len(placed) - len(given) :]
 
     def _row_split(self) -> RowSplit:
@@ -339,18 +335,16 @@ class Step:
         raise NotImplementedError
 
     def report(self) -> str:
-        """Say which layers run as loops in the programs compiled so far, of the others why not, and what is slow.
+        """Say which layers run as loops in the programs compiled so far, and why the others do not.
 
-        On TPU and GPU, that is attention that has no kernel of the device too, with what it takes instead, and why.
-
-        With a number of bytes as `remat`, also what that chose. On a mesh of three axes, also which entries are
-        gathered where they are used: those that the plan splits over several axes in one dim, or over one of the
-        several axes of the batch.
+        On TPU and GPU, also which attention has no kernel of the device, what it takes instead, and why. With a number
+        of bytes as `remat`, also what that chose. On a mesh of three axes, also which entries are gathered where they
+        are used: those that the plan splits over several axes in one dim, or over one of several axes of the batch.
         """
         if not self._programs:
             return "Nothing was compiled yet."
         layers = [line for program in self.programs for line in program.report] or [self._why_none()]
-        more = [line for program in self.programs for line in (*program.chosen, *program.fused)]
+        more = [line for program in self.programs for line in program.chosen]
         stored = ((name, describe_spec(self.plan[name].spec), spec) for name, spec in self.layers.uses)
         more += [f"{name}: stored as {own}, gathered to {describe_spec(used)} in use." for name, own, used in stored]
         return "\n".join(dict.fromkeys(layers + more))
