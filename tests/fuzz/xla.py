@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.fuzz.specs import all_specs
-from torch_shard._sharding import Layout, Stacks, axes_of, settle
+from torch_shard._sharding import Layout, Stacks, axes_of, constrain_stacks
 
 AXES = ("extra", "batch", "model")
 EXACT = 1e-9  # of the largest entry, in float64
@@ -65,7 +65,7 @@ def _fault(
     def run(first: jax.Array, second: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         value, grads = jax.value_and_grad(loss, (0, 1))(first, second, x)
         stacks = Stacks(Layout.of([("first",), ("second",)]), grads)
-        return value, settle(stacks, placed, ("batch",)).arrays if in_steps else grads
+        return value, constrain_stacks(stacks, placed, ("batch",)).arrays if in_steps else grads
 
     program = jax.jit(
         run,

@@ -81,15 +81,15 @@ def test_all_stop_where_the_farthest_is():
     with lines(3) as found:
         made = gates(found)
         for gate, begun in zip(made, (4, 5, 4), strict=True):
-            assert all(gate.passes(position) for position in range(begun))
+            assert all(gate.may_run(position) for position in range(begun))
         assert made[2].stop(3, "OSError: no disk") == 5  # its fourth step could not be begun
         for gate in made[:2]:
             until = time.monotonic() + 5
             while gate.at is None and time.monotonic() < until:
                 time.sleep(0.01)
             assert (gate.at, gate.leave()) == (5, (2, "OSError: no disk"))
-            assert gate.passes(4)
-            assert not gate.passes(5)
+            assert gate.may_run(4)
+            assert not gate.may_run(5)
 
 
 def test_none_stops_if_one_has_left_the_loop():
@@ -97,4 +97,4 @@ def test_none_stops_if_one_has_left_the_loop():
         made = gates(found)
         made[0].close()
         assert made[1].stop(3, "SIGTERM") is None
-        assert made[1].passes(3)
+        assert made[1].may_run(3)

@@ -19,7 +19,7 @@ from torch_shard._capture import current_user_line
 from torch_shard._common.types import PyTree
 from torch_shard._device import ReplayRNG
 from torch_shard._state import TrainState
-from torch_shard._train import ShardedBatch, TrainStep, eager_copy, eager_loss
+from torch_shard._train import ShardedBatch, TrainStep, eager_loss, like_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def first_non_finite(step: TrainStep, placed: ShardedBatch, state: TrainState) -
 
 
 def _repeat(step: TrainStep, placed: ShardedBatch, state: TrainState) -> str:
-    model, parts = eager_copy(step, state), step.gradient_step.microbatches(placed)
+    model, parts = like_model(step.export(state), step.model), step.gradient_step.microbatches(placed)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     spoiled = [name for name, tensor in held.items() if name in state.params and not _is_finite(tensor)]
     key = jax.random.fold_in(state.key, state.step)

@@ -293,7 +293,7 @@ class _Loop:
         """Train to the end, or until something asks to stop."""
         failed = None
         try:
-            while self.position < self.steps and not self.stopped and self.stop.passes(self.position):
+            while self.position < self.steps and not self.stopped and self.stop.may_run(self.position):
                 self._advance(next(self.ahead))
                 # All processes stop before a batch that is missing in one, which goes on with them until then.
                 found = self.ahead.failed() if failed is None else None

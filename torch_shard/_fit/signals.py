@@ -50,7 +50,7 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def passes(self, position: int) -> bool:
+    def may_run(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken.
 
         Raises:
@@ -58,7 +58,7 @@ class StopRequest:
         """
         if self._gate is None:
             return self.received is None
-        return not _preempted(position) and self._gate.passes(position)
+        return not _preempted(position) and self._gate.may_run(position)
 
     def behind(self, position: int, error: Exception) -> int | None:
         """Let all processes stop because of an error in this one, and say how many steps it is behind the farthest.

@@ -47,11 +47,11 @@ class Loop(Protocol):
     number: int
     wanted: str | None
 
-    def stand(self) -> int:
-        """Say how far it is, and let it go no further until `decide`."""
+    def pause(self) -> int:
+        """Say how far it is, and let it go no further until `resume_until`."""
         ...
 
-    def decide(self, at: int | None, rank: int, reason: str) -> None:
+    def resume_until(self, at: int | None, rank: int, reason: str) -> None:
         """Go on, to this position."""
         ...
 
@@ -111,9 +111,9 @@ class Channel:
             self.ended[given[0]] = given[1]
         elif kind == "where in loop":
             loop = self.loop if self.loop is not None and self.loop.number == given[0] else None
-            self.wire.send("in loop", given[0], None if loop is None else loop.stand())
+            self.wire.send("in loop", given[0], None if loop is None else loop.pause())
         elif kind == "stop" and self.loop is not None and self.loop.number == given[0]:
-            self.loop.decide(*given[1:])
+            self.loop.resume_until(*given[1:])
 
     def exchange(self, data: bytes, subject: str) -> list[bytes]:
         """Bring together what each process gives, in order.

@@ -44,7 +44,7 @@ class Gate:
         line = channel() if is_shared(mesh) else None
         return None if line is None else cls(line)
 
-    def passes(self, position: int) -> bool:
+    def may_run(self, position: int) -> bool:
         """Tell whether the step from this position is to be taken; then it must be.
 
         Raises:
@@ -97,13 +97,13 @@ class Gate:
         while self._still and self._line.failure is None:
             self._changed.wait(0.2)
 
-    def stand(self) -> int:
+    def pause(self) -> int:
         """Stand still, and say how many steps were begun."""
         with self._changed:
             self._still = True
             return self._position
 
-    def decide(self, at: int | None, rank: int, reason: str) -> None:
+    def resume_until(self, at: int | None, rank: int, reason: str) -> None:
         """Go on, up to this position."""
         with self._changed:
             self.at, self.reason, self._still = at, (rank, reason), False

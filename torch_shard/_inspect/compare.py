@@ -27,10 +27,10 @@ from torch_shard._train import (
     Values,
     array_of,
     difference_of,
-    eager_copy,
     eager_gradients,
     eager_loss,
     in_float64,
+    like_model,
     make_train_step,
     numbers_of,
 )
@@ -137,7 +137,7 @@ def compare_batches(
             options = {"mesh": mesh, "plan": plan, "optimizers": optimizers, "batch_spec": batch_spec}
             return compare_batches(model, loss_fn, batches, **options).rows
 
-        exact = in_float64(step, step.init(), batches, again)
+        exact = in_float64(step, like_model(step.export(step.init()), step.model), batches, again)
         rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
     return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
@@ -169,7 +169,7 @@ def _in_torch(
     step: TrainStep, batches: Sequence[PyTree], make_optimizer: Callable[..., torch.optim.Optimizer]
 ) -> list[Values]:
     state = step.init()
-    model = eager_copy(step, state)
+    model = like_model(step.export(state), step.model)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     found = []
     for batch in batches:

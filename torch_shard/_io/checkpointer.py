@@ -334,7 +334,7 @@ class Checkpointer:
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:
         """Buffers of the model that no `state_dict` has, so that weights from elsewhere come without them."""
         missing = [name for name in train_step.structs.unsaved if (TENSORS, name) not in set(found)]
-        return by_name(TENSORS, Stacks.merged(train_step.own(missing)))
+        return by_name(TENSORS, Stacks.merged(train_step.values_on_mesh(missing)))
 
     def _choose(self, step: int | None) -> Path:
         """The checkpoint to read: whole."""

@@ -6,27 +6,18 @@ which is compiled once. So the position in a queue may take any number of values
 """
 
 import dataclasses
-import functools
-import logging
-import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, bits_of, made_buffers
-from torch_shard._common.caller import caller
-from torch_shard._loss.host_values import HostValues, refuse_microbatches
+from torch_shard._capture import Captured, Guard, HostInputs, HostPart, Mismatch, ModuleFlags, bits_of, made_buffers
+from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import GraphOutline, Kind, Number, Place, outline_of, split_kinds, vectors
 from torch_shard._scan import Call
 
-if TYPE_CHECKING:
-    from torch_shard._loss.program import LossProgram
-
-logger = logging.getLogger(__name__)
-
-MOST, MANY = 4096, 16
-"""Answers that a program keeps, and so many that a warning tells of them."""
+MOST = 4096
+"""Answers that a program keeps."""
 
 
 class GivenInputs(NamedTuple):
@@ -152,9 +143,14 @@ class Answers:
         return wider
 
 
-def outline_of_loss(program: "LossProgram") -> GraphOutline:
-    """The outline of a captured loss: two that differ in numbers alone are one program."""
-    graph, calls = program.program.graph, program.rolled.calls if program.rolled else {}
+def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], others: ModuleFlags) -> GraphOutline:
+    """The outline of a captured loss: two that differ in numbers alone are one program.
+
+    Args:
+        graph: The capture.
+        calls: Of its repeated layers.
+        others: Training flags of modules beside the model.
+    """
     order = {number: position for position, number in enumerate(calls)}
     given = {id(tensor): number for number, tensor in enumerate(graph.host.given)} if graph.host else {}
     outline, shape = outline_of(graph, given, order), graph.aux
@@ -163,7 +159,7 @@ def outline_of_loss(program: "LossProgram") -> GraphOutline:
         *(tuple(part) for part in (shape.inputs, shape.grads, shape.buffers, shape.without_grad)),
         shape.metrics,
         tuple(call.key for call in shape.calls),
-        tuple((id(ref()), flag) for ref, flag in program.others),
+        tuple((id(ref()), flag) for ref, flag in others),
         tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
         tuple(map(id, graph.graded)),
         tuple(_call(call, regions, order) for call in calls.values()),
@@ -186,58 +182,3 @@ def _call(call: Call, regions: dict[int, int], order: Mapping[int, int]) -> Hash
     number = regions.setdefault(id(region), len(regions))
     bundles = tuple(call.bundles.items())
     return number, about, call.path, call.place, tuple(call.arguments), bundles, call.number, call.used
-
-
-def program_for(
-    programs: Iterable["LossProgram"], values: HostValues, capture: Callable[[int], "LossProgram"]
-) -> "LossProgram":
-    """The program for these values: one of those there are, one that is more general than one of them, or a new one.
-
-    Args:
-        programs: Those there are; they may serve further answers from now on.
-        values: What the host has.
-        capture: Captures the loss for the values of a microbatch.
-
-    Raises:
-        NotImplementedError: Microbatches need different programs.
-    """
-    capture = functools.cache(capture)
-    for program in programs:
-        found = _serving(program, values, capture)
-        if not isinstance(found, Mismatch):
-            return found
-    found = _serving(capture(0), values, capture)
-    if isinstance(found, Mismatch):
-        raise refuse_microbatches(found, found.microbatch)
-    return found
-
-
-def _serving(
-    program: "LossProgram", values: HostValues, capture: Callable[[int], "LossProgram"]
-) -> "LossProgram | Mismatch":
-    """A program that serves these values and what this one serves; or what needs another one."""
-    seen = set[int]()
-    while isinstance(found := program.fit(values), Mismatch):
-        if found.microbatch in seen:  # a buffer, or the batch, that is being written to
-            raise NotImplementedError(f"{caller()}: {found}, while it was captured. Ask for what nobody writes to.")
-        seen.add(found.microbatch)
-        start = time.perf_counter()
-        if (wider := program.carrying(capture(found.microbatch))) is None:
-            return found
-        if wider is program:
-            _tell(found, program.answers.num, time.perf_counter() - start)
-        program = wider
-    return program
-
-
-def _tell(found: Mismatch, number: int, seconds: float) -> None:
-    """Say once that a program is traced again and again."""
-    logger.log(
-        logging.WARNING if number == MANY else logging.DEBUG,
-        "%s: %s. This is value %d: the loss is captured again for each (%.1f s), and nothing is compiled; a value that "
-        "comes back costs nothing. Where it never does, work on it as a tensor, or pass it as data, in the batch.",
-        caller(),
-        found,
-        number,
-        seconds,
-    )

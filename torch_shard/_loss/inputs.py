@@ -25,7 +25,7 @@ class LossInputs:
         name = self._name(at)
         if name is None:
             return self._others[at[0] - len(self._named)]
-        return self._tensors.apart(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
+        return self._tensors.in_program(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
 
     def all(self) -> list[jax.Array]:
         return [self[number,] for number in range(len(self._named) + len(self._others))]
@@ -40,5 +40,5 @@ class LossInputs:
             return None if found is None else StackRow(*found)
         stack, row = found
         if id(stack) not in self._stacks:
-            self._stacks[id(stack)] = form.apart(stack, is_stack=True)
+            self._stacks[id(stack)] = form.in_program(stack, is_stack=True)
         return StackRow(self._stacks[id(stack)], row)

@@ -20,7 +20,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.program import LossOutputs, LossProgram
-from torch_shard._sharding import ResolvedPlan, Stacks, describe_mesh, describe_spec, settle, stack_sharding
+from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec, stack_sharding
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
 
@@ -103,7 +103,7 @@ class Microbatches:
         def constrain(sums: Stacks) -> Stacks:
             placed = (plan.stored(group[0]) for group in sums.layout.groups)
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
-            return settle(sums, wide, self._layout.row_axes)
+            return constrain_stacks(sums, wide, self._layout.row_axes)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]

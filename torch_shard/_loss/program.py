@@ -100,7 +100,9 @@ class LossProgram:
 
     @functools.cached_property
     def _outline(self) -> GraphOutline:
-        return outline_of_loss(self)  # of its own capture: what is more general has that of the first
+        calls = self.rolled.calls if self.rolled else {}
+        # Of its own capture: what is more general has that of the first.
+        return outline_of_loss(self.program.graph, calls, self.others)
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""

@@ -23,7 +23,7 @@ from torch_shard._scan.bundles import Bundle
 from torch_shard._scan.fingerprint import Fingerprint, hooks_refused
 from torch_shard._scan.layer_call import BundledParameter, LayerCall, OuterCapture, saving_plainly
 from torch_shard._scan.region import CALLS, Call, Region
-from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, Unbundled, Unused
+from torch_shard._scan.restarts import Abandoned, NewKind, Refused, Restart, SeenCall, Unbundled, Unused
 from torch_shard._scan.siblings import Siblings
 
 _CAPTURES = itertools.count()
@@ -145,9 +145,9 @@ class LayerInterceptor:
         Raises:
             Abandoned: It does not, or the capture must start again anyway.
         """
-        seen = [call for call in self.calls.values() if call.used is not None]
-        if any(call.used != call.region.used for call in seen):
-            self.note(Unused(seen))
+        seen = [(call.region, call.number, call.used) for call in self.calls.values() if call.used is not None]
+        if any(used != region.used for region, _, used in seen):
+            self.note(Unused([SeenCall(region.group, number, region.number, used) for region, number, used in seen]))
         self.check()
 
     def graphs(self) -> list[GraphModule]:

@@ -254,7 +254,7 @@ class LayerCall:
 
     def _used(self, region: Region, number: int) -> torch.Tensor:
         """A tensor for one that the call left behind and that somebody uses, which restarts the capture."""
-        self._around.note(LeftBehind(region, number))
+        self._around.note(LeftBehind(region.group, region.number, number))
         return _adopted(region.made[number])
 
     def unknown_results(self) -> object:

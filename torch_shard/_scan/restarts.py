@@ -7,12 +7,9 @@ which is harmless, and what was captured is thrown away. Then the reason teaches
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from torch_shard._scan.siblings import CallKind, Siblings
-
-if TYPE_CHECKING:
-    from torch_shard._scan.region import Call, Region
 
 
 class Restart(abc.ABC):
@@ -67,18 +64,36 @@ class LeftBehind(Restart):
     """A tensor that a layer left behind is used after all.
 
     Attributes:
-        region: Of the layer.
-        number: Of the tensor in the record of its call.
+        group: Of the layer.
+        call: Which call of the group the layer was captured from.
+        number: Of the tensor in the record of this call.
     """
 
-    region: "Region"
+    group: Siblings
+    call: int
     number: int
 
     def learn(self, groups: list[Siblings]) -> None:
         """Let it be another result."""
-        group, kind = self.region.group, self.region.kind
-        group.kinds[self.region.number] = CallKind(left=(*kind.left, self.number))
-        group.used.clear()  # there are more results now
+        kinds = self.group.kinds
+        kinds[self.call] = CallKind(left=(*kinds[self.call].left, self.number))
+        self.group.used.clear()  # there are more results now
+
+
+class SeenCall(NamedTuple):
+    """What was seen of one call.
+
+    Attributes:
+        group: Of the layer.
+        number: Which call of the group it is.
+        first: Which call of the group its layer was captured from.
+        used: On which results of it the loss depends.
+    """
+
+    group: Siblings
+    number: int
+    first: int
+    used: tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +104,13 @@ class Unused(Restart):
         calls: Those of which it was seen what the loss depends on.
     """
 
-    calls: "Sequence[Call]"
+    calls: Sequence[SeenCall]
 
     def learn(self, groups: list[Siblings]) -> None:
         """Let the others have no cotangents; calls that differ in this are different programs."""
-        known = {(id(call.region), call.used) for call in self.calls if call.number == call.region.number}
-        for call in self.calls:
-            group, kind = call.region.group, (id(call.region), call.used)
-            assert call.used is not None
-            group.used[call.number] = call.used
-            if kind not in known:
+        known = {(id(group), first, used) for group, number, first, used in self.calls if number == first}
+        for group, number, first, used in self.calls:
+            group.used[number] = used
+            if (kind := (id(group), first, used)) not in known:
                 known.add(kind)
-                group.add_kind(call.number, call.region.kind)
+                group.add_kind(number, group.kinds[first])

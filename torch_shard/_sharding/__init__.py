@@ -24,7 +24,7 @@ from torch_shard._sharding.entries import (
     with_values,
 )
 from torch_shard._sharding.forms import Kept, Padded, Pieces
-from torch_shard._sharding.in_steps import constrain_in_steps, settle, spec_in_use
+from torch_shard._sharding.in_steps import constrain_in_steps, constrain_stacks, spec_in_use
 from torch_shard._sharding.mesh import (
     as_devices,
     axes_of,
@@ -75,6 +75,7 @@ __all__ = [
     "check_current_mesh",
     "check_mesh",
     "constrain_in_steps",
+    "constrain_stacks",
     "describe_group",
     "describe_mesh",
     "describe_spec",
@@ -98,7 +99,6 @@ __all__ = [
     "refuse_load_hooks",
     "replace_tensors",
     "row_sharding",
-    "settle",
     "shared_memory",
     "shared_storage",
     "spec_in_use",

@@ -270,7 +270,7 @@ class Kept:
             return _restorer(self._form, shape, sharding)(leaf)
         return self._form.restore(cast(Any, leaf), shape)
 
-    def apart(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
+    def in_program(self, leaf: PyTree, *, is_stack: bool = False) -> PyTree:
         """What is kept, as a program takes it: in pieces, or in torch's shape."""
         return self.restore(leaf, is_stack=is_stack) if self.cut is None else InPieces(leaf, self.cut[1])
 

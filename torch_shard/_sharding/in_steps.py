@@ -12,7 +12,7 @@ from torch_shard._sharding.mesh import axes_of, has_three_axes
 from torch_shard._sharding.stacked import Stacks
 
 
-def settle(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[str]) -> Stacks:
+def constrain_stacks(stacks: Stacks, shardings: Iterable[NamedSharding], rows: Collection[str]) -> Stacks:
     """Gradients, or what they are added to, laid out like this; of a dim that is split over several axes, in two steps.
 
     At once, XLA's partitioner permutes the shards of some (jaxlib 0.10.2; tests/system/test_upstream.py). The axis that

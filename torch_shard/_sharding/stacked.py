@@ -167,10 +167,10 @@ class Stacks(Mapping[str, PyTree]):
         number, row = self.layout.places[name]
         return None if row is None else (self.arrays[number], row)
 
-    def apart(self, name: str) -> PyTree:
+    def in_program(self, name: str) -> PyTree:
         """An entry, as a program takes it: in pieces, if it is kept so."""
         form, array = self.layout.forms.get(name), self.kept(name)
-        return array if form is None else form.apart(array)
+        return array if form is None else form.in_program(array)
 
     def whole(self, *, but_pieces: bool = False) -> "Stacks":
         """The same in torch's form; with `but_pieces`, what is in pieces as it is kept."""

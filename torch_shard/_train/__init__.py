@@ -1,7 +1,7 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
-from torch_shard._train.eager_reference import eager_copy, eager_gradients, eager_loss, in_float64
+from torch_shard._train.eager_reference import eager_gradients, eager_loss, in_float64, like_model
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.step import Step
@@ -19,10 +19,10 @@ __all__ = [
     "Values",
     "array_of",
     "difference_of",
-    "eager_copy",
     "eager_gradients",
     "eager_loss",
     "in_float64",
+    "like_model",
     "make_eval_step",
     "make_train_step",
     "numbers_of",

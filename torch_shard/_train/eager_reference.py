@@ -5,7 +5,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import torch
@@ -16,25 +15,21 @@ from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
 from torch_shard._loss import split_loss
 from torch_shard._lowering import world_of_one
-from torch_shard._state import TrainState
 from torch_shard._train.comparison import Difference, Values, array_of
 from torch_shard._train.placing import ShardedBatch
-
-if TYPE_CHECKING:
-    from torch_shard._train.train_step import TrainStep
+from torch_shard._train.step import Step
 
 logger = logging.getLogger(__name__)
 
 
-def eager_copy(step: "TrainStep", state: TrainState) -> nn.Module:
-    """The model on the CPU with the values of a state, and with the training flags and gradient hooks that it has."""
-    model = step.export(state)
-    for mine, theirs in zip(model.modules(), step.model.modules(), strict=True):
+def like_model(copy: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of a model on the CPU, with the training flags and gradient hooks that the model has."""
+    for mine, theirs in zip(copy.modules(), model.modules(), strict=True):
         mine.training = theirs.training
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in model.named_parameters():
         for hook in (parameter._backward_hooks or {}).values():
-            model.get_parameter(name).register_hook(hook)  # which a copy loses
-    return model
+            copy.get_parameter(name).register_hook(hook)  # which a copy loses
+    return copy
 
 
 def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.Tensor]:
@@ -43,8 +38,8 @@ def host_batch(arrays: Sequence[jax.Array], placed: ShardedBatch) -> list[torch.
 
 
 def in_float64(
-    step: "TrainStep",
-    state: TrainState,
+    step: Step,
+    model: nn.Module,
     batches: Sequence[PyTree],
     compare: Callable[[nn.Module, list[PyTree]], Sequence[Difference]],
 ) -> dict[tuple[str, str], float]:
@@ -52,8 +47,8 @@ def in_float64(
 
     Args:
         step: In float32.
-        state: Of it.
-        batches: Of it.
+        model: The model on the CPU with the values of a state of the step.
+        batches: Of the step.
         compare: Gives the differences for a model and batches in float64.
     """
     try:
@@ -63,14 +58,14 @@ def in_float64(
                 placed = batch if isinstance(batch, ShardedBatch) else step.put(batch)
                 tensors = host_batch(placed.arrays, placed)
                 wide.append(placed.signature.rebuild([t.double() if t.dtype == torch.float32 else t for t in tensors]))
-            rows = compare(eager_copy(step, state).double(), wide)
+            rows = compare(model.double(), wide)
             return {(row.kind, row.name): row.mesh for row in rows}
     except Exception:
         logger.info("The loss cannot be repeated in float64.", exc_info=True)
         return {}
 
 
-def eager_loss(step: "TrainStep", model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+def eager_loss(step: Step, model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
     """The loss and the metrics of a batch."""
     with step.options.precision.active("cpu"), MetricCalls().noted(), world_of_one():
         return split_loss(step.loss_fn(model, batch))

@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ from torch_shard._sharding import Holdings, ResolvedPlan, describe_mesh, describ
 from torch_shard._state import TrainState
 from torch_shard._train.placing import HostBatch
 from torch_shard._train.programs import ProgramKey
-
-if TYPE_CHECKING:
-    from torch_shard._train.step import Step
 
 SMALL = 1 << 20
 """Bytes up to which an array that each device has whole is compared at a compilation."""
@@ -136,9 +133,23 @@ class FirstRows:
 
 
 def agree_on_program(
-    step: "Step", key: ProgramKey, state: TrainState, *, closure: Sequence[torch.Tensor], lowered: jax.stages.Lowered
+    key: ProgramKey,
+    plan: ResolvedPlan,
+    first_rows: FirstRows,
+    state: TrainState,
+    *,
+    closure: Sequence[torch.Tensor],
+    lowered: jax.stages.Lowered,
 ) -> None:
     """Compare a program that is to be compiled, and what it is given first.
+
+    Args:
+        key: What it is for.
+        plan: Of the step.
+        first_rows: Of the batches so far.
+        state: That it is given.
+        closure: What the loss closes over.
+        lowered: The program.
 
     Raises:
         ProcessMismatchError: In every process, if any of it differs; of programs, it shows the first line that does.
@@ -151,13 +162,13 @@ def agree_on_program(
         },
         "skip_grad_norm": key.skip_grad_norm,
         "train() or eval() of the modules": digest(repr(key.flags).encode()),
-        **_setting(step.plan),
-        **{f"the spec of {name}": describe_spec(step.plan[name].spec) for name in step.plan.entries},
-        **step.first_rows.of(signature),
+        **_setting(plan),
+        **{f"the spec of {name}": describe_spec(plan[name].spec) for name in plan.entries},
+        **first_rows.of(signature),
         **{f"tensor {n} that loss_fn closes over": _digest_of(tensor) for n, tensor in enumerate(closure)},
         **_small_parts(state),
     }
-    subject = f"the compilation of {step.caller}"
+    subject = f"the compilation of {caller()}"
     compare(subject, facts, advice=_advise_on_program)
     text = lowered.as_text().splitlines()
     try:

@@ -22,7 +22,7 @@ from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._device import ReplayRNG
 from torch_shard._loss import CALLS, LossProgram
-from torch_shard._sharding import Stacks, as_dicts, describe_mesh, settle
+from torch_shard._sharding import Stacks, as_dicts, constrain_stacks, describe_mesh
 from torch_shard._state import TrainState
 from torch_shard._train.comparison import (
     ROUNDING,
@@ -33,7 +33,7 @@ from torch_shard._train.comparison import (
     difference_of,
     numbers_of,
 )
-from torch_shard._train.eager_reference import eager_copy, eager_gradients, eager_loss, host_batch, in_float64
+from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.step import Step
 
@@ -61,7 +61,7 @@ class GradientStep(Step):
         def gradients(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             grads = Stacks.from_dict(out.grads, [(name,) for name in out.grads])
-            grads = settle(grads, [self.optimizer_plan[name] for name in grads], self.layout.row_axes)
+            grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.row_axes)
             parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
             return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}
@@ -88,7 +88,7 @@ def prove(step: "TrainStep", state: TrainState, batch: PyTree, skip_grad_norm: f
     dtypes = {p.dtype for p in step.model.parameters()} | {step.options.compute_dtype or torch.float32}
     tolerance = max(ROUNDING.get(dtype, 1e-4) for dtype in dtypes)
     if any(not row.worst <= tolerance for row in rows) and dtypes == {torch.float32}:
-        exact = in_float64(step, state, [placed], functools.partial(_again, step))
+        exact = in_float64(step, like_model(step.export(state), step.model), [placed], functools.partial(_again, step))
         rows = [dataclasses.replace(row, in_float64=exact.get((row.kind, row.name))) for row in rows]
     rows += _updates(step, state, placed, skip_grad_norm)
     drawn = bool(step.gradient_step.num_draws)
@@ -127,7 +127,7 @@ def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: d
             "one device with the mesh."
         )
     key = jax.random.fold_in(state.key, state.step)
-    model, parts = eager_copy(step, state), step.gradient_step.microbatches(placed)
+    model, parts = like_model(step.export(state), step.model), step.gradient_step.microbatches(placed)
     losses, metrics = list[torch.Tensor](), list[PyTree]()
     for number, part in enumerate(parts):
         own = key if len(parts) == 1 else jax.random.fold_in(key, number)

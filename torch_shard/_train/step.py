@@ -278,7 +278,7 @@ class Step:
             program = self._within(self.layers.remat, loss, state, placed, skip_grad_norm=key.skip_grad_norm)
         else:
             program = self._jitted(loss, placed, key.skip_grad_norm)
-        program.agree = functools.partial(agree_on_program, self, key)
+        program.agree = functools.partial(agree_on_program, key, self.plan, self.first_rows)
         return program, placed[len(placed) - len(given) :]
 
     def _row_split(self) -> RowSplit:

@@ -24,7 +24,7 @@ from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._loss import LossProgram, update_objects
 from torch_shard._optim import check_optimizer, in_optimizer, run_by_name
 from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, settle, to_meta, with_values
+from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
     StateLayout,
     TrainState,
@@ -219,7 +219,9 @@ class TrainStep(Step):
             out = run(key, state.tensors, batch, closure)
             held = Stacks.from_dict(state.params, layout.params).updated(out.written)
             grads = Stacks.from_dict(out.grads, layout.params)
-            grads, held = (settle(part, layout.updated.arrays, self.layout.row_axes) for part in (grads, held))
+            grads, held = (
+                constrain_stacks(part, layout.updated.arrays, self.layout.row_axes) for part in (grads, held)
+            )
             given = grads, state.opt_state, held, out.loss
             with jax.named_scope("optimizer"):
                 params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
@@ -248,7 +250,7 @@ class TrainStep(Step):
         )
 
     @error_prefix(None)
-    def own(self, names: Iterable[str]) -> dict[str, jax.Array]:
+    def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
         """Present values of the model, by name, on their shards.
 
         Args:
