@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 _IS_COMMAND = Path(next(iter(sys.argv), "")).name in ("torch-shard", "torch-shard.exe")
 
 if TYPE_CHECKING or not _IS_COMMAND:
-    from torch_shard import collectives, plans
+    from torch_shard import collectives, optim, plans
     from torch_shard._cost import Preview
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, Rows, fit
@@ -109,6 +109,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "materialize",
+    "optim",
     "override",
     "place",
     "plans",
@@ -118,7 +119,10 @@ __all__ = [
     "visualize_sharding",
 ]
 
-_FACES = ("_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
+_FACES = (
+    *("_cost", "_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd"),
+    *("_state", "_train"),
+)
 
 
 def __getattr__(name: str) -> object:
@@ -128,7 +132,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module("torch_shard._interop").register()
-    if name in ("collectives", "plans"):
+    if name in ("collectives", "optim", "plans"):
         return importlib.import_module(f"torch_shard.{name}")
     faces = (importlib.import_module(f"torch_shard.{face}") for face in _FACES)
     return next(getattr(face, name) for face in faces if hasattr(face, name))

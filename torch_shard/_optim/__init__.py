@@ -1,6 +1,44 @@
-"""Optax optimizers on parameters by name and on stacks of them: pure JAX."""
+"""Optimizers: those of torch by their formulas, and any optax transformation, on parameters by name and on stacks."""
 
 from torch_shard._optim.by_name import run_by_name
+from torch_shard._optim.clipping import check_clipping, clip_in_torch, clipped
+from torch_shard._optim.from_torch import TorchOptimizer
 from torch_shard._optim.optimizer import check_optimizer, in_optimizer
+from torch_shard._optim.transforms import (
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    asgd,
+    muon,
+    nadam,
+    radam,
+    rmsprop,
+    rprop,
+    sgd,
+)
 
-__all__ = ["check_optimizer", "in_optimizer", "run_by_name"]
+__all__ = [
+    "TorchOptimizer",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "check_clipping",
+    "check_optimizer",
+    "clip_in_torch",
+    "clipped",
+    "in_optimizer",
+    "muon",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "run_by_name",
+    "sgd",
+]

@@ -3,19 +3,22 @@
 import contextlib
 from collections.abc import Generator
 
+import torch
+
 from torch_shard._common.caller import caller
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what is no gradient transformation.
+    """Refuse what is no optimizer.
 
     Raises:
-        TypeError: It has no functions `init` and `update`.
+        TypeError: It is not one of torch, and has no functions `init` and `update`.
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    is_optax = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if not is_optax and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"{caller()}: optimizer must be an optax gradient transformation such as optax.adamw(1e-3), got "
-            f"{type(optimizer).__name__}. (torch.optim optimisers work in place and cannot be compiled.)"
+            f"{caller()}: optimizer must be an optimizer of torch.optim, such as AdamW(model.parameters()), or an "
+            f"optax gradient transformation, such as optax.adamw(1e-3); got {type(optimizer).__name__}."
         )
 
 

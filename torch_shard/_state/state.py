@@ -12,7 +12,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -115,12 +114,12 @@ class StateLayout:
         model: torch.nn.Module,
         held: Holdings,
         plan: ResolvedPlan,
-        optimizer: optax.GradientTransformation,
+        init_optimizer: Callable[[Any], PyTree],
         *,
         groups: list[Siblings],
         moments: ResolvedPlan | None = None,
     ) -> None:
-        self._plan, self._optimizer, self._moments = plan, optimizer, moments or plan
+        self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
         layout = stack_layout(model, held.all, groups, plan.kept)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
@@ -177,7 +176,7 @@ class StateLayout:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         with in_optimizer("init"):
-            structs = jax.eval_shape(self._optimizer.init, params)
+            structs = jax.eval_shape(self._init_optimizer, params)
         return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
 
     def place(
@@ -225,7 +224,7 @@ class StateLayout:
         """The optimiser's state for these parameters."""
 
         def init_opt_state(params: Stacks) -> PyTree:
-            return run_by_name(self._optimizer.init, params, layout=self.params)
+            return run_by_name(self._init_optimizer, params, layout=self.params)
 
         return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 

@@ -23,7 +23,7 @@ from torch_shard._train.train_step import EvalStep, TrainStep
 def make_train_step(
     model: torch.nn.Module,
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | torch.optim.Optimizer,
     *,
     mesh: Mesh,
     plan: ShardingPlan,
@@ -35,6 +35,8 @@ def make_train_step(
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
     accumulate_steps: int = 1,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
     split_activations: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
@@ -45,7 +47,9 @@ def make_train_step(
             each call: after `model.eval()` the step runs in eval mode, as in torch.
         loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, a pair of it and a dict of
             metrics, or a dict or record with an entry `loss` (see the notes).
-        optimizer: An optax gradient transformation.
+        optimizer: An optimizer of `torch.optim` for parameters of the model, with its groups; or an optax gradient
+            transformation. Of torch's, the numbers in `param_groups` (`lr`, `weight_decay`, `betas`) are read at each
+            call, so that schedulers and assignments act as in torch, and nothing compiles again.
         mesh: Devices with Auto axes, from `make_mesh`.
         plan: Which parameter and buffer is split how, by name.
         optimizer_plan: The same for what the optimiser keeps of each parameter, its moments, where that is split
@@ -67,6 +71,9 @@ def make_train_step(
         accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
             eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
             the notes.
+        clip_grad_norm: Scale the gradients so that their global L2 norm is at most this, as
+            `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
+        clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
         split_activations: Keep activations split over the axes of the batch where parameters are split over these too
             (FSDP), forward and backward. Otherwise XLA may choose to have the whole batch on each device and to sum
             over them. It changes speed and memory, and no number beyond rounding.
@@ -134,6 +141,8 @@ def make_train_step(
         scan_layers=scan_layers,
         remat=remat,
         accumulate_steps=accumulate_steps,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
         split_activations=split_activations,
         compile_cache=compile_cache,
     )

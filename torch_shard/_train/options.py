@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
-from typing import get_args
+from typing import TypeVar, get_args
 
+import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
@@ -11,8 +12,11 @@ from torch_shard._capture import MixedPrecision, Precision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
+from torch_shard._optim import check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
 from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh, spec_in_use
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class StepOptions:
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
     split_activations: bool = True
     compile_cache: str | os.PathLike[str] | None = None
 
@@ -51,6 +57,7 @@ class StepOptions:
                 'The values of its former name cast, "products" and "parameters", are these.'
             )
         check_count("accumulate_steps", self.accumulate_steps)
+        check_clipping(self.clip_grad_norm, self.clip_grad_value)
         check_kind("split_activations", self.split_activations, bool)
 
     def _check_compute_dtype(self) -> None:
@@ -71,6 +78,15 @@ class StepOptions:
     def precision(self) -> Precision:
         """What the loss is computed in."""
         return Precision(self.compute_dtype, self.mixed_precision)
+
+    def clip(self, grads: T, norm: jax.Array) -> T:
+        """Gradients as the optimizer is given them.
+
+        Args:
+            grads: Of all parameters.
+            norm: Their global L2 norm.
+        """
+        return clipped(grads, norm, max_norm=self.clip_grad_norm, max_value=self.clip_grad_value)
 
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""
@@ -96,4 +112,6 @@ class StepOptions:
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        return dataclasses.replace(self, optimizer_plan=None, remat="none", accumulate_steps=1)
+        return dataclasses.replace(
+            self, optimizer_plan=None, remat="none", accumulate_steps=1, clip_grad_norm=None, clip_grad_value=None
+        )

@@ -177,9 +177,15 @@ class StepProgram:
     """
 
     def __init__(
-        self, program: LossProgram, jitted: Callable[..., Any], sharding: NamedSharding, cache: CompileCache
+        self,
+        program: LossProgram,
+        jitted: Callable[..., Any],
+        sharding: NamedSharding,
+        cache: CompileCache,
+        inputs: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        self.loss, self._jitted, self._tensors, self._sharding = program, jitted, program.closure, sharding
+        self.loss, self._jitted, self._sharding = program, jitted, sharding
+        self._tensors = (*program.closure, *inputs)
         self.num_draws = program.program.graph.num_draws
         self.outdated, self.without_grad = program.outdated, program.without_grad
         self.calls = program.calls

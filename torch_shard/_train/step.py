@@ -290,7 +290,7 @@ class Step:
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)
-        return StepProgram(loss, jitted, self.replicated, self._cache)
+        return StepProgram(loss, jitted, self.replicated, self._cache, self._inputs)
 
     def _within(
         self,
@@ -316,6 +316,11 @@ class Step:
             + ", ".join(f"{choice!r} takes {size}" for choice, size in found.items())
             + ". Use smaller batches (accumulate_steps=), split more parameters, or raise the budget."
         )
+
+    @property
+    def _inputs(self) -> tuple[torch.Tensor, ...]:
+        """Numbers that a program is given after what the loss closes over."""
+        return ()
 
     def _check_reach(self, loss: LossProgram) -> None:
         """Refuse parameters that only some batches reach: torch then keeps a count of steps for each, optax has one."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,9 +23,9 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._loss import LossProgram, update_objects
-from torch_shard._optim import check_optimizer, in_optimizer, run_by_name
+from torch_shard._optim import TorchOptimizer, check_optimizer, clip_in_torch, in_optimizer, run_by_name
 from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
+from torch_shard._sharding import LossFn, Stacks, as_dicts, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
     StateLayout,
     TrainState,
@@ -65,20 +66,33 @@ class TrainStep(Step):
 
     @error_prefix(None)
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, optimizer: optax.GradientTransformation, options: StepOptions
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation | torch.optim.Optimizer,
+        options: StepOptions,
     ) -> None:
         super().__init__(model, loss_fn, options)
         check_optimizer(optimizer)
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
-        self.optimizer, self._donated = optimizer, False
+        self._torch: TorchOptimizer | None = None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._torch = TorchOptimizer(optimizer, self._held.params, list(self._held.trainable))
+        self.optimizer: Any = optimizer
+        self._donated = False
         self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
         self._layout = StateLayout(
-            self.model, self._held, self.plan, self.optimizer, groups=groups, moments=self.optimizer_plan
+            self.model,
+            self._held,
+            self.plan,
+            self.optimizer.init if self._torch is None else self._torch.init,
+            groups=groups,
+            moments=self.optimizer_plan,
         )
         self.shardings = self._layout.shardings
 
@@ -120,7 +134,9 @@ class TrainStep(Step):
         held = {"params": self._held.trainable, "frozen": self._held.frozen, "buffers": self._held.buffers}
         taken = set[int]() if donate else None
         placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
-        return self.start(placed, seed=seed)
+        state = self.start(placed, seed=seed)
+        found = None if self._torch is None else self._torch.load(self._held.trainable)
+        return state if found is None else self._normal(dataclasses.replace(state, opt_state=found))
 
     @error_prefix(None)
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
@@ -178,8 +194,12 @@ class TrainStep(Step):
         check_skip_grad_norm(skip_grad_norm)
         check_state(self.caller, state)
         check_apart(self.caller, state)
+        if self._torch is not None:
+            self._torch.read()
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         state, metrics = program(self._normal(state), arrays)
+        if self._torch is not None:
+            self._torch.note_step()
         self._host_buffers.note_kept(program.kept, state)
         self._in_flight.follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
@@ -190,6 +210,33 @@ class TrainStep(Step):
 
     def _normal(self, state: TrainState) -> TrainState:
         return self._layout.normal(state)
+
+    @property
+    def _inputs(self) -> tuple[torch.Tensor, ...]:
+        return () if self._torch is None else (self._torch.inputs,)
+
+    def update_by_name(
+        self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
+
+        Args:
+            state: Before the step.
+            grads: Of the trainable parameters.
+            params: The trainable parameters.
+            loss: Of the batch.
+        """
+        options = self.options
+        if self._torch is not None:
+            clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
+            return self._torch.steps_in_torch(params, grads, state.opt_state, clip)
+
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
+            extra = {"value": loss} if self._takes_value else {}
+            updates, _ = self.optimizer.update(options.clip(grads, global_norm(grads)), opt_state, params, **extra)
+            return optax.apply_updates(params, updates)
+
+        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(state.opt_state), params))
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
@@ -209,22 +256,34 @@ class TrainStep(Step):
                 )
             updated: PyTree = optax.apply_updates(params, updates)
             kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
-            return {**updated, **kept}, opt_state, global_norm(grads)
+            return {**updated, **kept}, opt_state
+
+        def update_in_torch(
+            grads: Stacks, opt_state: PyTree, params: Stacks, closure: list[jax.Array]
+        ) -> tuple[Stacks, PyTree]:
+            assert self._torch is not None
+            updated, opt_state = self._torch.update(grads, opt_state, params, closure[-1], layout=layout.params)
+            return updated.updated({name: params[name] for name in program.without_grad}), opt_state
 
         def train_step(
             state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
         ) -> tuple[TrainState, dict[str, PyTree]]:
             layout.check_opt_state(state.opt_state)
             key = jax.random.fold_in(state.key, state.step)
-            out = run(key, state.tensors, batch, closure)
+            out = run(key, state.tensors, batch, closure[: len(closure) - len(self._inputs)])
             held = Stacks.from_dict(state.params, layout.params).updated(out.written)
             grads = Stacks.from_dict(out.grads, layout.params)
             grads, held = (
                 constrain_stacks(part, layout.updated.arrays, self.layout.row_axes) for part in (grads, held)
             )
-            given = grads, state.opt_state, held, out.loss
             with jax.named_scope("optimizer"):
-                params, opt_state, norm = run_by_name(update, *given, layout=layout.params)
+                norm = global_norm(grads)
+                clipped = self.options.clip(grads, norm)
+                if self._torch is not None:
+                    params, opt_state = update_in_torch(clipped, state.opt_state, held, closure)
+                else:
+                    given = clipped, state.opt_state, held, out.loss
+                    params, opt_state = run_by_name(update, *given, layout=layout.params)
             buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
             new = dataclasses.replace(
                 state,
@@ -248,6 +307,43 @@ class TrainStep(Step):
             donate_argnums=0,
             compiler_options=program.compiler_options(self.mesh),
         )
+
+    @error_prefix("export_optimizer")
+    def export_optimizer(self, state: TrainState) -> dict[str, Any]:
+        """The optimizer's state as torch has it, for `optimizer.load_state_dict(...)`; with its parameter groups.
+
+        Args:
+            state: A state of this step; it is only read.
+
+        Returns:
+            `{"state": ..., "param_groups": ...}`: CPU tensors by number, in torch's order of parameters.
+
+        Raises:
+            TypeError: The step was made with an optax transformation.
+            ValueError: The state was donated to a step, or is of another model.
+
+        Example:
+            >>> import torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            >>> step = ts.make_train_step(
+            ...     model, lambda model, batch: model(batch).square().mean(), optimizer,
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+            >>> optimizer.load_state_dict(step.export_optimizer(state))
+            >>> float(optimizer.state[model.weight]["step"])
+            1.0
+        """
+        if self._torch is None:
+            raise TypeError(
+                "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
+                "Only a step that was made with an optimizer of torch gives its state back to torch."
+            )
+        check_state(self.caller, state)
+        unreached = [set(program.without_grad) for program in self.programs]
+        return self._torch.state_dict(state.opt_state, without=sorted(set[str]().union(*unreached)))
 
     @error_prefix(None)
     def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
@@ -350,7 +446,7 @@ class EvalStep(Step):
 
     def _state_structs(self) -> TrainState:
         """Of a state without moments."""
-        return StateLayout(self.model, self._held, self.plan, optax.identity(), groups=[]).structs
+        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[]).structs
 
     @error_prefix(None)
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:

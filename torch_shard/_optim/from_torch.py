@@ -1,0 +1,423 @@
+"""An optimizer of torch as a program: its formulas on stored arrays, its numbers as inputs, its state both ways."""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportPrivateUsage=false
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_shard._common.caller import caller
+from torch_shard._common.convert import struct_of, to_host
+from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
+from torch_shard._optim.rules import (
+    ADADELTA,
+    ADAGRAD,
+    ADAM,
+    ADAMAX,
+    ASGD,
+    NADAM,
+    RADAM,
+    RMSPROP,
+    RPROP,
+    SGD,
+    Flags,
+    Rule,
+    Scalars,
+    Slots,
+    frozen_flags,
+    read_numbers,
+)
+from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
+
+logger = logging.getLogger(__name__)
+
+RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.AdamW: ADAM,
+    torch.optim.Adam: ADAM,
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: ADAGRAD,
+    torch.optim.Adadelta: ADADELTA,
+    torch.optim.Adamax: ADAMAX,
+    torch.optim.NAdam: NADAM,
+    torch.optim.RAdam: RADAM,
+    torch.optim.RMSprop: RMSPROP,
+    torch.optim.ASGD: ASGD,
+    torch.optim.Rprop: RPROP,
+    torch.optim.Adafactor: ADAFACTOR,
+    torch.optim.Muon: MUON,
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TorchOptState:
+    """What an optimizer of torch keeps.
+
+    Attributes:
+        steps: Steps taken by each parameter group, int32 `(num_groups,)`.
+        kept: Other numbers of each group, by torch's name, `(num_groups,)`: `mu_product` of NAdam, `eta` of ASGD.
+        slots: What is kept for each parameter, by torch's name for it, then by the parameter's: `exp_avg`, ...
+    """
+
+    steps: jax.Array
+    kept: dict[str, jax.Array]
+    slots: dict[str, Mapping[str, jax.Array]]
+
+
+class TorchOptimizer:
+    """An optimizer of torch for the parameters of one model.
+
+    Args:
+        optimizer: Of a class in `RULES`. Its numbers are read whenever `numbers` is asked for; which parameter is in
+            which group, and its flags, are fixed.
+        params: The parameters of the model by name.
+        trainable: The names of those that are trained.
+
+    Raises:
+        TypeError: It is of another class.
+        ValueError: It has parameters that the model has not.
+        NotImplementedError: It has step hooks.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], trainable: Sequence[str]
+    ) -> None:
+        self.optimizer, self.rule = optimizer, _rule_of(optimizer)
+        names = {id(tensor): name for name, tensor in params.items()}
+        self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        self._refuse_strangers()
+        taken = set(trainable)
+        self.group_of = {
+            name: number for number, members in enumerate(self._members) for name in members if name in taken
+        }
+        self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
+        self._shape = self._present_shape()
+        self._values: list[list[float]] = []
+        self.inputs = torch.empty(len(self._members), len(self._names_of_numbers()), dtype=torch.float64)
+        self.read()
+        if alone := [name for name in trainable if name not in self.group_of]:
+            logger.info(
+                "%s: in no parameter group of the optimizer, and so left as they are: %s", caller(), ", ".join(alone)
+            )
+        dtypes = {params[name].dtype for name in self.group_of}
+        self._dtype = jnp.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else jnp.float32
+        self._kept_dtype = jnp.float64 if torch.get_default_dtype() == torch.float64 else jnp.float32  # as in torch
+
+    def _refuse_strangers(self) -> None:
+        found = [
+            f"  group {number}, parameter {at}, of shape {tuple(group['params'][at].shape)}"
+            for number, (group, members) in enumerate(zip(self.optimizer.param_groups, self._members, strict=True))
+            for at, name in enumerate(members)
+            if not name
+        ]
+        if found:
+            raise ValueError(
+                f"{caller()}: the optimizer has parameters that are not the model's:\n\n"
+                + "\n".join(found[:8])
+                + f"\n\nMake it of this model, {type(self.optimizer).__name__}(model.parameters(), ...), after the "
+                "model has its last form: .to(dtype), a wrapper or new layers may have replaced its parameters."
+            )
+
+    # What is read of torch at each step
+
+    def _names_of_numbers(self) -> list[str]:
+        return list(read_numbers(self.rule, self.optimizer.param_groups[0]))
+
+    def _present_shape(self) -> list[tuple[object, ...]]:
+        groups = self.optimizer.param_groups
+        flags = (frozen_flags(self.rule.flags(group)) for group in groups)
+        return [(id(group["params"]), len(group["params"]), f) for group, f in zip(groups, flags, strict=True)]
+
+    def read(self) -> bool:
+        """Read the numbers of the parameter groups into `inputs`; True if some have changed.
+
+        Raises:
+            ValueError: A group, its parameters or its flags have changed.
+        """
+        if self._present_shape() != self._shape:
+            raise ValueError(
+                f"{caller()}: the parameter groups of the optimizer, or flags such as amsgrad, nesterov or whether "
+                "there is momentum, have changed since the step was made. Numbers (lr, betas, weight_decay) may change "
+                "at any time; for other changes make a new step, with optimizer.load_state_dict("
+                "step.export_optimizer(state)) before."
+            )
+        values = [list(read_numbers(self.rule, group).values()) for group in self.optimizer.param_groups]
+        if values == self._values:
+            return False
+        self._values = values
+        self.inputs.copy_(torch.tensor(values, dtype=torch.float64))
+        return True
+
+    def note_step(self) -> None:
+        """Let schedulers know that a step was taken, as `optimizer.step()` does."""
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    # In programs
+
+    def init(self, params: Mapping[str, Any]) -> TorchOptState:
+        """The state at step 0, of parameters by name."""
+        slots: dict[str, dict[str, jax.Array]] = {}
+        for name, tensor in params.items():
+            if name in self.group_of:
+                for slot, value in self._slots(tensor, self._flags[self.group_of[name]]).items():
+                    slots.setdefault(slot, {})[name] = value
+        num = len(self._members)
+        kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
+        return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
+
+    def _slots(self, tensor: jax.Array, flags: Flags) -> Slots:
+        if why := self.rule.refuses(tensor.shape):
+            raise ValueError(f"a parameter of shape {tensor.shape}: {why}.")
+        return self.rule.slots(tensor, flags)
+
+    def update(
+        self, grads: Stacks, state: TorchOptState, params: Stacks, inputs: jax.Array, *, layout: Layout
+    ) -> tuple[Stacks, TorchOptState]:
+        """One step.
+
+        Args:
+            grads: Of all parameters.
+            state: Donated or not, it is only read.
+            params: Stored like `grads`.
+            inputs: What `read` has written to `inputs`, `(num_groups, num_numbers)`.
+            layout: How results are stored.
+        """
+        scalars, kept = self._coefficients(state, inputs)
+        new = dataclasses.replace(state, steps=state.steps + 1, kept=kept)
+        if self.rule.by_element or not layout.kept:
+            params, slots = self._updated(grads, state.slots, params, scalars)
+            return params, dataclasses.replace(new, slots=slots)
+        grads, slots, params = whole_stacks((grads, state.slots, params))
+        params, slots = self._updated(grads, slots, params, scalars)
+        return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
+
+    def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], dict[str, jax.Array]]:
+        """For each group what its tensors are updated with; and what the groups keep."""
+        names, dtype = self._names_of_numbers(), self._dtype
+        found, kept = list[Scalars](), list[Scalars]()
+        for number in range(len(self._members)):
+            numbers = {name: inputs[number, at].astype(dtype) for at, name in enumerate(names)}
+            own = {name: values[number].astype(dtype) for name, values in state.kept.items()}
+            t = (state.steps[number] + 1).astype(dtype)
+            coefficients, later = self.rule.coefficients(t, numbers, own)
+            found.append(coefficients)
+            kept.append(later)
+        return found, {name: jnp.stack([e[name] for e in kept]).astype(old.dtype) for name, old in state.kept.items()}
+
+    def _updated(
+        self, grads: Stacks, slots: Mapping[str, Mapping[str, Any]], params: Stacks, scalars: list[Scalars]
+    ) -> tuple[Stacks, dict[str, Mapping[str, jax.Array]]]:
+        arrays: list[jax.Array] = []
+        new: dict[str, dict[tuple[str, ...], jax.Array]] = {slot: {} for slot in slots}
+        for names, grad, param in zip(params.layout.groups, grads.arrays, params.arrays, strict=True):
+            parts = [names] if self._is_one(names) else [(name,) for name in names]
+            results = list[jax.Array]()
+            for part in parts:
+                whole = len(parts) == 1
+                given = (grad, param) if whole else (grads.kept(part[0]), params.kept(part[0]))
+                param_of_part, slots_of_part = self._of_part(part, given, slots, scalars)
+                results.append(param_of_part)
+                for slot, value in slots_of_part.items():
+                    new[slot][part] = value
+            arrays.append(results[0] if len(parts) == 1 else jnp.stack(results))
+        stored = {slot: _stored(slots[slot], values) for slot, values in new.items()}
+        return Stacks(params.layout, arrays), stored
+
+    def _is_one(self, names: tuple[str, ...]) -> bool:
+        """Tell whether the rows of a stack are updated alike, up to numbers."""
+        groups = [self.group_of.get(name) for name in names]
+        kinds = {None if group is None else frozen_flags(self._flags[group]) for group in groups}
+        return len(kinds) == 1
+
+    def _of_part(
+        self,
+        names: tuple[str, ...],
+        given: tuple[jax.Array, jax.Array],
+        slots: Mapping[str, Mapping[str, Any]],
+        scalars: list[Scalars],
+    ) -> tuple[jax.Array, Slots]:
+        """The update of a stored array, whose rows have the same flags."""
+        grad, param = given
+        if names[0] not in self.group_of:
+            return param, {}
+        own = {slot: _kept(values, names) for slot, values in slots.items() if names[0] in values}
+        groups = [self.group_of[name] for name in names]
+        update = functools.partial(update_tensor, self.rule, self._flags[groups[0]])
+        if len(names) == 1:
+            return update(grad, param, own, scalars[groups[0]])
+        if len(set(groups)) == 1:
+            return jax.vmap(update, in_axes=(0, 0, 0, None))(grad, param, own, scalars[groups[0]])
+        rows = {name: jnp.stack([scalars[group][name] for group in groups]) for name in scalars[0]}
+        return jax.vmap(update)(grad, param, own, rows)
+
+    # To torch and back
+
+    def load(self, values: Mapping[str, Any]) -> TorchOptState | None:
+        """The state that the optimizer has in torch, by the names of parameters; None if it has not stepped.
+
+        Args:
+            values: Shapes of the parameters by name.
+
+        Raises:
+            ValueError: Parameters of one group have taken different numbers of steps, or some have none.
+        """
+        found = {
+            name: self.optimizer.state.get(p, {})
+            for group, members in zip(self.optimizer.param_groups, self._members, strict=True)
+            for p, name in zip(group["params"], members, strict=True)
+            if name in self.group_of
+        }
+        if not any(found.values()):
+            return None
+        fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
+        steps = np.zeros(len(self._members), np.int32)
+        kept = {name: np.full(len(self._members), value, self._kept_dtype) for name, value in self.rule.kept.items()}
+        for number, members in enumerate(self._members):
+            own = {name: found[name] for name in members if found.get(name)}
+            steps[number] = self._one(own, number, lambda state: state["step"] if self.rule.counts else 1)
+            for name in kept:
+                if own:
+                    kept[name][number] = self._one(own, number, lambda state, name=name: state[name])
+        slots = {
+            slot: {name: found[name].get(slot, np.zeros(s.shape, s.dtype)) for name, s in by_name.items()}
+            for slot, by_name in fresh.slots.items()
+        }
+        return TorchOptState(steps, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
+
+    def _one(self, states: Mapping[str, Mapping[str, Any]], number: int, read: Callable[[Any], Any]) -> float:
+        values = {name: float(read(state)) for name, state in states.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name} {value:g}" for name, value in list(values.items())[:4])
+            raise ValueError(
+                f"{caller()}: the parameters of group {number} of the optimizer have taken different numbers of steps "
+                f"({listed}), where a step here counts by group. Put them into groups of their own."
+            )
+        return next(iter(values.values()), 0.0)
+
+    def state_dict(self, state: TorchOptState, *, without: Sequence[str] = ()) -> dict[str, Any]:
+        """The state and the groups as `optimizer.state_dict()` has them: by number, in torch's order, on the CPU.
+
+        Args:
+            state: Of a step.
+            without: Parameters that no loss has reached, for which torch keeps nothing.
+        """
+        groups = self.optimizer.state_dict()["param_groups"]
+        steps, kept = np.asarray(state.steps), {name: np.asarray(values) for name, values in state.kept.items()}
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+            for place, name in zip(group["params"], members, strict=True):
+                if name not in self.group_of or name in without or not steps[number]:
+                    continue
+                own = {"step": torch.tensor(float(steps[number]))} if self.rule.counts else {}
+                own |= {key: torch.tensor(float(values[number])) for key, values in kept.items()}
+                own |= {slot: to_host(values[name]) for slot, values in state.slots.items() if name in values}
+                found[place] = own
+        return {"state": found, "param_groups": groups}
+
+    def steps_in_torch(
+        self,
+        params: Mapping[str, jax.Array],
+        grads: Mapping[str, jax.Array],
+        state: TorchOptState,
+        clip: Callable[[list[torch.nn.Parameter]], None],
+    ) -> dict[str, jax.Array]:
+        """What torch's own optimizer makes of these parameters, in one step from a state.
+
+        Args:
+            params: By name.
+            grads: By name.
+            state: Before the step.
+            clip: Is given the parameters, with their gradients, before the step.
+        """
+        copies = {name: torch.nn.Parameter(to_host(array)) for name, array in params.items()}
+        groups = [
+            {**group, "params": [copies[name] for name in members if name in copies]}
+            for group, members in zip(self.optimizer.param_groups, self._members, strict=True)
+        ]
+        if type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            groups = [{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in groups]
+        kind: Any = type(self.optimizer)
+        other = kind(groups)
+        found = self.state_dict(state)["state"]
+        order = [name for members in self._members for name in members]
+        for place, own in found.items():
+            if order[place] in copies:
+                other.state[copies[order[place]]] = own
+        for name, grad in grads.items():
+            copies[name].grad = to_host(grad)
+        clip(list(copies.values()))
+        other.step()
+        return {name: jnp.asarray(copy.detach().numpy()) for name, copy in copies.items()}
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    kind = type(optimizer)
+    if kind not in RULES:
+        listed = ", ".join(found.__name__ for found in RULES)
+        raise TypeError(
+            f"{caller()}: the optimizer is a {kind.__module__}.{kind.__qualname__}, and what its step() does cannot be "
+            f"known. Of torch.optim these are taken, not their subclasses: {listed}. For others give an optax "
+            "transformation: optax.lbfgs(), optax.contrib.schedule_free_adamw(...), optax.chain(...) of your own."
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise NotImplementedError(
+            f"{caller()}: the optimizer has step hooks, which a compiled step would not call. Remove them, and do in "
+            "the loop what they do."
+        )
+    return RULES[kind]
+
+
+def update_tensor(
+    rule: Rule, flags: Flags, grad: jax.Array, param: jax.Array, slots: Slots, scalars: Scalars
+) -> tuple[jax.Array, Slots]:
+    """A rule in float32 at least; of complex numbers, on real and imaginary parts."""
+    is_complex = jnp.iscomplexobj(param)
+    if is_complex and not rule.by_element:
+        raise ValueError("torch has no such step for complex parameters.")
+
+    def wide(x: jax.Array) -> jax.Array:
+        x = jnp.stack([x.real, x.imag], -1) if is_complex else x
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def narrow(x: jax.Array, like: jax.Array) -> jax.Array:
+        return (jax.lax.complex(x[..., 0], x[..., 1]) if is_complex else x).astype(like.dtype)
+
+    dtype = wide(param).dtype
+    own = {name: value if value.dtype == bool else value.astype(dtype) for name, value in scalars.items()}
+    found, new = rule.update(wide(grad), wide(param), {n: wide(x) for n, x in slots.items()}, own, flags)
+    return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
+
+
+def _kept(values: Mapping[str, Any], names: tuple[str, ...]) -> jax.Array:
+    """What is stored for these names, as it is stored."""
+    if isinstance(values, Stacks):
+        return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)
+    return values[names[0]] if len(names) == 1 else jnp.stack([values[name] for name in names])
+
+
+def _stored(like: Mapping[str, Any], values: Mapping[tuple[str, ...], jax.Array]) -> Mapping[str, Any]:
+    """New values in the layout of the old ones."""
+    if not isinstance(like, Stacks):
+        return {
+            name: value if len(names) == 1 else value[i]
+            for names, value in values.items()
+            for i, name in enumerate(names)
+        }
+    rows = {name: (names, i) for names in values for i, name in enumerate(names)}
+
+    def gathered(group: tuple[str, ...]) -> jax.Array:
+        if group in values:
+            return values[group]
+        parts = [values[names] if len(names) == 1 else values[names][i] for names, i in map(rows.__getitem__, group)]
+        return parts[0] if len(parts) == 1 else jnp.stack(parts)
+
+    return Stacks(like.layout, map(gathered, like.layout.groups))

@@ -1,0 +1,294 @@
+"""Torch's optimizers as optax transformations: for chains, masks and schedules of optax, with torch's formulas."""
+
+# optax has no stubs. JAX annotates its functions in part.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import torch
+
+from torch_shard._common.caller import caller, public
+from torch_shard._common.types import PyTree
+from torch_shard._optim.from_torch import RULES, update_tensor
+from torch_shard._optim.rules import Rule, Scalars, Slots, read_numbers
+
+Rate = float | Callable[[jax.Array], Any]
+"""A learning rate, or an optax schedule: of the number of steps taken, an int32 scalar."""
+
+
+class TransformState(NamedTuple):
+    """What a transformation keeps.
+
+    Attributes:
+        count: Number of steps taken, int32 scalar.
+        kept: Other numbers, by torch's name.
+        slots: Like the parameters, a dict by torch's name for each.
+    """
+
+    count: jax.Array
+    kept: dict[str, jax.Array]
+    slots: dict[str, PyTree]
+
+
+def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mapping[str, Any]) -> Any:
+    """The transformation of an optimizer of torch, which checks its own settings."""
+    make: Any = kind
+    try:
+        made = make([torch.nn.Parameter(torch.zeros(1, 1))], lr=0.0 if callable(lr) else lr, **settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{caller()}: {error}") from error
+    group, rule = made.param_groups[0], RULES[kind]
+    numbers, flags = read_numbers(rule, group), rule.flags(group)
+
+    def init(params: PyTree) -> TransformState:
+        leaves, tree = jax.tree.flatten(params)
+        slots = [_slots(rule, leaf, flags) for leaf in leaves]
+        names = dict.fromkeys(name for own in slots for name in own)
+        by_name = {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
+        kept = {name: jnp.asarray(value, jnp.float32) for name, value in rule.kept.items()}
+        return TransformState(jnp.zeros((), jnp.int32), kept, by_name)
+
+    def update(grads: PyTree, state: TransformState, params: PyTree | None = None) -> tuple[PyTree, TransformState]:
+        if params is None:
+            raise ValueError(f"ts.optim.{kind.__name__.lower()} needs the parameters: update(grads, state, params).")
+        count = state.count + 1
+        given = {name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}
+        given["lr"] = jnp.asarray(lr(state.count) if callable(lr) else lr, jnp.float32)
+        scalars, kept = rule.coefficients(count.astype(jnp.float32), given, state.kept)
+        leaves, tree = jax.tree.flatten(params)
+        updates, slots = _updated(rule, flags, scalars, (tree.flatten_up_to(grads), leaves), state, tree)
+        return jax.tree.unflatten(tree, updates), TransformState(count, dict(kept), slots)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _slots(rule: Rule, leaf: jax.Array, flags: Mapping[str, Any]) -> Slots:
+    if why := rule.refuses(leaf.shape):
+        raise ValueError(f"a parameter of shape {leaf.shape}: {why} (optax.partition, by name).")
+    return rule.slots(leaf, flags)
+
+
+def _updated(
+    rule: Rule,
+    flags: Mapping[str, Any],
+    scalars: Scalars,
+    pairs: tuple[list[jax.Array], list[jax.Array]],
+    state: TransformState,
+    tree: Any,
+) -> tuple[list[jax.Array], dict[str, PyTree]]:
+    """The updates, and the new slots."""
+    flat = {name: tree.flatten_up_to(values) for name, values in state.slots.items()}
+    updates, new = list[jax.Array](), {name: list(values) for name, values in flat.items()}
+    for at, (grad, param) in enumerate(zip(*pairs, strict=True)):
+        own = {name: values[at] for name, values in flat.items() if not isinstance(values[at], optax.MaskedNode)}
+        found, own = update_tensor(rule, flags, grad, param, own, scalars)
+        updates.append(found - param)
+        for name, value in own.items():
+            new[name][at] = value
+    return updates, {name: jax.tree.unflatten(tree, values) for name, values in new.items()}
+
+
+@public
+def adadelta(lr: Rate = 1.0, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Adadelta` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Adadelta` takes them: rho, eps, weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Adadelta, lr, settings)
+
+
+@public
+def adafactor(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Adafactor` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Adafactor` takes them: beta2_decay, eps, d, weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Adafactor, lr, settings)
+
+
+@public
+def adagrad(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Adagrad` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Adagrad` takes them: lr_decay, weight_decay, initial_accumulator_value, eps, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Adagrad, lr, settings)
+
+
+@public
+def adam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Adam` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Adam` takes them: betas, eps, weight_decay (added to the gradient: L2), amsgrad, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Adam, lr, settings)
+
+
+@public
+def adamax(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Adamax` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Adamax` takes them: betas, eps, weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Adamax, lr, settings)
+
+
+@public
+def adamw(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.AdamW` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.AdamW` takes them: betas, eps, weight_decay, amsgrad, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+
+    Example:
+        >>> import optax, torch_shard as ts
+        >>> rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
+        >>> optimizer = optax.chain(optax.clip(1.0), ts.optim.adamw(rate, weight_decay=0.1))
+    """
+    return _transformation(torch.optim.AdamW, lr, settings)
+
+
+@public
+def asgd(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.ASGD` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.ASGD` takes them: lambd, alpha, t0, weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.ASGD, lr, settings)
+
+
+@public
+def muon(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Muon` an optax transformation, with torch's formula and defaults. Matrices alone.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Muon` takes them: weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Muon, lr, settings)
+
+
+@public
+def nadam(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.NAdam` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.NAdam` takes them: betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.NAdam, lr, settings)
+
+
+@public
+def radam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.RAdam` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.RAdam` takes them: betas, eps, weight_decay, decoupled_weight_decay, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.RAdam, lr, settings)
+
+
+@public
+def rmsprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.RMSprop` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.RMSprop` takes them: alpha, eps, weight_decay, momentum, centered, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.RMSprop, lr, settings)
+
+
+@public
+def rprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.Rprop` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.Rprop` takes them: etas, step_sizes, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.Rprop, lr, settings)
+
+
+@public
+def sgd(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
+    """Make `torch.optim.SGD` an optax transformation, with torch's formula and defaults.
+
+    Args:
+        lr: Learning rate, or an optax schedule.
+        **settings: As `torch.optim.SGD` takes them: momentum, dampening, weight_decay, nesterov, maximize.
+
+    Raises:
+        TypeError: Torch has no such setting.
+        ValueError: Torch refuses a value.
+    """
+    return _transformation(torch.optim.SGD, lr, settings)
