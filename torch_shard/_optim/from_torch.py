@@ -320,7 +320,7 @@ class TorchOptimizer:
                 own = {"step": torch.tensor(float(steps[number]))} if self.rule.counts else {}
                 own |= {key: torch.tensor(float(values[number])) for key, values in kept.items()}
                 own |= {slot: to_host(values[name]) for slot, values in state.slots.items() if name in values}
-                found[place] = own
+                found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 
     def steps_in_torch(

@@ -26,12 +26,12 @@ class TransformState(NamedTuple):
     """What a transformation keeps.
 
     Attributes:
-        count: Number of steps taken, int32 scalar.
+        steps: Number of steps taken, int32 scalar.
         kept: Other numbers, by torch's name.
         slots: Like the parameters, a dict by torch's name for each.
     """
 
-    count: jax.Array
+    steps: jax.Array
     kept: dict[str, jax.Array]
     slots: dict[str, PyTree]
 
@@ -57,15 +57,15 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
     def update(grads: PyTree, state: TransformState, params: PyTree | None = None) -> tuple[PyTree, TransformState]:
         if params is None:
             raise ValueError(f"ts.optim.{kind.__name__.lower()} needs the parameters: update(grads, state, params).")
-        count = state.count + 1
+        count = state.steps + 1
         given = {name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}
-        given["lr"] = jnp.asarray(lr(state.count) if callable(lr) else lr, jnp.float32)
+        given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, jnp.float32)
         scalars, kept = rule.coefficients(count.astype(jnp.float32), given, state.kept)
         leaves, tree = jax.tree.flatten(params)
         updates, slots = _updated(rule, flags, scalars, (tree.flatten_up_to(grads), leaves), state, tree)
         return jax.tree.unflatten(tree, updates), TransformState(count, dict(kept), slots)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _slots(rule: Rule, leaf: jax.Array, flags: Mapping[str, Any]) -> Slots:
@@ -130,7 +130,8 @@ def adagrad(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
 
     Args:
         lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adagrad` takes them: lr_decay, weight_decay, initial_accumulator_value, eps, maximize.
+        **settings: As `torch.optim.Adagrad` takes them:
+            lr_decay, weight_decay, initial_accumulator_value, eps, maximize.
 
     Raises:
         TypeError: Torch has no such setting.
@@ -145,7 +146,8 @@ def adam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
 
     Args:
         lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Adam` takes them: betas, eps, weight_decay (added to the gradient: L2), amsgrad, maximize.
+        **settings: As `torch.optim.Adam` takes them:
+            betas, eps, weight_decay (added to the gradient: L2), amsgrad, maximize.
 
     Raises:
         TypeError: Torch has no such setting.
@@ -210,7 +212,8 @@ def muon(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
 
     Args:
         lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.Muon` takes them: weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
+        **settings: As `torch.optim.Muon` takes them:
+            weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
 
     Raises:
         TypeError: Torch has no such setting.
@@ -225,7 +228,8 @@ def nadam(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
 
     Args:
         lr: Learning rate, or an optax schedule.
-        **settings: As `torch.optim.NAdam` takes them: betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize.
+        **settings: As `torch.optim.NAdam` takes them:
+            betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize.
 
     Raises:
         TypeError: Torch has no such setting.

@@ -1,0 +1,334 @@
+"""Optimizers of torch in a step: each by torch's own numbers, in groups, on stacks, with its state both ways."""
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn, optim
+
+import torch_shard as ts
+from torch_shard._optim import TorchOptimizer
+from torch_shard._sharding import Layout, Stacks, stack_dicts
+
+KINDS: dict[str, Any] = {
+    "AdamW": lambda groups: optim.AdamW(groups, lr=1e-2),
+    "Adam, amsgrad, L2": lambda groups: optim.Adam(groups, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "Adam, maximize": lambda groups: optim.Adam(groups, lr=1e-2, betas=(0.0, 0.95), maximize=True),
+    "SGD": lambda groups: optim.SGD(groups, lr=0.05),
+    "SGD, nesterov": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD, dampening": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.3),
+    "Adagrad": lambda groups: optim.Adagrad(groups, lr_decay=0.01, initial_accumulator_value=0.1),
+    "Adadelta": lambda groups: optim.Adadelta(groups, rho=0.8),
+    "Adamax": lambda groups: optim.Adamax(groups, weight_decay=0.01),
+    "NAdam": lambda groups: optim.NAdam(groups, weight_decay=0.01, decoupled_weight_decay=True),
+    "RAdam": lambda groups: optim.RAdam(groups, lr=1e-2),
+    "RAdam, short": lambda groups: optim.RAdam(groups, lr=1e-2, betas=(0.5, 0.55), weight_decay=0.1),
+    "RMSprop, centered": lambda groups: optim.RMSprop(groups, momentum=0.9, centered=True),
+    "RMSprop": lambda groups: optim.RMSprop(groups),
+    "ASGD": lambda groups: optim.ASGD(groups, t0=10, lambd=1e-2),
+    "Rprop": lambda groups: optim.Rprop(groups),
+    "Adafactor": lambda groups: optim.Adafactor(groups, weight_decay=0.1),
+    "Adafactor, eps": lambda groups: optim.Adafactor(groups, eps=(1e-8, 1e-2), d=1.5),
+}
+SHAPES = {"0.w": (4, 3), "1.w": (4, 3), "2.w": (4, 3), "0.b": (3,), "1.b": (3,), "2.b": (3,), "head": (2, 3, 4)}
+STACKED = (("0.w", "1.w", "2.w"), ("0.b", "1.b", "2.b"), ("head",))
+
+
+def arrays(seed: int, *, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def in_groups(params: dict[str, nn.Parameter], *, plain: bool) -> list[dict[str, Any]]:
+    """Rows of one stack in two groups, and vectors in a third."""
+    more: list[dict[str, Any]] = [{}, {"lr": 7e-3}, {} if plain else {"weight_decay": 0.0}]
+    names = (["0.w", "head"], ["1.w", "2.w"], ["0.b", "1.b", "2.b"])
+    return [{"params": [params[n] for n in each], **own} for each, own in zip(names, more, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_those_of_torch(kind: str) -> None:
+    """float64, so that what differs is the formula: 1e-12 of the largest entry; what torch keeps in float32, 1e-7."""
+    with jax.enable_x64(True):
+        params = {name: nn.Parameter(torch.from_numpy(value)) for name, value in arrays(0).items()}
+        optimizer = KINDS[kind](in_groups(params, plain=kind in ("Rprop",)))
+        ours = TorchOptimizer(optimizer, params, list(params))
+        layout = Layout.of(STACKED)
+        held = Stacks.from_dict({name: jnp.asarray(value) for name, value in arrays(0).items()}, layout)
+        state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
+        update = jax.jit(lambda *given: ours.update(*given, layout=layout))
+        for step in range(12):
+            grads = arrays(step + 1)
+            for group in optimizer.param_groups:  # as a scheduler would
+                group["lr"] *= 0.9
+            ours.read()
+            stored = Stacks.from_dict({name: jnp.asarray(grad) for name, grad in grads.items()}, layout)
+            held, state = update(stored, state, held, jnp.array(ours.inputs.numpy(), copy=True))
+            for name, param in params.items():
+                param.grad = torch.from_numpy(grads[name])
+            optimizer.step()
+        tolerance = 1e-7 if kind in ("NAdam", "ASGD") else 1e-12  # mu_product and eta are float32 tensors in torch
+        for name, param in params.items():
+            wanted = param.detach().numpy()
+            np.testing.assert_allclose(held[name], wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+        found, wanted = ours.state_dict(state), optimizer.state_dict()
+        assert found["param_groups"] == wanted["param_groups"]
+        assert found["state"].keys() == wanted["state"].keys()
+        for number, own in wanted["state"].items():
+            kept = {name: value for name, value in own.items() if value is not None}
+            assert found["state"][number].keys() == kept.keys()
+            for name, value in kept.items():
+                torch.testing.assert_close(
+                    found["state"][number][name].double(), value.double(), rtol=tolerance, atol=tolerance
+                )
+
+
+def test_muon_is_that_of_torch() -> None:
+    """To the rounding of bfloat16, in which torch and we run the iteration: 2 % of the largest update."""
+    torch.manual_seed(0)
+    shapes = {"0.w": (8, 4), "1.w": (8, 4), "wide": (4, 16)}
+    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    before = {name: param.detach().clone() for name, param in params.items()}
+    optimizer = optim.Muon(list(params.values()), lr=0.1, weight_decay=0.1)
+    ours = TorchOptimizer(optimizer, params, list(params))
+    layout = Layout.of((("0.w", "1.w"), ("wide",)))
+    held = Stacks.from_dict({name: jnp.asarray(value.numpy()) for name, value in before.items()}, layout)
+    state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
+    for _ in range(3):
+        grads = {name: torch.randn(shape) for name, shape in shapes.items()}
+        stored = Stacks.from_dict({name: jnp.asarray(grad.numpy()) for name, grad in grads.items()}, layout)
+        held, state = ours.update(stored, state, held, jnp.array(ours.inputs.numpy(), copy=True), layout=layout)
+        for name, param in params.items():
+            param.grad = grads[name]
+        optimizer.step()
+    for name, param in params.items():
+        change = (param.detach() - before[name]).abs().max()
+        assert np.abs(np.asarray(held[name]) - param.detach().numpy()).max() < 0.02 * float(change)
+
+
+def test_muon_refuses_what_is_not_a_matrix() -> None:
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):  # torch's own
+        optim.Muon([nn.Parameter(torch.ones(3))])
+
+
+# In a step
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(3))), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(number)]
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1]},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+SPLIT = ts.ShardingPlan(
+    {"**.up.weight": P("model"), "**.up.bias": P("model"), "**.down.weight": P(None, "model")}, default=P()
+)
+WHOLE = ts.ShardingPlan({}, default=P())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    axes: dict[str, int]
+    plan: ts.ShardingPlan = WHOLE
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES = [
+    Case("one device", {"batch": 1}, options={"scan_layers": False}),
+    Case("split, in a loop", {"batch": 4, "model": 2}, SPLIT),
+    Case(
+        "ZeRO-1",
+        {"batch": 8},
+        options={"optimizer_plan": ts.ShardingPlan({"**.up.weight": P("batch")}, default=P()), "accumulate_steps": 1},
+    ),
+    Case("two microbatches", {"batch": 4}, options={"accumulate_steps": 2}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_training_with_a_schedule_is_that_of_torch(case: Case) -> None:
+    """OneCycleLR, which moves beta1 too, and clipping; one program. Rounding of float32, which Adam magnifies."""
+    model = Net()
+    alone = copy.deepcopy(model)
+    optimizer, theirs = (optim.AdamW(decayed(m), lr=1e-3, weight_decay=0.1) for m in (model, alone))
+    schedule, other = (optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=12) for o in (optimizer, theirs))
+    step = ts.make_train_step(
+        model,
+        loss_fn,
+        optimizer,
+        mesh=ts.make_mesh(**case.axes),
+        plan=case.plan,
+        clip_grad_norm=0.1,
+        **case.options,
+    )
+    state = step.init(seed=0)
+    with warnings.catch_warnings(action="error"):  # of schedulers that see no step of the optimizer
+        for batch in batches(10):
+            state, metrics = step(state, batch)
+            schedule.step()
+            theirs.zero_grad()
+            loss = loss_fn(alone, batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            theirs.step()
+            other.step()
+            assert abs(float(metrics["loss"]) - float(loss.detach())) < 1e-5
+            assert abs(float(metrics["grad_norm"]) - float(norm)) < 1e-4
+    assert step.num_compiles == 1
+    for mine, wanted in zip(step.export(state).parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)
+    optimizer.load_state_dict(step.export_optimizer(state))
+    for place, own in theirs.state_dict()["state"].items():
+        for name, value in own.items():
+            torch.testing.assert_close(optimizer.state_dict()["state"][place][name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_a_state_goes_on_from_that_of_torch() -> None:
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    first, *rest = batches(4)
+    loss_fn(model, first).backward()
+    optimizer.step()
+    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=4), plan=WHOLE, clip_grad_value=0.01)
+    state = step.init(seed=0)
+    rates = list[float]()
+    for batch in rest:
+        rates.append(optimizer.param_groups[0]["lr"])
+        state, _ = step(state, batch)
+        schedule.step(1.0)  # no better: half the rate
+    assert rates[2] == pytest.approx(rates[1] / 2)
+    alone = copy.deepcopy(model)
+    theirs = optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    theirs.load_state_dict(optimizer.state_dict())
+    for number, batch in enumerate(rest):
+        theirs.zero_grad()
+        loss_fn(alone, batch).backward()
+        nn.utils.clip_grad_value_(alone.parameters(), 0.01)
+        theirs.param_groups[0]["lr"] = rates[number]
+        theirs.step()
+    for mine, wanted in zip(step.export(state).parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    step_of = ts.make_train_step
+    with caplog.at_level("INFO"):
+        step = step_of(model, loss_fn, optim.AdamW(model.head.parameters()), mesh=ts.make_mesh(batch=2), plan=WHOLE)
+    assert "in no parameter group of the optimizer" in caplog.text
+    state, _ = step(step.init(seed=0), batches(1)[0])
+    out = step.export(state)
+    assert torch.equal(out.blocks[0].up.weight, model.blocks[0].up.weight)
+    assert not torch.equal(out.head.weight, model.head.weight)
+
+
+def test_the_proof_compares_with_torchs_own_step() -> None:
+    model = Net()
+    optimizer = optim.NAdam(decayed(model), lr=1e-2)
+    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=2), plan=WHOLE, clip_grad_norm=0.1)
+    state = step.init(seed=0)
+    for batch in batches(2):
+        state, _ = step(state, batch)
+    found = step.prove(state, batches(1)[0])
+    found.raise_if_different()
+    assert any(row.kind == "update" for row in found.rows)
+
+
+# What is refused
+
+
+def make(optimizer: Any, **options: Any) -> Any:
+    return ts.make_train_step(Net(), loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE, **options)
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"parameters that are not the model's:\n\n  group 0, parameter 0, of shape \(8,\)"
+    ):
+        make(optim.AdamW(Net().parameters()))
+
+
+def test_other_classes_are_refused_by_name() -> None:
+    class Own(optim.AdamW):
+        pass
+
+    model = Net()
+    for optimizer in (Own(model.parameters()), optim.LBFGS(model.parameters())):
+        with pytest.raises(TypeError, match=f"the optimizer is a .*{type(optimizer).__name__}.*optax"):
+            make(optimizer)
+
+
+def test_groups_that_change_are_refused() -> None:
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+    state = step.init(seed=0)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="have changed since the step was made"):
+        step(state, batches(1)[0])
+
+
+def test_step_hooks_are_refused() -> None:
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *args: None)
+    with pytest.raises(NotImplementedError, match="the optimizer has step hooks"):
+        ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm must be a positive number or None, got '1'"),
+        ({"clip_grad_value": -1.0}, ValueError, "clip_grad_value must be a positive number or None, got -1.0"),
+        ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ValueError, "clip_grad_norm or clip_grad_value, not both"),
+    ],
+)
+def test_wrong_limits_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make(optim.SGD(Net().parameters(), lr=0.1), **options)
+
+
+def test_an_optax_step_has_no_state_for_torch() -> None:
+    step = make(ts.optim.sgd(0.1))
+    with pytest.raises(TypeError, match="made with an optax transformation"):
+        step.export_optimizer(step.init(seed=0))
