@@ -70,7 +70,9 @@ def test_updates_are_those_of_torch(kind: str) -> None:
                 group["lr"] *= 0.9
             ours.read()
             stored = Stacks.from_dict({name: jnp.asarray(grad) for name, grad in grads.items()}, layout)
-            held, state = update(stored, state, held, np.array(ours.inputs))  # a copy: JAX reads it later
+            held, state = update(
+                stored, state, held, jnp.asarray(ours.inputs.numpy().copy())
+            )  # a copy: JAX reads it later
             for name, param in params.items():
                 param.grad = torch.from_numpy(grads[name])
             optimizer.step()
@@ -104,7 +106,7 @@ def test_muon_is_that_of_torch() -> None:
     for _ in range(3):
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
         stored = Stacks.from_dict({name: jnp.asarray(grad.numpy()) for name, grad in grads.items()}, layout)
-        held, state = ours.update(stored, state, held, np.array(ours.inputs), layout=layout)
+        held, state = ours.update(stored, state, held, jnp.asarray(ours.inputs.numpy().copy()), layout=layout)
         for name, param in params.items():
             param.grad = grads[name]
         optimizer.step()
