@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torch_shard
-from torch_shard import collectives, plans
+from torch_shard import collectives, optim, plans
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -20,9 +20,9 @@ EIGHT_DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 
 NAMES = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (torch_shard, collectives, plans)
+    for module in (torch_shard, collectives, optim, plans)
     for name in module.__all__
-    if name not in ("collectives", "plans")
+    if name not in ("collectives", "optim", "plans")
 }
 PUBLIC = pytest.mark.parametrize("name", NAMES)
 

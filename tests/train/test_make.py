@@ -33,7 +33,7 @@ def test_wrong_kinds_of_arguments() -> None:
         ts.make_train_step(torch.sin, squared_error, optax.sgd(0.1), mesh=mesh, plan=WHOLE)  # pyright: ignore
     with refuses("plan must be a ShardingPlan, got dict", TypeError):
         ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=mesh, plan={})  # pyright: ignore
-    with refuses(r"must be an optax gradient transformation.*got SGD", TypeError):
-        ts.make_train_step(model, squared_error, torch.optim.SGD(model.parameters()), mesh=mesh, plan=WHOLE)  # pyright: ignore
+    with refuses(r"must be an optimizer of torch.optim.* or an optax gradient transformation.*got float", TypeError):
+        ts.make_train_step(model, squared_error, 0.1, mesh=mesh, plan=WHOLE)  # pyright: ignore
     with refuses("no parameter of Linear has requires_grad=True"):
         ts.make_train_step(nn.Linear(2, 2).requires_grad_(False), squared_error, optax.sgd(0.1), mesh=mesh, plan=WHOLE)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from torch_shard._common.caller import public
@@ -25,6 +26,7 @@ from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.first_non_finite import first_non_finite
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
+from torch_shard._fit.schedule import check_scheduler, follow_schedule
 from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
@@ -44,6 +46,7 @@ def fit(
     *,
     steps: int,
     batch_size: int | None = None,
+    scheduler: LRScheduler | None = None,
     eval_loader: Iterable[PyTree] | Rows | Dataset[Any] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
@@ -75,6 +78,9 @@ def fit(
         batch_size: Rows of a batch, over all processes, where `loader` is a dataset. It is shuffled for each epoch, and
             an epoch's last batch is filled up with its first rows, both as by a `DistributedSampler`; `Rows` has other
             ways, and workers.
+        scheduler: Of the optimizer of torch that the step was made with: stepped after each batch, as
+            `scheduler.step()` in a loop. A resumed run steps it up to where it is. One that is stepped by epoch or by a
+            metric (`ReduceLROnPlateau`) needs a loop of your own.
         eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
             metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
             mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
@@ -148,6 +154,7 @@ def fit(
     seed = check_seed(seed)
     check_skip_grad_norm(skip_grad_norm)
     _check_kinds(step, state, checkpointer, log)
+    check_scheduler(step, scheduler)
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
@@ -164,6 +171,7 @@ def fit(
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
     state = _begin(step, state, checkpointer)
     start = int(state.num_batches)
+    follow_schedule(scheduler, start)
     if start > steps:
         raise ValueError(f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run.")
     with contextlib.ExitStack() as stack:
@@ -184,7 +192,19 @@ def fit(
         due = Due(eval_every, check_replicas_every)
         proved_until = start + prove_steps
         return _Loop(
-            state, start, step, ahead, steps, proved_until, evaluation, due, checkpointer, reports, guard, stop
+            state,
+            start,
+            step,
+            ahead,
+            steps,
+            proved_until,
+            evaluation,
+            due,
+            checkpointer,
+            reports,
+            guard,
+            stop,
+            scheduler,
         ).run()
 
 
@@ -282,6 +302,7 @@ class _Loop:
     reports: Reports
     guard: BadStepPolicy
     stop: StopRequest
+    scheduler: LRScheduler | None = None
     begun: ShardedBatch | None = None
     """The batch of a step that was begun, until the step is dispatched."""
     stopped: bool = False
@@ -317,6 +338,7 @@ class _Loop:
             self._prove(placed)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
+        follow_schedule(self.scheduler, self.position)
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics)
         self.ahead.fill()

@@ -102,6 +102,7 @@ class TorchOptimizer:
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
         self._values: list[list[float]] = []
+        self._num_reads = -1  # without the one below
         self.inputs = torch.empty(len(self._members), len(self._names_of_numbers()), dtype=torch.float64)
         self.read()
         if alone := [name for name in trainable if name not in self.group_of]:
@@ -137,8 +138,11 @@ class TorchOptimizer:
         flags = (frozen_flags(self.rule.flags(group)) for group in groups)
         return [(id(group["params"]), len(group["params"]), f) for group, f in zip(groups, flags, strict=True)]
 
-    def read(self) -> bool:
-        """Read the numbers of the parameter groups into `inputs`; True if some have changed.
+    def read(self) -> dict[str, float]:
+        """Read the numbers of the parameter groups into `inputs`.
+
+        Returns:
+            At the 1st, 2nd, 4th, 8th, ... call the numbers by name, for processes to compare: no time in the long run.
 
         Raises:
             ValueError: A group, its parameters or its flags have changed.
@@ -150,12 +154,15 @@ class TorchOptimizer:
                 "at any time; for other changes make a new step, with optimizer.load_state_dict("
                 "step.export_optimizer(state)) before."
             )
-        values = [list(read_numbers(self.rule, group).values()) for group in self.optimizer.param_groups]
-        if values == self._values:
-            return False
-        self._values = values
-        self.inputs.copy_(torch.tensor(values, dtype=torch.float64))
-        return True
+        numbers = [read_numbers(self.rule, group) for group in self.optimizer.param_groups]
+        values = [list(own.values()) for own in numbers]
+        if values != self._values:
+            self._values = values
+            self.inputs.copy_(torch.tensor(values, dtype=torch.float64))
+        self._num_reads += 1
+        if self._num_reads.bit_count() != 1:
+            return {}
+        return {f"{name} of group {i}": value for i, own in enumerate(numbers) for name, value in own.items()}
 
     def note_step(self) -> None:
         """Let schedulers know that a step was taken, as `optimizer.step()` does."""

@@ -105,6 +105,10 @@ def adadelta(lr: Rate = 1.0, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.adadelta(1e-2, rho=0.8)
     """
     return _transformation(torch.optim.Adadelta, lr, settings)
 
@@ -120,6 +124,10 @@ def adafactor(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.adafactor(1e-2, weight_decay=0.1)
     """
     return _transformation(torch.optim.Adafactor, lr, settings)
 
@@ -136,6 +144,10 @@ def adagrad(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.adagrad(1e-2, lr_decay=0.01)
     """
     return _transformation(torch.optim.Adagrad, lr, settings)
 
@@ -152,6 +164,10 @@ def adam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.adam(1e-2, amsgrad=True)
     """
     return _transformation(torch.optim.Adam, lr, settings)
 
@@ -167,6 +183,10 @@ def adamax(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.adamax(1e-2, eps=1e-6)
     """
     return _transformation(torch.optim.Adamax, lr, settings)
 
@@ -202,6 +222,10 @@ def asgd(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.asgd(1e-2, t0=1000)
     """
     return _transformation(torch.optim.ASGD, lr, settings)
 
@@ -218,6 +242,10 @@ def muon(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.muon(1e-2, momentum=0.9)
     """
     return _transformation(torch.optim.Muon, lr, settings)
 
@@ -234,6 +262,10 @@ def nadam(lr: Rate = 0.002, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.nadam(1e-2, momentum_decay=0.01)
     """
     return _transformation(torch.optim.NAdam, lr, settings)
 
@@ -249,6 +281,10 @@ def radam(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.radam(1e-2, decoupled_weight_decay=True)
     """
     return _transformation(torch.optim.RAdam, lr, settings)
 
@@ -264,6 +300,10 @@ def rmsprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.rmsprop(1e-2, alpha=0.9, momentum=0.9)
     """
     return _transformation(torch.optim.RMSprop, lr, settings)
 
@@ -279,6 +319,10 @@ def rprop(lr: Rate = 0.01, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.rprop(1e-2, etas=(0.6, 1.3))
     """
     return _transformation(torch.optim.Rprop, lr, settings)
 
@@ -294,5 +338,9 @@ def sgd(lr: Rate = 0.001, **settings: Any) -> optax.GradientTransformation:
     Raises:
         TypeError: Torch has no such setting.
         ValueError: Torch refuses a value.
+
+    Example:
+        >>> import torch_shard as ts
+        >>> optimizer = ts.optim.sgd(1e-2, momentum=0.9, nesterov=True)
     """
     return _transformation(torch.optim.SGD, lr, settings)

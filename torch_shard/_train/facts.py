@@ -48,6 +48,24 @@ def agree_on_values(held: Holdings, plan: ResolvedPlan, *, seed: int, opt_state:
     )
 
 
+def agree_on_numbers(numbers: Mapping[str, float], mesh: Mesh) -> None:
+    """Compare the numbers of an optimizer's parameter groups.
+
+    Args:
+        numbers: By name; empty where they need not be compared.
+        mesh: Of the step.
+
+    Raises:
+        ProcessMismatchError: In every process, if any of them differs.
+    """
+    if numbers and is_shared(mesh):
+        compare("the numbers of the optimizer", numbers, advice=lambda name: _OF_NUMBERS)
+
+
+_OF_NUMBERS = (
+    "Give the optimizer, its schedule and what steps it (ReduceLROnPlateau: the metric) the same numbers in all "
+    "processes."
+)
 _OF_VALUES = (
     "Was the model seeded alike? Call torch.manual_seed(0) before it is made, or ts.broadcast(model) before the step."
 )

@@ -39,7 +39,7 @@ from torch_shard._state import (
     select_state,
 )
 from torch_shard._train.comparison import Comparison
-from torch_shard._train.facts import agree_on_values
+from torch_shard._train.facts import agree_on_numbers, agree_on_values
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.step import Step
@@ -195,7 +195,7 @@ class TrainStep(Step):
         check_state(self.caller, state)
         check_apart(self.caller, state)
         if self._torch is not None:
-            self._torch.read()
+            agree_on_numbers(self._torch.read(), self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         state, metrics = program(self._normal(state), arrays)
         if self._torch is not None:
