@@ -29,6 +29,7 @@ from torch_shard._optim.rules import (
     RMSPROP,
     RPROP,
     SGD,
+    Entry,
     Flags,
     Rule,
     Scalars,
@@ -256,15 +257,15 @@ class TorchOptimizer:
         grad, param = given
         if names[0] not in self.group_of:
             return param, {}
-        own = {slot: _kept(values, names) for slot, values in slots.items() if names[0] in values}
+        entry = Entry(grad, param, {n: _kept(values, names) for n, values in slots.items() if names[0] in values})
         groups = [self.group_of[name] for name in names]
         update = functools.partial(update_tensor, self.rule, self._flags[groups[0]])
         if len(names) == 1:
-            return update(grad, param, own, scalars[groups[0]])
+            return update(entry, scalars[groups[0]])
         if len(set(groups)) == 1:
-            return jax.vmap(update, in_axes=(0, 0, 0, None))(grad, param, own, scalars[groups[0]])
+            return jax.vmap(update, in_axes=(0, None))(entry, scalars[groups[0]])
         rows = {name: jnp.stack([scalars[group][name] for group in groups]) for name in scalars[0]}
-        return jax.vmap(update)(grad, param, own, rows)
+        return jax.vmap(update)(entry, rows)
 
     # To torch and back
 
@@ -383,10 +384,9 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     return RULES[kind]
 
 
-def update_tensor(
-    rule: Rule, flags: Flags, grad: jax.Array, param: jax.Array, slots: Slots, scalars: Scalars
-) -> tuple[jax.Array, Slots]:
+def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:
     """A rule in float32 at least; of complex numbers, on real and imaginary parts."""
+    _, param, slots = entry
     is_complex = jnp.iscomplexobj(param)
     if is_complex and not rule.by_element:
         raise ValueError("torch has no such step for complex parameters.")
@@ -400,7 +400,7 @@ def update_tensor(
 
     dtype = wide(param).dtype
     own = {name: value if value.dtype == bool else value.astype(dtype) for name, value in scalars.items()}
-    found, new = rule.update(wide(grad), wide(param), {n: wide(x) for n, x in slots.items()}, own, flags)
+    found, new = rule.update(jax.tree.map(wide, entry), own, flags)
     return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
 
 

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from torch_shard._optim.rules import Flags, Rule, Scalars, Settings, Slots
+from torch_shard._optim.rules import Entry, Flags, Rule, Scalars, Settings, Slots
 
 
 def _adafactor_flags(group: Settings) -> Flags:
@@ -34,7 +34,8 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(x * x)) / math.sqrt(x.size)
 
 
-def _adafactor(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _adafactor(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad = -grad if flags["maximize"] else grad
     eps1 = flags["eps1"] if flags["eps1"] is not None else float(jnp.finfo(param.dtype).eps)
     alpha = jnp.maximum(c["eps2"], _root_mean_square(param)) * c["rho"]
@@ -93,7 +94,8 @@ def _orthogonal(matrix: jax.Array, flags: Flags) -> jax.Array:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _muon(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _muon(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     buffer = slots["momentum_buffer"]
     buffer = buffer + c["one_minus_momentum"] * (grad - buffer)
     step = grad + c["momentum"] * (buffer - grad) if flags["nesterov"] else buffer

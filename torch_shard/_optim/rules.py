@@ -11,7 +11,7 @@ made in double precision: `1 - beta ** step` then has all the digits of float32.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,22 @@ Scalars = Mapping[str, jax.Array]
 """Numbers of one group, by name, each of shape `()`."""
 Slots = dict[str, jax.Array]
 """What is kept for one tensor, by torch's name for it."""
+
+
+class Entry(NamedTuple):
+    """One tensor at a step.
+
+    Attributes:
+        grad: Its gradient.
+        param: The tensor.
+        slots: What is kept for it.
+    """
+
+    grad: jax.Array
+    param: jax.Array
+    slots: Slots
+
+
 Flags = Mapping[str, Any]
 Settings = Mapping[str, Any]
 """One of `optimizer.param_groups`."""
@@ -34,7 +50,7 @@ class Rule:
         flags: What of a group is fixed once a program is compiled.
         slots: Names and initial values of what is kept for a tensor: `(tensor, flags) -> slots`.
         coefficients: Scalars of a group at its step `t` (the first is 1): `(t, numbers, kept) -> (coefficients, kept)`.
-        update: `(grad, param, slots, coefficients, flags) -> (param, slots)` of one tensor.
+        update: `(entry, coefficients, flags) -> (param, slots)` of one tensor.
         kept: Scalars that a group keeps from step to step, with their initial values.
         counts: Whether torch keeps a `step` for each parameter.
         by_element: Whether every element goes by itself.
@@ -43,7 +59,7 @@ class Rule:
 
     numbers: tuple[str, ...]
     slots: Callable[[jax.Array, Flags], Slots]
-    update: Callable[[jax.Array, jax.Array, Slots, Scalars, Flags], tuple[jax.Array, Slots]]
+    update: Callable[[Entry, Scalars, Flags], tuple[jax.Array, Slots]]
     coefficients: Callable[[jax.Array, Scalars, Scalars], tuple[Scalars, Scalars]] = lambda t, n, kept: (n, kept)
     flags: Callable[[Settings], Flags] = lambda group: {"maximize": bool(group["maximize"])}
     kept: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
@@ -136,7 +152,8 @@ def _sgd_flags(group: Settings) -> Flags:
     }
 
 
-def _sgd(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _sgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     if not flags["momentum"]:
         return param - c["lr"] * grad, slots
@@ -173,7 +190,8 @@ def _moments(grad: jax.Array, slots: Slots, c: Scalars) -> tuple[jax.Array, jax.
     return mean, slots["exp_avg_sq"] * c["beta2"] + c["one_minus_beta2"] * (grad * grad)
 
 
-def _adam(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _adam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     mean, square = _moments(grad, slots, c)
     new, largest = {"exp_avg": mean, "exp_avg_sq": square}, square
@@ -203,7 +221,8 @@ def _adagrad_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scal
     return {**n, "lr": n["lr"] / (1 + (t - 1) * n["lr_decay"])}, kept
 
 
-def _adagrad(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _adagrad(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     total = slots["sum"] + grad * grad
     return param - c["lr"] * grad / (jnp.sqrt(total) + c["eps"]), {"sum": total}
@@ -218,7 +237,8 @@ ADAGRAD = Rule(
 )
 
 
-def _adadelta(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _adadelta(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     square = slots["square_avg"] * c["rho"] + c["one_minus_rho"] * (grad * grad)
     delta = jnp.sqrt(slots["acc_delta"] + c["eps"]) / jnp.sqrt(square + c["eps"]) * grad
@@ -242,7 +262,8 @@ def _rmsprop_slots(tensor: jax.Array, flags: Flags) -> Slots:
     return {name: jnp.zeros_like(tensor) for name, wanted in asked.items() if wanted}
 
 
-def _rmsprop(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _rmsprop(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     new = {"square_avg": (square := slots["square_avg"] * c["alpha"] + c["one_minus_alpha"] * (grad * grad))}
     if flags["centered"]:
@@ -269,7 +290,8 @@ def _adamax_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scala
     return {**n, "step_size": n["lr"] / _correction(t, n, "beta1")}, kept
 
 
-def _adamax(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _adamax(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     mean = _lerp(slots["exp_avg"], grad, c["one_minus_beta1"])
     largest = jnp.maximum(slots["exp_inf"] * c["beta2"], jnp.abs(grad) + c["eps"])
@@ -297,7 +319,8 @@ def _nadam_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalar
     }, {"mu_product": product}
 
 
-def _nadam(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _nadam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     mean, square = _moments(grad, slots, c)
     denominator = jnp.sqrt(square / c["correction"]) + c["eps"]
@@ -332,7 +355,8 @@ def _average_length(t: jax.Array, log_beta: jax.Array, longest: jax.Array) -> ja
     return jnp.where(z < 0.5, series, longest - 2 * t / jnp.expm1(z))
 
 
-def _radam(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _radam(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     mean, square = _moments(grad, slots, c)
     scale = jnp.where(c["is_rectified"], c["root"] / (jnp.sqrt(square) + c["eps"]), 1)
@@ -360,7 +384,8 @@ def _asgd_coefficients(t: jax.Array, n: Scalars, kept: Scalars) -> tuple[Scalars
     return {**n, **now}, later
 
 
-def _asgd(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _asgd(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad, param = _decay(grad, param, c, flags)
     param = param * (1 - c["lambd"] * c["eta"]) - c["eta"] * grad
     average = jnp.where(c["mu"] == 1, param, slots["ax"] + (param - slots["ax"]) * c["mu"])
@@ -376,7 +401,8 @@ ASGD = Rule(
 )
 
 
-def _rprop(grad: jax.Array, param: jax.Array, slots: Slots, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+def _rprop(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
+    grad, param, slots = entry
     grad = _signed(grad, flags)
     sign = jnp.sign(grad * slots["prev"])
     factor = jnp.where(sign > 0, c["etaplus"], jnp.where(sign < 0, c["etaminus"], 1))

@@ -5,6 +5,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import PyTree
 from torch_shard._optim.from_torch import RULES, update_tensor
-from torch_shard._optim.rules import Rule, Scalars, Slots, read_numbers
+from torch_shard._optim.rules import Entry, Rule, Slots, read_numbers
 
 Rate = float | Callable[[jax.Array], Any]
 """A learning rate, or an optax schedule: of the number of steps taken, an int32 scalar."""
@@ -61,9 +62,9 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
         given = {name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}
         given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, jnp.float32)
         scalars, kept = rule.coefficients(count.astype(jnp.float32), given, state.kept)
-        leaves, tree = jax.tree.flatten(params)
-        updates, slots = _updated(rule, flags, scalars, (tree.flatten_up_to(grads), leaves), state, tree)
-        return jax.tree.unflatten(tree, updates), TransformState(count, dict(kept), slots)
+        own = functools.partial(update_tensor, rule, flags, scalars=scalars)
+        updates, slots = _updated(own, grads, params, state.slots)
+        return updates, TransformState(count, dict(kept), slots)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -75,23 +76,19 @@ def _slots(rule: Rule, leaf: jax.Array, flags: Mapping[str, Any]) -> Slots:
 
 
 def _updated(
-    rule: Rule,
-    flags: Mapping[str, Any],
-    scalars: Scalars,
-    pairs: tuple[list[jax.Array], list[jax.Array]],
-    state: TransformState,
-    tree: Any,
-) -> tuple[list[jax.Array], dict[str, PyTree]]:
+    update: Callable[[Entry], tuple[jax.Array, Slots]], grads: PyTree, params: PyTree, slots: Mapping[str, PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
     """The updates, and the new slots."""
-    flat = {name: tree.flatten_up_to(values) for name, values in state.slots.items()}
+    leaves, tree = jax.tree.flatten(params)
+    flat: dict[str, list[Any]] = {name: tree.flatten_up_to(values) for name, values in slots.items()}
     updates, new = list[jax.Array](), {name: list(values) for name, values in flat.items()}
-    for at, (grad, param) in enumerate(zip(*pairs, strict=True)):
+    for at, (grad, param) in enumerate(zip(tree.flatten_up_to(grads), leaves, strict=True)):
         own = {name: values[at] for name, values in flat.items() if not isinstance(values[at], optax.MaskedNode)}
-        found, own = update_tensor(rule, flags, grad, param, own, scalars)
+        found, own = update(Entry(grad, param, own))
         updates.append(found - param)
         for name, value in own.items():
             new[name][at] = value
-    return updates, {name: jax.tree.unflatten(tree, values) for name, values in new.items()}
+    return jax.tree.unflatten(tree, updates), {n: jax.tree.unflatten(tree, values) for n, values in new.items()}
 
 
 @public

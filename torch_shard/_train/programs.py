@@ -182,6 +182,7 @@ class StepProgram:
         jitted: Callable[..., Any],
         sharding: NamedSharding,
         cache: CompileCache,
+        *,
         inputs: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.loss, self._jitted, self._sharding = program, jitted, sharding

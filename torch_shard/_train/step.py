@@ -290,7 +290,7 @@ class Step:
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)
-        return StepProgram(loss, jitted, self.replicated, self._cache, self._inputs)
+        return StepProgram(loss, jitted, self.replicated, self._cache, inputs=self._inputs)
 
     def _within(
         self,
