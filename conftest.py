@@ -2,8 +2,16 @@
 
 import gc
 import os
+from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
+
+# Compiled programs are shared by workers and by runs; another version of JAX has a directory of its own.
+_CACHE = Path(__file__).parent / ".pytest_cache" / f"jax-{version('jax')}-jaxlib-{version('jaxlib')}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
