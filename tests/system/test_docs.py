@@ -1,5 +1,6 @@
 """The documentation is whole: pages, examples, arguments, code in guides, and pages that say what is in the package."""
 
+import ast
 import doctest
 import inspect
 import re
@@ -75,6 +76,25 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, path.stem, module := types.ModuleType(path.stem))
     exec(compile(code.replace(EIGHT_DEVICES, ""), str(path), "exec"), vars(module))
+
+
+def fixed_texts():
+    """The constant parts of every string of the package, each on one line."""
+    nodes = [n for path in (ROOT / "torch_shard").rglob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
+    strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return "\0".join(re.sub(r"\s+", " ", part) for text in strings for part in re.split(r"%[a-z.\d]+", text))
+
+
+@pytest.mark.parametrize("page", ["faq.md", "guides/refused.md"])
+def test_errors_are_quoted_as_the_package_raises_them(page):
+    """Between `...`, which stands for what varies, and after the name of the public function."""
+    quoted = re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert len(quoted) > 10
+    texts, missing = fixed_texts(), []
+    for quote in quoted:
+        own = re.sub(r"^(initialize|fit|make_mesh): ", "", " ".join(quote.split()))
+        missing += [part for part in own.split("...") if part.strip(" .,()") and part.strip() not in texts]
+    assert missing == []
 
 
 def test_the_figures_of_the_readme_are_those_of_the_table():
