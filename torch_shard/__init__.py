@@ -118,7 +118,10 @@ __all__ = [
     "visualize_sharding",
 ]
 
-_FACES = ("_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd", "_train")
+_PACKAGES = (
+    *("_cost", "_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd"),
+    *("_state", "_train"),
+)
 
 
 def __getattr__(name: str) -> object:
@@ -130,5 +133,5 @@ def __getattr__(name: str) -> object:
     importlib.import_module("torch_shard._interop").register()
     if name in ("collectives", "plans"):
         return importlib.import_module(f"torch_shard.{name}")
-    faces = (importlib.import_module(f"torch_shard.{face}") for face in _FACES)
-    return next(getattr(face, name) for face in faces if hasattr(face, name))
+    packages = (importlib.import_module(f"torch_shard.{package}") for package in _PACKAGES)
+    return next(getattr(package, name) for package in packages if hasattr(package, name))

@@ -169,6 +169,6 @@ def test_links_between_pages_lead_somewhere():
             assert (ROOT / target).exists(), f"{page}: {target}"
 
 
-def test_the_paths_in_the_map_of_the_house_exist():
+def test_the_paths_in_architecture_exist():
     for path in re.findall(r"`((?:_\w+/|tests/|docs/)[\w/]*\.?\w*)`", (ROOT / "ARCHITECTURE.md").read_text()):
         assert (ROOT / path).exists() or (ROOT / "torch_shard" / path).exists(), path
