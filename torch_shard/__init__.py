@@ -119,7 +119,7 @@ __all__ = [
     "visualize_sharding",
 ]
 
-_FACES = (
+_PACKAGES = (
     *("_cost", "_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd"),
     *("_state", "_train"),
 )
@@ -134,5 +134,5 @@ def __getattr__(name: str) -> object:
     importlib.import_module("torch_shard._interop").register()
     if name in ("collectives", "optim", "plans"):
         return importlib.import_module(f"torch_shard.{name}")
-    faces = (importlib.import_module(f"torch_shard.{face}") for face in _FACES)
-    return next(getattr(face, name) for face in faces if hasattr(face, name))
+    packages = (importlib.import_module(f"torch_shard.{package}") for package in _PACKAGES)
+    return next(getattr(package, name) for package in packages if hasattr(package, name))

@@ -1,4 +1,4 @@
-"""Plans that nobody types: each function returns a `ShardingPlan` that says for every entry why.
+"""Recipes and plans of other libraries: each function returns a `ShardingPlan` that says for every entry why.
 
 A plan prints as a table of rules, specs and reasons. `plan | {"lm_head.weight": P()}` is the same plan with an entry of
 your own.

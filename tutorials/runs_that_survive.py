@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Runs that survive: born sharded, saved while they train, resumed to the bit, back to torch
+# # Runs that survive: sharded initialization, saved while they train, resumed to the bit, back to torch
 #
 # A long run is cut off sooner or later: by a full disk, a bad batch, a machine that is taken away. Here a small
 # classifier is made straight on its shards, trained by `fit`, stopped in the middle, resumed on the same mesh to the
@@ -30,7 +30,7 @@ import torch_shard as ts
 folder = pathlib.Path(tempfile.mkdtemp())
 
 # %% [markdown]
-# ## Born sharded
+# ## Sharded initialization
 #
 # The model and its loss are plain torch. `materialize` runs the constructor without memory, and computes each entry
 # straight on its shards: no device and no host ever holds a whole parameter that is split. The numbers depend on the

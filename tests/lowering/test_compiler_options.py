@@ -11,7 +11,7 @@ from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
 
 NO_OPTION = {"xla_cpu_no_such_option": False}
 NO_FUSION = {"xla_disable_hlo_passes": "fusion"}
-MODULE = sys.modules[safe_pads.__module__]  # the room's face has a function of this name
+MODULE = sys.modules[safe_pads.__module__]  # the package exports a function of this name
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """The documentation is whole: pages, examples, arguments, code in guides, and pages that say what is in the package."""
 
+import ast
 import doctest
 import inspect
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -77,6 +79,82 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     exec(compile(code.replace(EIGHT_DEVICES, ""), str(path), "exec"), vars(module))
 
 
+def fixed_texts():
+    """The constant parts of every string of the package, each on one line."""
+    nodes = [n for path in (ROOT / "torch_shard").rglob("*.py") for n in ast.walk(ast.parse(path.read_text()))]
+    strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return "\0".join(re.sub(r"\s+", " ", part) for text in strings for part in re.split(r"%[a-z.\d]+", text))
+
+
+@pytest.mark.parametrize("page", ["faq.md", "guides/refused.md"])
+def test_errors_are_quoted_as_the_package_raises_them(page):
+    """Between `...`, which stands for what varies, and after the name of the public function."""
+    quoted = re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert len(quoted) > 10
+    texts, missing = fixed_texts(), []
+    for quote in quoted:
+        own = re.sub(r"^(initialize|fit|make_mesh): ", "", " ".join(quote.split()))
+        missing += [part for part in own.split("...") if part.strip(" .,()") and part.strip() not in texts]
+    assert missing == []
+
+
+CHANGES_THE_PROCESS = re.compile(
+    "|".join(
+        (
+            r"\bpatched\(|\binstead_of\w*\(|setattr\((owner|torch)|jax\.config\.update\(\w|jax\.distributed\.initialize\(",
+            r"sys\.excepthook =|os\._exit\b|signal\.signal\(|register_at_fork\(|atexit\.register|_register_atexit\(",
+            r"os\.environ\.(update|pop|setdefault)|os\.environ\[[^]]*\] =|os\.putenv|sys\.path\.(insert|append)",
+            r"register_module_(forward|full)|warnings\.(filterwarnings|simplefilter|catch_warnings)\(",
+            r"torch\._C\._set|set_fastpath_enabled\(|set_num_threads\(|sys\.set(trace|profile)\(",
+            r"torch\.library\.(Library|define|custom_op)\(|_register_device_module|register_python_privateuseone",
+            r"register_(pytree|dataclass)|(random|torch|np\.random)\.(manual_)?seed\(",
+            r"(basicConfig|addHandler|setLevel)\(|threading\.Thread\(target=(_Watch|self\.loop)",
+        )
+    )
+)
+"""What a line says that changes something beyond the package: for a while, or for good."""
+
+
+def test_the_page_of_patches_names_every_file_that_changes_the_process():
+    page = (DOCS / "guides/patches.md").read_text()
+    package = ROOT / "torch_shard"
+    lines = {path: path.read_text().splitlines() for path in package.rglob("*.py")}
+    found = {
+        str(path.relative_to(package))
+        for path, code in lines.items()
+        if any(CHANGES_THE_PROCESS.search(line) and not re.match(r" *(>>>|def |[\"'#])", line) for line in code)
+    }
+    assert found - set(re.findall(r"`(_\w+/[\w/]+\.py)`", page)) == set()
+    assert [name for name in re.findall(r"`(_\w+/[\w/]+\.py)`", page) if not (package / name).exists()] == []
+    unfounded = set(re.findall(r"`(_\w+/[\w/]+\.py)`", page)) - found - {"_common/overrides.py", "_common/patching.py"}
+    assert unfounded == set()
+
+
+IMPORT_ALONE = """
+import logging, os, signal, sys, threading, warnings
+import jax, orbax.checkpoint, tensorboardX, torch, torchax  # whose own effects are not ours
+
+def state():
+    return (
+        dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
+        list(logging.root.handlers), dict(jax.config.values), torch.backends.mha.get_fastpath_enabled(),
+        threading.active_count(), sys.gettrace(), sys.getprofile(), list(sys.path), torch.initial_seed(),
+    )
+
+before, names = state(), set(vars(torch.Tensor))
+import torch_shard
+assert state() == before
+assert sorted(set(vars(torch.Tensor)) - names) == ["apply_jax", "apply_jax_", "is_jax", "jax", "shard_"]
+"""
+
+
+def test_importing_the_package_changes_what_the_page_of_patches_says(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_figures_of_the_readme_are_those_of_the_table():
     table, readme = ((ROOT / page).read_text() for page in ("tests/tables/op_coverage.md", "README.md"))
     right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))
@@ -91,6 +169,6 @@ def test_links_between_pages_lead_somewhere():
             assert (ROOT / target).exists(), f"{page}: {target}"
 
 
-def test_the_paths_in_the_map_of_the_house_exist():
+def test_the_paths_in_architecture_exist():
     for path in re.findall(r"`((?:_\w+/|tests/|docs/)[\w/]*\.?\w*)`", (ROOT / "ARCHITECTURE.md").read_text()):
         assert (ROOT / path).exists() or (ROOT / "torch_shard" / path).exists(), path

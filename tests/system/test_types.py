@@ -1,6 +1,6 @@
 """How exactly the package is typed, and how many arguments its functions take by position.
 
-`python -m tests.system.test_types` prints `Any` per 1,000 lines of each room.
+`python -m tests.system.test_types` prints `Any` per 1,000 lines of each package.
 """
 
 import ast
@@ -34,19 +34,19 @@ def count_any(path):
         return sum(token.type == tokenize.NAME and token.string == "Any" for token in tokenize.tokenize(file.readline))
 
 
-def rooms():
-    """For each room, and for the whole package, how often `Any` stands in it, and its number of lines."""
+def packages():
+    """For each package within torch_shard, and for the whole, how often `Any` stands in it, and its number of lines."""
     found = collections.defaultdict(lambda: [0, 0])
     for path in FILES:
         parts = path.relative_to(PACKAGE).parts
-        for room in (parts[0] if len(parts) > 1 else "(top)", "torch_shard"):
-            found[room][0] += count_any(path)
-            found[room][1] += len(path.read_text().splitlines())
+        for package in (parts[0] if len(parts) > 1 else "(top)", "torch_shard"):
+            found[package][0] += count_any(path)
+            found[package][1] += len(path.read_text().splitlines())
     return found
 
 
 def test_any_is_rare():
-    count, lines = rooms()["torch_shard"]
+    count, lines = packages()["torch_shard"]
     assert 1000 * count / lines < MOST_ANY
 
 
@@ -84,5 +84,5 @@ def test_options_are_spelled_out(path):
 
 
 if __name__ == "__main__":
-    for room, (count, lines) in sorted(rooms().items(), key=lambda item: item[1][1]):
-        sys.stdout.write(f"{room:15} {count:5} of {lines:6} lines: {1000 * count / lines:5.1f} per 1,000\n")
+    for package, (count, lines) in sorted(packages().items(), key=lambda item: item[1][1]):
+        sys.stdout.write(f"{package:15} {count:5} of {lines:6} lines: {1000 * count / lines:5.1f} per 1,000\n")

@@ -1,1 +1,1 @@
-"""Parts that every room may use, each file by itself; this face is empty, so that torch-only rooms stay so."""
+"""Helpers for all packages, imported file by file; this file is empty, so that packages without JAX stay so."""

@@ -1,7 +1,7 @@
 """The public function that the user has called: errors begin with its name.
 
-`@public` notes a function, and `caller()` finds the innermost noted one on the stack. So nothing is passed on through
-the rooms, and nothing is wrapped: signatures, doctests, tracebacks and the time of a call stay those of the function.
+`@public` notes a function, and `caller()` finds the innermost noted one on the stack. So nothing is passed through
+the packages, and nothing is wrapped: signatures, doctests, tracebacks and the time of a call are those of the function.
 """
 
 # sys._getframe has no public name.

@@ -1,4 +1,4 @@
-"""The types that many rooms speak of, and that a checker cannot say more exactly."""
+"""Types that many packages use, and that a checker cannot express more exactly."""
 
 # PyTorch's class of operators, and some of its state, have no public names.
 # pyright: reportPrivateUsage=false

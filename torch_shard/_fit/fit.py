@@ -1,4 +1,4 @@
-"""The loop that people expect: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
+"""The training loop: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Modules born sharded: each tensor is computed straight on its shards."""
+"""Sharded initialization: each tensor of a module is computed on its shards."""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence

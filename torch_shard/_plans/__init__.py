@@ -1,4 +1,4 @@
-"""Plans that nobody types: recipes by what layers are, and the plans of other libraries, read and written."""
+"""Recipes for plans, by what layers are, and the plans of other libraries, read and written."""
 
 from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
