@@ -18,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 BEFORE = "<!-- before -->"  # where a page shows the lines of before.py
+TABLE = "| there | here |"  # its right column is code that runs, row by row
+ABBREVIATED = {  # what a cell of such a table may leave out
+    "ts.make_train_step(...": "ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan",
+    "ts.fit(...": "ts.fit(step, None, loader, steps=2, progress=False",
+}
 EIGHT_DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 
 NAMES = {
@@ -69,14 +74,33 @@ def test_the_first_line_is_an_imperative_or_a_noun_phrase(name):
         assert not text.startswith(("What ", "Whether ", "How ")), name
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def code_of(page):
+    """Blocks of Python, and what stands in backticks in the right column of tables of lines, in their order."""
+    text = page.read_text().replace(BEFORE, f"```python\n{(DOCS / 'before.py').read_text()}```")
+    found = re.findall(
+        rf"^```python\n(.*?)^```|^{re.escape(TABLE)}\n\|[ |-]+\n((?:\|[^\n]*\n)+)", text, re.DOTALL | re.MULTILINE
+    )
+    for block, table in found:
+        yield block
+        for row in table.splitlines():
+            yield from (line + "\n" for line in re.findall(r"`([^`]+)`", row.split(" | ", 1)[1]))
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(DOCS).with_suffix("")))
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """All blocks of a page are one program, run here, where there are eight devices already."""
-    text = path.read_text().replace(BEFORE, f"```python\n{(DOCS / 'before.py').read_text()}```")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    code = "".join(code_of(path)).replace(EIGHT_DEVICES, "")
+    for short, full in ABBREVIATED.items():
+        code = code.replace(short, full)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, path.stem, module := types.ModuleType(path.stem))
-    exec(compile(code.replace(EIGHT_DEVICES, ""), str(path), "exec"), vars(module))
+    name = f"page_{path.stem}"  # some pages are named like the package that they are about
+    monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
+    exec(compile(code, str(path), "exec"), vars(module))
+
+
+def test_every_page_of_coming_from_has_a_table_of_lines():
+    for page in (DOCS / "coming_from").glob("*.md"):
+        assert page.stem == "torchtpu" or f"{TABLE}\n" in page.read_text(), page.stem
 
 
 def fixed_texts():

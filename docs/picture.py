@@ -1,0 +1,118 @@
+"""The picture of the README, made from a run of the demo: `torch-shard demo` first, then `python docs/picture.py`.
+
+On the left the mesh, with what each device holds of one layer and of the batch; on the right the loss.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib as mpl
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from torch_shard._demo.model import GPT
+from torch_shard._demo.run import PLAN, Settings, choose_mesh, simulate_devices
+from torch_shard._fit import METRICS, read_metrics
+
+IMAGES = Path(__file__).parent / "images"
+SHOWN = {"up": "blocks.0.up.weight", "down": "blocks.0.down.weight"}
+THEMES = {
+    "light": {"text": "#1f2328", "faint": "#6e7781", "edge": "#8c959f", "fill": ("#ddf4ff", "#fff1e5")},
+    "dark": {"text": "#e6edf3", "faint": "#9198a1", "edge": "#6e7681", "fill": ("#12304d", "#46290f")},
+}
+TRAINING, VALIDATION = "#2f81f7", "#e8833a"  # read well on white and on black
+
+
+def held(mesh: Mesh, batch_size: int, settings: Settings) -> dict[Any, list[str]]:
+    """What each device holds of the batch and of the shown entries, as JAX says it: torch's slices as text."""
+    model = GPT(**settings.model_arguments)
+    plan, shapes = PLAN.resolve(model, mesh), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shown = [(f"{label}.weight", shapes[name], plan[name]) for label, name in SHOWN.items()]
+    rows: dict[Any, list[str]] = {device: [] for device in mesh.devices.flat}
+    for label, shape, sharding in [("batch", (batch_size,), NamedSharding(mesh, P("batch"))), *shown]:
+        for device, index in sharding.devices_indices_map(shape).items():
+            rows[device].append(f"{label}[{', '.join(map(_slice, index, shape))}]")
+    return rows
+
+
+def _slice(part: slice, size: int) -> str:
+    start, stop, _ = part.indices(size)
+    return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
+
+
+def draw_mesh(axes: Axes, mesh: Mesh, rows: dict[Any, list[str]], theme: dict[str, Any]) -> None:
+    """Draw a box for each device: `batch` goes down, `model` to the right; one color holds the same weights."""
+    down, right = mesh.devices.shape
+    for (i, j), device in np.ndenumerate(mesh.devices):
+        box = FancyBboxPatch(
+            (j + 0.05, down - 1 - i + 0.06), 0.9, 0.84,
+            boxstyle="round,pad=0,rounding_size=0.04", facecolor=theme["fill"][j % 2], edgecolor=theme["edge"],
+        )  # fmt: skip
+        axes.add_patch(box)
+        top = down - i
+        axes.text(j + 0.1, top - 0.28, f"device {device.id}", color=theme["text"], weight="bold", fontsize=8.5)
+        for k, line in enumerate(rows[device]):
+            axes.text(j + 0.1, top - 0.49 - 0.19 * k, line, color=theme["text"], family="monospace", fontsize=7.5)
+    axes.set(xlim=(-0.12, right), ylim=(-0.02, down + 0.28))
+    axes.text(right / 2, down + 0.06, f"model = {right}  (tensor parallel)", color=theme["faint"], ha="center")
+    axes.text(-0.04, down / 2, f"batch = {down}  (data parallel)", color=theme["faint"], va="center", ha="right",
+              rotation=90)  # fmt: skip
+    axes.axis("off")
+
+
+def draw_loss(axes: Axes, records: list[dict[str, Any]], entropy: float, theme: dict[str, Any]) -> None:
+    """Training and validation loss over the steps."""
+    train = [(r["batch"], r["loss"]) for r in records if r["kind"] == "train"]
+    steps, losses = (np.array(column) for column in zip(*train, strict=True))
+    width = min(20, len(losses))
+    mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
+    axes.plot(steps, losses, color=TRAINING, alpha=0.3, linewidth=0.6)
+    axes.plot(steps[width - 1 :], mean, color=TRAINING, label="training")
+    validation = [(r["batch"], r["loss"]) for r in records if r["kind"] == "eval"]
+    axes.plot(*zip(*validation, strict=True), "o-", color=VALIDATION, markersize=4, label="validation")
+    axes.axhline(entropy, color=theme["faint"], linestyle="--", linewidth=1, label="best without context")
+    axes.set_title("GPT on the sources of Python's standard library", color=theme["text"], fontsize=9.5)
+    axes.set_xlabel("step", color=theme["text"])
+    axes.set_ylabel("loss (nats per token)", color=theme["text"])
+    axes.tick_params(colors=theme["faint"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(theme["edge"])
+    axes.legend(frameon=False, labelcolor=theme["text"])
+
+
+def draw(run: Path, images: Path = IMAGES) -> None:
+    """Draw the picture of a demo's folder, for light and for dark pages.
+
+    Args:
+        run: Where the demo wrote its files.
+        images: Where the two SVGs go.
+    """
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))["settings"]
+    settings = Settings(summary["steps"], run, num_layers=summary["num_layers"])
+    mesh = choose_mesh(summary["axis_sizes"])
+    rows = held(mesh, summary["batch_size"], settings)
+    images.mkdir(exist_ok=True)
+    for name, theme in THEMES.items():
+        with mpl.rc_context({"svg.hashsalt": name, "font.size": 9}):
+            figure = Figure(figsize=(10, 3.9), layout="constrained")
+            left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+            draw_mesh(left, mesh, rows, theme)
+            draw_loss(right, read_metrics(run / METRICS), summary["unigram_entropy"], theme)
+            right.set_facecolor("none")
+            path = images / f"demo-{name}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None})
+            lines = path.read_text(encoding="utf-8").splitlines()
+            path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    simulate_devices()
+    jax.config.update("jax_platforms", "cpu")
+    draw(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo"))
