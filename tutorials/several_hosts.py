@@ -113,7 +113,7 @@ assert done.stdout.count("0.weight differs between process 0 and 1") >= 2
 # %% [markdown]
 # ## A host is lost
 #
-# Process 1 is killed while it reads its ninth batch. The other one does not wait for ever in the middle of a step: it
+# Process 1 is killed while it reads its ninth batch. The other one does not wait forever in the middle of a step: it
 # says who is gone and ends, so that the supervisor starts the job again. It goes on from the newest whole checkpoint,
 # and comes to the same parameters, bit for bit.
 

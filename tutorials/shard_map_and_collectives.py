@@ -42,7 +42,7 @@ mesh = ts.make_mesh(i=4, j=2)
 # ## What a device sees
 #
 # `in_specs` say how each argument is cut, `out_specs` how the pieces of the result fit together. The arguments need not
-# be placed before: ordinary CPU tensors will do. A spec names, for each dim, the mesh axis that splits it; an axis that
+# be placed before: ordinary CPU tensors work. A spec names, for each dim, the mesh axis that splits it; an axis that
 # it does not name holds copies.
 
 # %%
@@ -67,7 +67,7 @@ torch.testing.assert_close(y.cpu(), x @ w + b, rtol=1e-5, atol=1e-4)
 # ## Sums, means, extremes
 #
 # A row that is split over devices has a mean that no device knows alone. `pmean` averages over the devices of an axis,
-# `psum`, `pmax` and `pmin` likewise, and the result is the same on all of them.
+# `psum`, `pmax` and `pmin` do the same, and the result is the same on all of them.
 
 
 # %%

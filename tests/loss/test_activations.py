@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_one_error_before_anything_runs() -> None:
         step(step.init(), inputs())
     text = str(caught.value)
     for line in (
-        "blocks.0: found Pair, which is no tensor. Name one of its tensors by the way to it, "
+        "blocks.0: found Pair, which is not a tensor. Name one of its tensors by the way to it, "
         'as in "blocks.0:return.0".',
         "blocks.0:return.seen.outer: dict has no part 'outer'.",
         "blocks.0:shift (8, 1, 16): dim 1 = 1 is not a multiple of model=2",

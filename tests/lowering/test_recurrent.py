@@ -156,7 +156,7 @@ PACKED: dict[str, tuple[type[nn.Module], dict[str, Any], bool, int | None]] = {
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
 @pytest.mark.parametrize("name", chosen(PACKED, ["projected", list(PACKED)[4], list(PACKED)[-2]]))
 def test_packed_sequences_equal_eager_torch(name: str) -> None:
-    """Lengths are an input; what stands in the padding, and is no number, is not seen."""
+    """Lengths are an input; what stands in the padding, and is not a number, is not seen."""
     kind, options, is_sorted, total = PACKED[name]
     net, (_, *state) = made(kind, options)
     lengths = torch.tensor([4, 3, 1] if is_sorted else [1, 4, 2])

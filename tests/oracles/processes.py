@@ -87,7 +87,7 @@ def run_processes(program: str, num: int, *, num_devices: int = 2, timeout_s: fl
         with tempfile.TemporaryFile("w+") as output:
             first = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
-                first.wait(timeout_s)  # for the first that fails: the others may wait for it for ever
+                first.wait(timeout_s)  # for the first that fails: the others may wait for it forever
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(first.pid, signal.SIGKILL)

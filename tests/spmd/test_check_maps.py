@@ -90,7 +90,7 @@ BAD_MAPS = {
         lambda: shard_map(lambda x: x.sum(), P("i"), P("i"))(X),
         ["result of local shape (): P('i') is longer than its rank 0"],
     ),
-    "result is no tensor": (
+    "result is not a tensor": (
         lambda: shard_map(lambda x: (x, "a"), P("i"), P("i"))(X),
         ["result[1] is 'a'. Return tensors"],
     ),
@@ -149,7 +149,7 @@ BAD_MAPS = {
         lambda: shard_map(lambda x: x, P(), P())({"a": "b"}),
         ["jax_shard_map: x['a'] is 'b', which"],
     ),
-    "a string to map": (lambda: ts.jax_vmap(lambda x: x)("b"), ["jax_vmap: x is 'b', which is no tensor"]),
+    "a string to map": (lambda: ts.jax_vmap(lambda x: x)("b"), ["jax_vmap: x is 'b', which is not a tensor"]),
     "folded axes": (lambda: shard_map(torch.sin, P(), P(), fold_in_axes=3), ["fold_in_axes must be a name", "got 3"]),
     "names of axes": (lambda: shard_map(torch.sin, P(), P(), axis_names=3), ["axis_names must be a name", "got 3"]),
     "other devices": (

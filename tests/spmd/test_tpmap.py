@@ -366,7 +366,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ts.tpmap(lambda k: k, "i", ["broadcast"])(jax.random.key(0)),
         'k is a key of JAX: its kind is "rng"',
     ),
-    "a string": (lambda: ts.tpmap(lambda x: x, "i", ["broadcast"])("x"), "x is 'x', which is no tensor: the kind of"),
+    "a string": (
+        lambda: ts.tpmap(lambda x: x, "i", ["broadcast"])("x"),
+        "x is 'x', which is not a tensor: the kind of",
+    ),
     "empty tree": (lambda: ts.tpmap(lambda x: x, "i", ["shard"])({}), "x is {}: it holds no tensor"),
     "empty key": (lambda: ts.tpmap(lambda k: k, "i", ["rng"])(None), "k is None: it holds no tensor"),
     "no tensor comes out": (

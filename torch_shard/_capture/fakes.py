@@ -1,4 +1,4 @@
-"""The fakes that a capture runs on, and what stands in it for tensors that are none.
+"""The fakes that a capture runs on, and what stands in it for other tensors.
 
 With `trace`, the only module that imports PyTorch's semi-public tracing API.
 """
@@ -73,7 +73,7 @@ class _Fakes(FakeTensorMode):
 
 @contextlib.contextmanager
 def fakes(explain: bool) -> Iterator[tuple[FakeTensorMode, CaptureMode]]:
-    """The fakes of one capture, and what stands for tensors that are none."""
+    """The fakes of one capture, and what stands for other tensors."""
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
     mode = _Fakes(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     part = functools.partial

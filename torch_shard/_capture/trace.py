@@ -50,7 +50,7 @@ aten = torch.ops.aten
 
 Aux = TypeVar("Aux")
 TensorFn = Callable[..., tuple[Sequence[torch.Tensor], Aux]]
-"""A function of tensors alone, to be captured: it returns tensors, and what is none."""
+"""A function of tensors alone, to be captured: it returns tensors and other values."""
 
 Keep = Callable[[torch._ops.OperatorBase, bool], bool]
 
@@ -129,7 +129,7 @@ def capture(
         line = line_that_draws(lambda: _capture_on_fakes(fn, specs, keep=keep, explain=False, restore=restore))
         raise NotImplementedError(
             f"{line}\nHere the captured function draws from Python's `random` or from numpy.random. It runs once, so a "
-            "compiled program would keep these numbers for ever. Use torch.rand and its kin, which draw anew at each "
+            "compiled program would keep these numbers forever. Use torch.rand and its kin, which draw anew at each "
             "call, or draw outside and pass the numbers in the batch."
         )
     refuse_new_parameters(changes)

@@ -12,7 +12,7 @@ from torch_shard._common.fx import aten_name
 aten = torch.ops.aten
 
 COPIES = frozenset({"clone", "alias", "detach", "lift_fresh_copy", "lift_fresh", "contiguous"})
-"""Nothing happens to values and shape; `_to_copy` is none of them, as it may round."""
+"""Nothing happens to values and shape; `_to_copy` is not among them, as it may round."""
 
 DIM_VIEWS = frozenset(
     {"t", "transpose", "permute", "unsqueeze", "squeeze", "expand"}

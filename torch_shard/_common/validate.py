@@ -39,7 +39,7 @@ def _with_article(name: str) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Tell whether it is a whole number, Python's or numpy's; True and False are none."""
+    """Tell whether it is a whole number, Python's or numpy's; True and False are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -150,7 +150,7 @@ class Preview:
         Args:
             memory: Bytes of one device at the peak.
             collective_bytes: Bytes that one device receives in a step.
-            all_gathers: Number of collectives, those in a loop counted each time; likewise the next three.
+            all_gathers: Number of collectives, those in a loop counted each time, as for the next three.
             all_reduces: See there.
             reduce_scatters: See there.
             all_to_alls: See there.

@@ -212,7 +212,7 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
     if isinstance(array, jax.Array) and array.is_deleted():
         raise ValueError(f"{caller()}: an array of shape {array.shape} was donated to a step. Take what it returned.")
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
-        exchange(lambda: None)  # nobody waits for ever for one that does not ask
+        exchange(lambda: None)  # no process waits forever for one that does not ask
         array = multihost_utils.process_allgather(array, tiled=True)
     return to_host(array)
 

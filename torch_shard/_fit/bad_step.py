@@ -51,7 +51,7 @@ class BadStepPolicy:
 
     Args:
         on_bad_step: One of `ON_BAD_STEP`.
-        skip_grad_norm: The largest global norm that will do; None if steps are not looked at.
+        skip_grad_norm: The largest global norm that is accepted; None if steps are not looked at.
     """
 
     def __init__(self, on_bad_step: str, skip_grad_norm: float | None) -> None:

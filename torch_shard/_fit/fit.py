@@ -70,7 +70,7 @@ def fit(
         loader: Batches on the host, of global sizes (with `local_batches=True`, the rows of this process's devices): an
             iterable that starts anew with each `iter` (a list, a torch `DataLoader` with or without workers), taken
             epoch after epoch, or a function from a position (the number of batches seen) to an iterable of those that
-            follow. An iterator will do for a run from its beginning. JAX is multithreaded, so start workers by
+            follow. An iterator works for a run from its beginning. JAX is multithreaded, so start workers by
             `DataLoader(..., multiprocessing_context="forkserver")`: after a plain fork, of which JAX warns, they must
             not touch JAX. Or, with `batch_size`, a dataset: what has `len(dataset)` and `dataset[index]`, the same in
             all processes, of which each reads the rows of its devices.

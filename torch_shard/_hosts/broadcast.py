@@ -28,7 +28,7 @@ def broadcast(model: torch.nn.Module) -> None:
         model: On the CPU; of the same entries, shapes and dtypes in all processes.
 
     Raises:
-        TypeError: It is no module.
+        TypeError: It is not a module.
         ValueError: Entries are elsewhere than on the CPU, or differ between processes in name, shape or dtype.
 
     Example:

@@ -1,6 +1,6 @@
 """The end of the channel that one process holds: agreements with an end, news of failures, and where each stands.
 
-It needs no collective of XLA, which would wait for ever where one process does not come. `session.py` opens it, and
+It needs no collective of XLA, which would wait forever where one process does not come. `session.py` opens it, and
 `hub.py` serves it in process 0.
 """
 

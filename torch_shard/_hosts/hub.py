@@ -120,7 +120,7 @@ class Hub:
             wire.abandon()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection: a process of this job, or a stranger, who does no harm to others."""
+        """Serve a connection: a process of this job, or an unknown client, which does no harm to others."""
         if len(self._strangers) >= len(self._peers) + _STRANGERS:
             next(iter(self._strangers)).transport.abort()
         self._strangers[writer] = None
@@ -128,7 +128,7 @@ class Hub:
             wire, rank = await answer(reader, writer, self._secret, self._times)
             if rank >= len(self._peers) or self._peers[rank].wire is not None:
                 wire.close()
-                raise ConnectionError(f"connection rejected: process {rank} has come already, or is none of this job")
+                raise ConnectionError(f"connection rejected: process {rank} has come already, or is not of this job")
         except OSError as error:
             self._report(writer, error)
             return

@@ -26,7 +26,7 @@ def agree(flag: bool) -> bool:
 
 
 def exchange(make: Callable[[], R], subject: str | None = None) -> list[R]:
-    """Bring together what each process makes, in order; where one fails, all raise, and none waits for ever.
+    """Bring together what each process makes, in order; where one fails, all raise, and no process waits forever.
 
     Values of many bytes go by a collective, once all processes are known to be there.
 

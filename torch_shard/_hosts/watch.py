@@ -1,4 +1,4 @@
-"""A thread that gives signs of life, and ends a process that would wait for ever for one that has failed."""
+"""A thread that gives signs of life, and ends a process that would wait forever for one that has failed."""
 
 import os
 import sys

@@ -49,7 +49,7 @@ class Explanation:
         skipped_checks: Places of checks of values, which a compiled program does not make.
         random: True if it draws random numbers.
         frozen: Numbers and strings that the loss and forward read from outside, in the user's own files: a step keeps
-            them until they change, and then compiles again. Those that installed libraries read it keeps for ever.
+            them until they change, and then compiles again. Those that installed libraries read it keeps forever.
 
     Example:
         >>> import torch, torch_shard as ts

@@ -75,7 +75,7 @@ class KnownFunction:
         self.fn, self.results, self.own, self.operator, self.precision = fn, results, own, operator, precision
         self.handle = next(_HANDLES)
         _FUNCTIONS[self.handle] = self
-        # A cache of its own: one of the class would keep every function for ever.
+        # A cache of its own: one of the class would keep every function forever.
         self.vjp = functools.cache(self._vjp)
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:

@@ -40,7 +40,7 @@ class FlatFunction:
         self._programs: dict[object, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[object, FlatFunction] = {}
-        # Caches of its own: one of the class would keep every callable, and its programs, for ever.
+        # Caches of its own: one of the class would keep every callable, and its programs, forever.
         self.differentiable = functools.cache(self._differentiable)
         self.vjp = functools.cache(self._vjp)
 

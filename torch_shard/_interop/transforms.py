@@ -95,7 +95,9 @@ def _check_gradient(argnums: object, has_aux: object, options: dict[str, Any], t
 def _as_leaf(leaf: PyTree) -> PyTree:
     """A tensor to differentiate by: a leaf of autograd, unless an outer derivative needs its history."""
     if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
-        raise TypeError(f"jax_value_and_grad: cannot differentiate by {leaf!r:.99}, which is no tensor. See argnums.")
+        raise TypeError(
+            f"jax_value_and_grad: cannot differentiate by {leaf!r:.99}, which is not a tensor. See argnums."
+        )
     tensor = leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf)
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if is_inexact and not tensor.requires_grad else tensor

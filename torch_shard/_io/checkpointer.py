@@ -135,7 +135,7 @@ class Checkpointer:
             step: A number of steps; it need not have a checkpoint.
 
         Raises:
-            ValueError: It is no number of steps.
+            ValueError: It is not a number of steps.
         """
         _check_step(step)
         return step_path(self.directory, step)

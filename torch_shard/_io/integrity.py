@@ -38,7 +38,7 @@ def reading(name: str) -> Generator[None, None, None]:
 def read_json(file: Path) -> Any:
     """Content of a file of JSON, of whatever kind; to be called within `reading`."""
     if file.exists() and not file.is_file():
-        raise OSError("it is no file")  # to read a pipe would wait for ever
+        raise OSError("it is not a file")  # to read a pipe would wait forever
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -90,7 +90,7 @@ def _fault_of(file: Path, size: int, checksum: int) -> str | None:
     """Say how a file differs from what was written."""
     try:
         if not file.is_file():
-            return "it is no file any more" if file.exists() else "missing"
+            return "it is not a file any more" if file.exists() else "missing"
         if (now := file.stat().st_size) != size:
             return f"{now} bytes, must have {size}"
         return None if _checksum(file)[1] == checksum else "its checksum differs, so some of its bits have changed"

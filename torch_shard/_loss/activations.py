@@ -58,7 +58,7 @@ class Activations:
             all_met: Whether every rule must have met a tensor.
 
         Raises:
-            ValueError: A spec does not fit, what is at a place is no tensor, or a rule has met none.
+            ValueError: A spec does not fit, what is at a place is not a tensor, or a rule has met none.
         """
         lines = list(self._faults)
         unmet = dict.fromkeys(c.rule for c in self._constraints if c.rule not in self._met) if all_met else {}
@@ -116,7 +116,9 @@ class Activations:
         if not isinstance(value, torch.Tensor):
             where = f"{constraint.place.argument}."
             hint = f'Name one of its tensors by the way to it, as in "{constraint.place.module}:{where}0".'
-            return self._fault(f"{constraint.place}: found {type(value).__name__}, which is no tensor. {hint}", value)
+            return self._fault(
+                f"{constraint.place}: found {type(value).__name__}, which is not a tensor. {hint}", value
+            )
         self._met.add(constraint.rule)
         if faults := constraint.find_faults(tuple(value.shape), self._mesh):
             self._faults |= dict.fromkeys(faults)

@@ -171,7 +171,7 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 
 
 class _Unknown:
-    """What stands in a batch for what is no array, in a capture: whatever reads it is refused."""
+    """What stands in a batch for what is not an array, in a capture: whatever reads it is refused."""
 
     def __init__(self, path: str, kind: str) -> None:
         self.__dict__.update(path=path, kind=kind)

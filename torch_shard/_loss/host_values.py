@@ -82,7 +82,7 @@ class HostBuffers:
     """Buffers of states on the host, each read once as long as it stays what it is: reading waits for the last step.
 
     Args:
-        own: The buffers of the model, by name, for what is no state.
+        own: The buffers of the model, by name, for what is not a state.
     """
 
     def __init__(self, own: Mapping[str, torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ class EntryNotes:
 
 
 def _name(given: GraphInput | None, member: int | None) -> str:
-    """The name of an argument of a layer; empty for what is no entry."""
+    """The name of an argument of a layer; empty for what is not an entry."""
     if given is None or isinstance(given, str):
         return given or ""
     return "" if member is None else given.names[member]

@@ -96,7 +96,7 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key:
 
     Args:
         items: In order.
-        outputs: `Operand`s, `BundleValues`, or what is no tensor.
+        outputs: `Operand`s, `BundleValues`, or what is not a tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
 

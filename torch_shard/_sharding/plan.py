@@ -167,7 +167,7 @@ class ShardingPlan:
     def resolve(self, source: torch.nn.Module | Mapping[str, PyTree], mesh: Mesh) -> ResolvedPlan:
         """Give every entry its sharding on `mesh`, or say of all that cannot have one why not.
 
-        Reads names and shapes only, so meta tensors will do; nothing is placed or traced. The names of
+        Reads names and shapes only, so meta tensors work; nothing is placed or traced. The names of
         a tie (one tensor under several names) share one sharding: a rule for any of them counts for all.
 
         Args:

@@ -293,7 +293,7 @@ def take_row(stack: PyTree, row: int) -> PyTree:
     if isinstance(stack, Tracer):
         return jax.lax.index_in_dim(stack, row, keepdims=False)
     if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):
-        if stack.is_deleted():  # a compiled program does not look, and on some devices waits for ever
+        if stack.is_deleted():  # a compiled program does not look, and on some devices waits forever
             raise RuntimeError(
                 "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
                 "returned, or copy what you need before the step: numpy.asarray(state.params[name])."

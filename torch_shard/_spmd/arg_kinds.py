@@ -183,7 +183,7 @@ def _faults(name: str, kind: ArgKind, value: PyTree, num_devices: int) -> Iterat
         if isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim:
             where += f" {leaf.shape}"
         if not isinstance(leaf, VALUES):
-            yield f'{where} is {leaf!r}, which is no tensor: the kind of Python values is "static"'
+            yield f'{where} is {leaf!r}, which is not a tensor: the kind of Python values is "static"'
         elif kind is not RNG and is_typed_key(leaf):
             yield f'{where} is a key of JAX: its kind is "rng"'
         elif fault := kind.check(leaf, num_devices):

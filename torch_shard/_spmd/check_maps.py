@@ -217,13 +217,13 @@ def check_leaves(name: str, arg: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
         if not isinstance(leaf, VALUES):
             raise TypeError(
-                f"{caller()}: {name}{jax.tree_util.keystr(path)} is {leaf!r}, which is no tensor. Let the function "
+                f"{caller()}: {name}{jax.tree_util.keystr(path)} is {leaf!r}, which is not a tensor. Let the function "
                 "close over it, or bind it with functools.partial."
             )
 
 
 def check_rows(result: PyTree, out_axes: PyTree) -> PyTree:
-    """The result for one row, as it is; refuses what is no tensor, and `out_axes` that do not suit it."""
+    """The result for one row, as it is; refuses what is not a tensor, and `out_axes` that do not suit it."""
     leaves = jax.tree_util.tree_leaves_with_path(result)
     axes = _spread_axes(out_axes, result)
     if axes is None:

@@ -103,7 +103,7 @@ class StateLayout:
     """The storage of the states of one step.
 
     Attributes:
-        params: Which trainable parameters are stored together; likewise `frozen` and `buffers`.
+        params: Which trainable parameters are stored together; `frozen` and `buffers`.
         shardings: A `TrainState` with the sharding of each stored array.
         updated: Where the optimiser has trainable parameters and their gradients: as its own state lies.
         structs: A `TrainState` with shape, dtype and sharding of each, the key as its words.
@@ -232,7 +232,7 @@ class StateLayout:
         """A state as it is stored: what was replaced by plain dicts is stacked, and numbers are arrays.
 
         Raises:
-            TypeError: Something in it is no number and no array, or a number that the optimiser's state cannot hold.
+            TypeError: Something in it is neither a number nor an array, or the optimizer's state cannot hold it.
             ValueError: It does not fit the model or the optimiser.
         """
         state = as_arrays(state, self.structs)

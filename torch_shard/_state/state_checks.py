@@ -17,7 +17,7 @@ from torch_shard._state.state import KINDS, TrainState
 
 
 def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> None:
-    """Refuse what is no state, one that is used up, and, unless they will do, shapes of one.
+    """Refuse what is not a state, one that is used up, and shapes of one, unless they are accepted.
 
     Raises:
         TypeError: It is something else.

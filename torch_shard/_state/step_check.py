@@ -54,8 +54,8 @@ def check_step(
     Args:
         loss: Scalar.
         grads: Of the trainable parameters.
-        norm: Their global L2 norm. One that overflows will not do: the squares that optimisers keep would too.
-        skip_grad_norm: The largest that will do; with infinity only what is not finite is refused.
+        norm: Their global L2 norm. One that overflows is not accepted: the squares that optimisers keep would too.
+        skip_grad_norm: The largest norm that is accepted; with infinity, only what is not finite is skipped.
         buffers: Before and after the batch.
     """
     before, after = buffers
@@ -84,7 +84,7 @@ def select_state(skipped: jax.Array, old: TrainState, new: TrainState) -> TrainS
 
 
 def check_skip_grad_norm(value: object) -> None:
-    """Refuse what is no norm.
+    """Refuse what is not a norm.
 
     Raises:
         ValueError: It is not a positive number.

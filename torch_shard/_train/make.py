@@ -46,7 +46,7 @@ def make_train_step(
         model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at
             each call: after `model.eval()` the step runs in eval mode, as in torch.
         loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, a pair of it and a dict of
-            metrics, or a dict or record with an entry `loss` (see the notes).
+            metrics, or a dict or record with an entry `loss`.
         optimizer: An optimizer of `torch.optim` for parameters of the model, with its groups; or an optax gradient
             transformation. Of torch's, the numbers in `param_groups` (`lr`, `weight_decay`, `betas`) are read at each
             call, so that schedulers and assignments act as in torch, and nothing compiles again.
@@ -69,8 +69,7 @@ def make_train_step(
             the memory, as FSDP2's `MixedPrecisionPolicy(param_dtype=...)` has it; norms and losses alone compute in
             float32. Faster, and a digit less exact.
         accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
-            eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`. See
-            the notes.
+            eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`.
         clip_grad_norm: Scale the gradients so that their global L2 norm is at most this, as
             `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
@@ -88,29 +87,11 @@ def make_train_step(
         remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
             everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
             device, to take the first of these that fits, by compiling them. It is an error where no two layers repeat
-            (of a number of bytes: where nothing fits); it does not need loops, `scan_layers=False` will do.
+            (of a number of bytes: where nothing fits); it does not need loops: `scan_layers=False` is fine.
 
     Notes:
-        A dict, a named tuple, a dataclass or an output of Hugging Face's models will do as the result of `loss_fn` if
-        it has a `loss`: its other entries are metrics where they are numbers or tensors of one element, and left out
-        where they are not (logits, hidden states). To have those too, name them: `return out.loss, {"logits": ...}`.
-
-        Objects of `torchmetrics` that `loss_fn` updates (`accuracy.update(logits, labels)`) are kept out of the
-        program: it returns what they are given, and the step makes the call on the host. That waits for each step, so
-        return numbers as metrics where they will do. Call `compute()` and `reset()` outside.
-
-        With `accumulate_steps=n` the loss of a step is the mean of `loss_fn` over `n` microbatches. Where `loss_fn`
-        is a mean over rows, that is the loss of the whole batch. It is another one where `loss_fn` is a sum (it
-        comes out divided by `n`), a mean over a number that differs between microbatches (tokens without padding:
-        every microbatch then weighs the same, not every token), or where rows see each other (batch norm,
-        contrastive losses). For the mean over all tokens of the batch, count them first and pass the number in the
-        batch, as a scalar: `cross_entropy(..., reduction="sum") * n / batch["num_tokens"]`.
-
-        Each leaf of a batch of `B` rows is split by its leading dim, which must be the same for all; scalars are
-        shared. Of the rows on each shard of the batch, microbatch `k` has the `k`-th of `n` equal runs. Buffers go
-        from one microbatch to the next, random numbers differ, gradients add up in float32 at least, and `grad_norm`
-        is that of their mean. A metric that is a floating-point scalar is averaged; any other comes as `(n, ...)`,
-        one entry per microbatch.
+        What `loss_fn` may return, metrics that are objects, and what `accumulate_steps` means for sums and for means
+        over tokens is in the guide "The loss, and accumulation".
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
@@ -178,7 +159,7 @@ def make_eval_step(
         mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
-            error; False, never. States that are stored either way will do. (Nothing is kept for a backward pass, so
+            error; False, never. States stored either way are accepted. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
 
     Returns:

@@ -132,7 +132,7 @@ def _others(rows):
 
 
 def undivided(rows, shape):
-    """Say what of queries (B, N, T, D) does not divide over a mesh, so that devices compute the same; empty if all."""
+    """Say which dims of queries (B, N, T, D) do not divide over a mesh, so that devices compute the same."""
     parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", _others(rows)))
     sizes = [(f"{size} {what}", {axis: rows.mesh.shape[axis] for axis in axes}) for size, what, axes in parts]
     found = [

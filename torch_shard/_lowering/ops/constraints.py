@@ -1,4 +1,4 @@
-"""A tensor that is to lie on the devices in a given way, and its gradient likewise: as one operator, the identity."""
+"""One operator, the identity, that lays a tensor and its gradient out on the devices in a given way."""
 
 import json
 import math

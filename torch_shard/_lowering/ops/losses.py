@@ -120,7 +120,7 @@ def _at_targets(x, target, axis):
 
 
 def _reduced(own, target, weights, reduction):
-    """Loss and total weight from the log-probabilities of the targets; reduction 0 is none, 1 mean, 2 sum."""
+    """Loss and total weight from the log-probabilities of the targets; reduction 0 stands for none, 1 mean, 2 sum."""
     loss = jnp.where(weights == 0, 0, -own.reshape(target.shape) * weights)
     total = jnp.sum(weights)
     if reduction == 0:

@@ -186,7 +186,7 @@ def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
     """The gradient of what was looked up, split along its features over the devices that share the batch (FSDP).
 
     Each then adds up its own features of all tokens. With more tokens than the table has rows, XLA's partitioner lets
-    each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them likewise.
+    each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them the same way.
     """
     split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
     if split is None or not split.kept or manual_axes() or grad.shape[-1] % split.num_shards:
