@@ -2,8 +2,8 @@
 # # Distributed arrays, from torch
 #
 # A torch tensor on the `jax` device is a `jax.Array` that torch sees as its own tensor. An array can be spread over
-# many devices, and computation follows the data: that is all that data and tensor parallelism need. This tutorial goes from one tensor
-# to a model that trains on eight devices, four ways by batch and two ways by layer.
+# many devices, and computation follows the data: that is all that data and tensor parallelism need. This tutorial goes
+# from one tensor to a model that trains on eight devices, four ways by batch and two ways by layer.
 #
 # It simulates eight devices on the CPU. On a machine with accelerators, leave the first line out.
 
