@@ -15,16 +15,23 @@ class Examples(griffe.Extension):
 
 
 class OfOneName(griffe.Extension):
-    """Take the function, not the file, where both have one name (`fit` in `_fit/fit.py`)."""
+    """Find `fit` in `_fit/fit.py`: where a function has the name of its file, griffe takes the file."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Called when the package is loaded."""
         for module in (pkg, pkg["plans"], pkg["collectives"], pkg["optim"]):
             for name, member in list(module.members.items()):
-                path = member.target_path.removeprefix("torch_shard.") if isinstance(member, griffe.Alias) else name
-                try:
-                    target = pkg[path]
-                except KeyError:  # of another package
+                if not isinstance(member, griffe.Alias) or not member.target_path.startswith("torch_shard._"):
                     continue
-                if isinstance(target, griffe.Module) and path != name and name in target.members:
-                    module.members[name] = griffe.Alias(name, f"torch_shard.{path}.{name}", parent=module)
+                file = f"{member.target_path}.{name}"
+                if _has_file(pkg, member.target_path.split(".")[1:]):
+                    module.members[name] = griffe.Alias(name, file, parent=module)
+
+
+def _has_file(pkg: griffe.Module, parts: list[str]) -> bool:
+    found: Any = pkg
+    for part in parts:
+        found = found.modules.get(part)
+        if found is None:
+            return False
+    return parts[-1] in found.members

@@ -42,56 +42,41 @@ def make_train_step(
 ) -> TrainStep:
     """Make the function that trains `model` by one step, as one compiled program.
 
+    The guides say more: plans, optimizers, the loss and accumulation, layers and remat, data of several hosts.
+
     Args:
-        model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at
-            each call: after `model.eval()` the step runs in eval mode, as in torch.
-        loss_fn: `loss_fn(model, batch)`, plain torch; returns a scalar tensor, a pair of it and a dict of
-            metrics, or a dict or record with an entry `loss`.
-        optimizer: An optimizer of `torch.optim` for parameters of the model, with its groups; or an optax gradient
-            transformation. Of torch's, the numbers in `param_groups` (`lr`, `weight_decay`, `betas`) are read at each
-            call, so that schedulers and assignments act as in torch, and nothing compiles again.
+        model: Any module, on the CPU or the jax device. It is read, never changed. Its training flags are read at each
+            call: after `model.eval()` the step runs in eval mode.
+        loss_fn: `loss_fn(model, batch)`, plain torch. It returns a scalar tensor, a pair of it and a dict of metrics,
+            or a dict or record with an entry `loss`, whose other entries are metrics if they are numbers or tensors of
+            one element.
+        optimizer: An optimizer of `torch.optim` for parameters of the model, with its groups, whose numbers (`lr`,
+            `weight_decay`, `betas`) are read at each call; or an optax gradient transformation.
         mesh: Devices with Auto axes, from `make_mesh`.
-        plan: Which parameter and buffer is split how, by name.
-        optimizer_plan: The same for what the optimiser keeps of each parameter, its moments, where that is split
-            further: with `plan=ts.plans.replicated()` and `optimizer_plan=ts.plans.fsdp(model, mesh)` each device
-            updates its share of the parameters, which are then gathered (ZeRO-1). By default as `plan` has it. Only
-            its rules count: moments have the stored form of their parameters, activations are split as `plan` says.
-        batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
-            leading dim over the mesh axis `batch`.
-        local_batches: Of several processes, each gives the rows of its own devices alone, in every leaf but the
-            scalars, which are of the whole batch: a `DataLoader` with a `DistributedSampler` by `data_shard(mesh)`.
-            False: each gives the whole batch, the same as the others. In one process there is no difference.
-        compute_dtype: `torch.bfloat16` for mixed precision: parameters, gradients and the optimiser keep their dtype,
-            products run in bfloat16, and norms, softmax and losses in float32, by the policy of
-            `torch.autocast("cuda")`.
-        mixed_precision: What is in `compute_dtype`. `"autocast"`: the factors of products; the sums between layers stay
-            in float32. `"params"`: every parameter where it is used, so that activations are whole in it and take half
-            the memory, as FSDP2's `MixedPrecisionPolicy(param_dtype=...)` has it; norms and losses alone compute in
-            float32. Faster, and a digit less exact.
-        accumulate_steps: Take each batch in that many microbatches, for the memory of one, in the same program: what
-            eager torch does in `zero_grad()`, as many times `(loss / accumulate_steps).backward()`, and `step()`.
+        plan: How each parameter and buffer is split, by name.
+        optimizer_plan: The same for what the optimizer keeps of each parameter, if that is split further (ZeRO-1). By
+            default it is split like the parameter.
+        batch_spec: How each leaf of a batch is split. By default the leading dim over the mesh axis `batch`.
+        local_batches: True if each process gives only the rows of its own devices; False if each gives the whole batch.
+            See the guide on data of several hosts.
+        compute_dtype: `torch.bfloat16` for mixed precision; parameters and optimizer keep their dtype.
+        mixed_precision: What is in `compute_dtype`. `"autocast"`: the factors of products, by the policy of
+            `torch.autocast("cuda")`. `"params"`: every parameter where it is used, and so all activations, like
+            FSDP2's `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32.
+        scan_layers: Run repeated layers as one loop, so that the time to compile does not grow with depth. `"auto"`:
+            three layers or more that are proved to be one program; True: two or more, and an error if there is no
+            loop; False: never. `step.report()` says which.
+        remat: What the backward pass of repeated layers computes again: `"none"`; `"dots"`, all but matrix products;
+            `"block"`, all but each layer's inputs; or a number of bytes per device, for the first of these that fits.
+        accumulate_steps: Number of microbatches that each batch is taken in, within one program. The loss is the mean
+            of theirs; a metric that is not a floating-point scalar comes as `(accumulate_steps, ...)`.
         clip_grad_norm: Scale the gradients so that their global L2 norm is at most this, as
             `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
-        split_activations: Keep activations split over the axes of the batch where parameters are split over these too
-            (FSDP), forward and backward. Otherwise XLA may choose to have the whole batch on each device and to sum
-            over them. It changes speed and memory, and no number beyond rounding.
-        compile_cache: A directory in which compiled programs are kept, so that the next process takes them from there
-            (JAX's compilation cache, for the programs of this step alone). Any number of processes may share it. A
-            changed model, loss, mesh or version of JAX is another entry. Trust it as you trust code.
-        scan_layers: Run repeated layers (numbered siblings that are one program) as one loop, forward and backward, so
-            that the time to compile does not grow with depth. They are then stored as rows of one array
-            each; names, plan, optimiser and export stay those of the model. `"auto"`: where it is proved to mean the
-            same, for three layers or more; True: for two or more, and an error if nothing becomes a loop; False: never.
-            `step.report()` tells.
-        remat: What the backward pass of repeated layers computes again instead of keeping it: `"none"`; `"dots"`,
-            everything but matrix products; `"block"`, everything but each layer's inputs; or a number of bytes per
-            device, to take the first of these that fits, by compiling them. It is an error where no two layers repeat
-            (of a number of bytes: where nothing fits); it does not need loops: `scan_layers=False` is fine.
-
-    Notes:
-        What `loss_fn` may return, metrics that are objects, and what `accumulate_steps` means for sums and for means
-        over tokens is in the guide "The loss, and accumulation".
+        split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
+            changes speed and memory, and no number beyond rounding.
+        compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
+            may share it. Trust it as you trust code.
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
@@ -159,7 +144,7 @@ def make_eval_step(
         mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
-            error; False, never. States stored either way are accepted. (Nothing is kept for a backward pass, so
+            error; False, never. States that are stored either way will do. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
 
     Returns:
