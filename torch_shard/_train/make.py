@@ -144,7 +144,7 @@ def make_eval_step(
         mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
-            error; False, never. States that are stored either way will do. (Nothing is kept for a backward pass, so
+            error; False, never. States stored either way are accepted. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
 
     Returns:
