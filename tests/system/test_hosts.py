@@ -52,6 +52,13 @@ refused("^init: the optimiser's state differs", lambda: make([optax.adamw(1e-3),
 refused("^init: seed differs between process 0 and 1 .0 and 1.", lambda: make().init(seed=rank))
 refused("(?s)the program differs.*process 0: .*1.0*e-03.*optimizer.*process 1: .*2.0*e-03",
         lambda: first_step(optimizer=optax.adamw(1e-3 * (1 + rank))))
+def with_torch():
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3 * (1 + rank))
+    step = ts.make_train_step(own, squares, optimizer, mesh=mesh, plan=plan)
+    step(step.init(seed=0), ONES)
+
+refused("lr of group 0 differs between process 0 and 1 .0.001 and 0.002.. Give the optimizer, its schedule", with_torch)
 refused("(?s)the program differs.*1/gelu.*1/relu", lambda: first_step(activation=[nn.GELU, nn.ReLU][rank]))
 refused("state.*learning_rate.* differs", lambda: first_step(
     optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1 * (1 + rank))))
