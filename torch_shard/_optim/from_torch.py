@@ -18,25 +18,8 @@ import torch
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
-from torch_shard._optim.rules import (
-    ADADELTA,
-    ADAGRAD,
-    ADAM,
-    ADAMAX,
-    ASGD,
-    NADAM,
-    RADAM,
-    RMSPROP,
-    RPROP,
-    SGD,
-    Entry,
-    Flags,
-    Rule,
-    Scalars,
-    Slots,
-    frozen_flags,
-    read_numbers,
-)
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags, read_numbers
+from torch_shard._optim.rules import ADADELTA, ADAGRAD, ADAM, ADAMAX, ASGD, NADAM, RADAM, RMSPROP, RPROP, SGD
 from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from torch_shard._optim.rules import Entry, Flags, Rule, Scalars, Settings, Slots
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
 
 
 def _adafactor_flags(group: Settings) -> Flags:

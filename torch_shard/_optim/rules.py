@@ -1,105 +1,14 @@
-"""The update of one tensor by each optimizer of torch, by torch's own formulas (torch/optim/*.py, `_single_tensor_*`).
-
-A rule is pure JAX. What a parameter group says in numbers (`lr`, `betas`, ...) is an input of the program; what it says
-in flags (`amsgrad`, `nesterov`, ...) is fixed. `1 - beta` and `log(beta)` come in as numbers of their own, as they are
-made in double precision: `1 - beta ** step` then has all the digits of float32.
-"""
+"""Rules of torch's optimizers that treat each element by itself, by torch's own formulas (`_single_tensor_*`)."""
 
 # JAX annotates its functions in part.
 # pyright: reportUnknownMemberType=false
 
-import dataclasses
-import math
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-Scalars = Mapping[str, jax.Array]
-"""Numbers of one group, by name, each of shape `()`."""
-Slots = dict[str, jax.Array]
-"""What is kept for one tensor, by torch's name for it."""
-
-
-class Entry(NamedTuple):
-    """One tensor at a step.
-
-    Attributes:
-        grad: Its gradient.
-        param: The tensor.
-        slots: What is kept for it.
-    """
-
-    grad: jax.Array
-    param: jax.Array
-    slots: Slots
-
-
-Flags = Mapping[str, Any]
-Settings = Mapping[str, Any]
-"""One of `optimizer.param_groups`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """An optimizer of torch.
-
-    Attributes:
-        numbers: Which numbers of a group are inputs, as torch names them.
-        flags: What of a group is fixed once a program is compiled.
-        slots: Names and initial values of what is kept for a tensor: `(tensor, flags) -> slots`.
-        coefficients: Scalars of a group at its step `t` (the first is 1): `(t, numbers, kept) -> (coefficients, kept)`.
-        update: `(entry, coefficients, flags) -> (param, slots)` of one tensor.
-        kept: Scalars that a group keeps from step to step, with their initial values.
-        counts: Whether torch keeps a `step` for each parameter.
-        by_element: Whether every element goes by itself.
-        refuses: Why a tensor of this shape is not taken; None if it is.
-    """
-
-    numbers: tuple[str, ...]
-    slots: Callable[[jax.Array, Flags], Slots]
-    update: Callable[[Entry, Scalars, Flags], tuple[jax.Array, Slots]]
-    coefficients: Callable[[jax.Array, Scalars, Scalars], tuple[Scalars, Scalars]] = lambda t, n, kept: (n, kept)
-    flags: Callable[[Settings], Flags] = lambda group: {"maximize": bool(group["maximize"])}
-    kept: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    counts: bool = True
-    by_element: bool = True
-    refuses: Callable[[tuple[int, ...]], str | None] = lambda shape: None
-
-
-def read_numbers(rule: Rule, group: Settings) -> dict[str, float]:
-    """The numbers of a group that a program is given, in double precision.
-
-    Args:
-        rule: Of its optimizer.
-        group: Of `optimizer.param_groups`.
-    """
-    found: dict[str, float] = {}
-    for name in rule.numbers:
-        if name in _PAIRS:
-            for part, value in zip(_PAIRS[name], group[name], strict=True):
-                found |= _number(part, value)
-        else:
-            found |= _number(name, group["eps"][1] if name == "eps2" else group[name])
-    return found
-
-
-def _number(name: str, value: Any) -> dict[str, float]:
-    number = float(value)
-    if name not in _DECAYS:
-        return {name: number}
-    log = math.log(number) if number > 0 else -math.inf
-    return {name: number, f"one_minus_{name}": 1 - number, f"log_{name}": log}
-
-
-_PAIRS = {"betas": ("beta1", "beta2"), "etas": ("etaminus", "etaplus"), "step_sizes": ("smallest", "largest")}
-_DECAYS = ("beta1", "beta2", "rho", "alpha", "momentum")
-
-
-def frozen_flags(flags: Flags) -> Hashable:
-    """The same as a key."""
-    return tuple(sorted((name, tuple(v) if isinstance(v, list) else v) for name, v in flags.items()))
+from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
 
 
 def _lerp(start: jax.Array, end: jax.Array, weight: jax.Array) -> jax.Array:

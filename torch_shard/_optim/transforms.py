@@ -17,7 +17,7 @@ import torch
 from torch_shard._common.caller import caller, public
 from torch_shard._common.types import PyTree
 from torch_shard._optim.from_torch import RULES, update_tensor
-from torch_shard._optim.rules import Entry, Rule, Slots, read_numbers
+from torch_shard._optim.rule import Entry, Rule, Slots, read_numbers
 
 Rate = float | Callable[[jax.Array], Any]
 """A learning rate, or an optax schedule: of the number of steps taken, an int32 scalar."""

@@ -14,8 +14,9 @@ from torch_shard._common.caller import public
 from torch_shard._common.renamed import renamed
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.options import StepOptions
-from torch_shard._train.train_step import EvalStep, TrainStep
+from torch_shard._train.train_step import TrainStep
 
 
 @renamed(cast="mixed_precision")

@@ -39,6 +39,7 @@ from torch_shard._state import (
     select_state,
 )
 from torch_shard._train.comparison import Comparison
+from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.facts import agree_on_numbers, agree_on_values
 from torch_shard._train.options import StepOptions
 from torch_shard._train.prove import GradientStep, prove
@@ -399,7 +400,7 @@ class TrainStep(Step):
         check_names(self.caller, state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
 
-    def evaluation(self) -> "EvalStep":
+    def evaluation(self) -> EvalStep:
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
@@ -425,57 +426,3 @@ class TrainStep(Step):
             if (held := getattr(owner, leaf, None)) is None or held.numel() < buffer.numel():  # for longer batches
                 owner.register_buffer(leaf, buffer.clone(), persistent)
         return model
-
-
-class EvalStep(Step):
-    """Evaluation as one compiled program; made by `make_eval_step`.
-
-    Example:
-        >>> import optax, torch, torch_shard as ts
-        >>> from jax.sharding import PartitionSpec as P
-        >>> step = ts.make_train_step(
-        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
-        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
-        ... )
-        >>> evaluate = step.evaluation()  # or from make_eval_step
-        >>> sorted(evaluate(step.init(seed=0), torch.ones(8, 4)))
-        ['loss']
-    """
-
-    caller, train = "make_eval_step", False
-
-    def _state_structs(self) -> TrainState:
-        """Of a state without moments."""
-        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[]).structs
-
-    @error_prefix(None)
-    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
-        """Evaluate the loss on a batch.
-
-        Args:
-            state: A training state; it is only read.
-            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One
-                that does not divide over the mesh, as the last of a loader, is evaluated whole on each device: the
-                same numbers, for one compilation more. With `local_batches=True` the rows of this process's devices,
-                as many as in each other process.
-
-        Returns:
-            `loss` and the metrics of `loss_fn`.
-        """
-        check_state(self.caller, state)
-        program, arrays = self._prepare(batch, state)
-        metrics = program(self._normal(state), arrays)
-        self._in_flight.follow(metrics["loss"])
-        update_objects(program.calls, metrics, 1)
-        return metrics
-
-    def _jit(
-        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
-    ) -> Callable[..., PyTree]:
-        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
-            check_names(self.caller, state, self._held.all)
-            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
-            return {"loss": out.loss, **out.metrics}
-
-        options = program.compiler_options(self.mesh)
-        return jax.jit(evaluate, out_shardings=self.replicated, compiler_options=options)

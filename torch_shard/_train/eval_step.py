@@ -1,0 +1,71 @@
+"""Evaluation: the loss in eval mode as one compiled program."""
+
+# optax has no stubs. JAX annotates its functions in part.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
+from collections.abc import Callable
+
+import jax
+import optax
+from jax.sharding import Sharding
+
+from torch_shard._common.caller import error_prefix
+from torch_shard._common.types import PyTree
+from torch_shard._loss import LossProgram, update_objects
+from torch_shard._state import StateLayout, TrainState, check_names, check_state
+from torch_shard._train.step import Step
+
+
+class EvalStep(Step):
+    """Evaluation as one compiled program; made by `make_eval_step`.
+
+    Example:
+        >>> import optax, torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = ts.make_train_step(
+        ...     torch.nn.Linear(4, 1), lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+        ...     mesh=ts.make_mesh(batch=1), plan=ts.ShardingPlan({}, default=P()),
+        ... )
+        >>> evaluate = step.evaluation()  # or from make_eval_step
+        >>> sorted(evaluate(step.init(seed=0), torch.ones(8, 4)))
+        ['loss']
+    """
+
+    caller, train = "make_eval_step", False
+
+    def _state_structs(self) -> TrainState:
+        """Of a state without moments."""
+        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[]).structs
+
+    @error_prefix(None)
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
+        """Evaluate the loss on a batch.
+
+        Args:
+            state: A training state; it is only read.
+            batch: A pytree of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One
+                that does not divide over the mesh, as the last of a loader, is evaluated whole on each device: the
+                same numbers, for one compilation more. With `local_batches=True` the rows of this process's devices,
+                as many as in each other process.
+
+        Returns:
+            `loss` and the metrics of `loss_fn`.
+        """
+        check_state(self.caller, state)
+        program, arrays = self._prepare(batch, state)
+        metrics = program(self._normal(state), arrays)
+        self._in_flight.follow(metrics["loss"])
+        update_objects(program.calls, metrics, 1)
+        return metrics
+
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
+            check_names(self.caller, state, self._held.all)
+            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            return {"loss": out.loss, **out.metrics}
+
+        options = program.compiler_options(self.mesh)
+        return jax.jit(evaluate, out_shardings=self.replicated, compiler_options=options)
