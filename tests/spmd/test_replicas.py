@@ -203,6 +203,7 @@ def test_two_processes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_three_processes_of_which_one_is_corrupted() -> None:
     run_processes(
         """

@@ -83,6 +83,7 @@ def survive(runs, directory, fault="none", after_s=None):
     return status
 
 
+@pytest.mark.slow
 def test_killed_between_the_halves_of_a_save(runs, uninterrupted):
     directory = uninterrupted[0].parent / "halves"
     for fault in FAULTS:

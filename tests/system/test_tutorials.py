@@ -20,7 +20,7 @@ def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-ALWAYS = ("distributed_arrays", "runs_that_survive")  # the others are of functions that have tests of their own
+ALWAYS = ("distributed_arrays",)  # the others are of functions that have tests of their own
 EACH = [pytest.param(p, id=p.stem, marks=[] if p.stem in ALWAYS else pytest.mark.slow) for p in TUTORIALS]
 
 

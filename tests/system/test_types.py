@@ -9,8 +9,6 @@ import pathlib
 import sys
 import tokenize
 
-import pytest
-
 import torch_shard
 
 PACKAGE = pathlib.Path(torch_shard.__file__).parent
@@ -50,6 +48,9 @@ def test_any_is_rare():
     assert 1000 * count / lines < MOST_ANY
 
 
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
 def functions(path):
     """The functions of a file, each with its qualified name and whether its first parameter is self or cls."""
     waiting = [(ast.parse(path.read_text()), "")]
@@ -63,24 +64,23 @@ def functions(path):
             waiting.append((node, f"{name}." if name else ""))
 
 
-DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+FUNCTIONS = [
+    (f"{path.relative_to(PACKAGE).as_posix()}:{name}", *rest) for path in FILES for name, *rest in functions(path)
+]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_functions_take_four_arguments_by_position_at_most(path):
+def test_functions_take_four_arguments_by_position_at_most():
     found = []
-    for name, node, is_method in functions(path):
+    for where, node, is_method in FUNCTIONS:
         count = len(node.args.posonlyargs) + len(node.args.args) - is_method
-        where = f"{path.relative_to(PACKAGE).as_posix()}:{name}"
         if count > MOST_POSITIONAL and not where.startswith(MIRRORS):
             found.append(f"{where} takes {count}")
     assert found == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_options_are_spelled_out(path):
-    named = [(name, a) for name, node, _ in functions(path) for a in (node.args.vararg, node.args.kwarg) if a]
-    assert [f"{name}: {ast.unparse(a)}" for name, a in named if ast.unparse(a) == "options: Any"] == []
+def test_options_are_spelled_out():
+    named = [(where, a) for where, node, _ in FUNCTIONS for a in (node.args.vararg, node.args.kwarg) if a]
+    assert [where for where, a in named if ast.unparse(a) == "options: Any"] == []
 
 
 if __name__ == "__main__":
