@@ -98,7 +98,7 @@ def main(
     facts = {"quick": quick, "seconds": took, **_machine()}
     console.print(json.dumps(facts))
     if to_page is not None:
-        to_page.write_text(page(rows, {section: _introduction(section) for section in rows}, facts))
+        to_page.write_text(page(rows, {section: _introduction(section) for section in rows}, facts, to_page))
     for path in write(rows, points, facts, out):
         console.print(str(path))
 

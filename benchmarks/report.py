@@ -3,12 +3,16 @@
 import dataclasses
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.rows import Point, Row
+from docs.pages import Theme, draw_bars, folded, save_both, shown
+from docs.pages import table as markdown_table
 
 Found = dict[str, list[Row]]
 
@@ -32,21 +36,71 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.ours, row.rival, ratio, quartiles, target, ok
 
 
-def page(found: Found, introductions: dict[str, str], facts: dict[str, Any]) -> str:
-    """The sections as Markdown, each behind its introduction."""
-    parts = [f"{introductions[section].strip()}\n\n{_markdown(rows)}" for section, rows in found.items()]
+SHORT = 15  # rows that are read at a glance
+
+
+def page(found: Found, introductions: dict[str, str], facts: dict[str, Any], path: Path) -> str:
+    """The sections as Markdown, each behind its introduction; a long table is a picture, a short table, and folds away.
+
+    Args:
+        found: Rows by section.
+        introductions: What is said before the rows of each.
+        facts: What the numbers depend on.
+        path: Of the page: its pictures are written into `images` beside it.
+    """
+    parts = []
+    for section, rows in found.items():
+        if len(rows) > SHORT:
+            save_both(path.parent / "images" / section, (8, 4.2), partial(_draw_ratios, rows=rows))
+            image = shown(section, "Ratios of the table below as bars, with a line at 1")
+            parts += [introductions[section].strip(), image, _by_subject(rows), folded("All rows", _markdown(rows))]
+        else:
+            parts += [introductions[section].strip(), _markdown(rows)]
     made = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
-    return "\n\n".join(parts) + f"\n\nMade with {made}.\n"
+    return "\n\n".join(part.rstrip() for part in parts) + f"\n\nMade with {made}.\n"
+
+
+def _subjects(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """Rows by what is compared, then by what is measured, which stands behind the last colon of their names."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        subject, _, measured = row.name.rpartition(": ")
+        found.setdefault(subject, {})[measured] = row
+    return found
+
+
+def _by_subject(rows: list[Row]) -> str:
+    """Ratios alone, a column for each thing measured; bold where a target is missed."""
+    subjects = _subjects(rows)
+    columns = list(dict.fromkeys(measured for own in subjects.values() for measured in own))
+    lines = [[subject, *(_ratio(own.get(column)) for column in columns)] for subject, own in subjects.items()]
+    return markdown_table(["ours ÷ rival", *columns], lines)
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None or row.ratio is None:
+        return ""
+    return f"**{row.ratio:.3g}**" if row.ok is False else f"{row.ratio:.3g}"
+
+
+def _draw_ratios(figure: Figure, theme: Theme, rows: list[Row]) -> None:
+    """Draw what is measured first of each subject."""
+    firsts = {subject: next(iter(own.items())) for subject, own in _subjects(rows).items()}
+    bars = [(subject, (row.ratio or 0.0,)) for subject, (_, row) in firsts.items()]
+    axes = draw_bars(figure, theme, bars, ())
+    axes.axvline(1.0, color=theme["text"], linestyle="--", linewidth=1)
+    measured = next(iter(firsts.values()))[0]
+    axes.set_xlabel(f"{measured}, ours ÷ rival: less is better", color=theme["text"])
 
 
 def _markdown(rows: list[Row]) -> str:
-    lines = ["| | ours | rival | ratio | target | |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = []
     for row in rows:
         ours, rival, ratio, _, target, _ = _cells(row)
         reached = {None: "", True: "reached", False: "missed"}[row.ok]
         about = f"; {row.note}" if row.note else ""
-        lines.append(f"| {row.name}{about} | {ours} | {rival} | {ratio} | {target} | {reached} |")
-    return "\n".join(lines)
+        lines.append((f"{row.name}{about}", ours, rival, ratio, target, reached))
+    return markdown_table(("", "ours", "rival", "ratio", "target", ""), lines)
 
 
 def write(found: Found, points: list[Point], facts: dict[str, Any], folder: Path) -> list[Path]:
@@ -61,8 +115,6 @@ def write(found: Found, points: list[Point], facts: dict[str, Any], folder: Path
 
 def _draw(points: list[Point], path: Path) -> Path:
     """One picture: a panel per quantity, a line per side, both axes logarithmic."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
     panels = list(dict.fromkeys(p.panel for p in points))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib as mpl
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,17 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from docs.pages import BLUE, ORANGE, Theme, plain, save_both
 from torch_shard._demo.model import GPT
 from torch_shard._demo.run import PLAN, Settings, choose_mesh, simulate_devices
 from torch_shard._fit import METRICS, read_metrics
 
 IMAGES = Path(__file__).parent / "images"
 SHOWN = {"up": "blocks.0.up.weight", "down": "blocks.0.down.weight"}
-THEMES = {
-    "light": {"text": "#1f2328", "faint": "#6e7781", "edge": "#8c959f", "fill": ("#ddf4ff", "#fff1e5")},
-    "dark": {"text": "#e6edf3", "faint": "#9198a1", "edge": "#6e7681", "fill": ("#12304d", "#46290f")},
-}
-TRAINING, VALIDATION = "#2f81f7", "#e8833a"  # read well on white and on black
 
 
 def held(mesh: Mesh, batch_size: int, settings: Settings) -> dict[Any, list[str]]:
@@ -47,7 +42,7 @@ def _slice(part: slice, size: int) -> str:
     return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
 
 
-def draw_mesh(axes: Axes, mesh: Mesh, rows: dict[Any, list[str]], theme: dict[str, Any]) -> None:
+def draw_mesh(axes: Axes, mesh: Mesh, rows: dict[Any, list[str]], theme: Theme) -> None:
     """Draw a box for each device: `batch` goes down, `model` to the right; one color holds the same weights."""
     down, right = mesh.devices.shape
     for (i, j), device in np.ndenumerate(mesh.devices):
@@ -67,23 +62,21 @@ def draw_mesh(axes: Axes, mesh: Mesh, rows: dict[Any, list[str]], theme: dict[st
     axes.axis("off")
 
 
-def draw_loss(axes: Axes, records: list[dict[str, Any]], entropy: float, theme: dict[str, Any]) -> None:
+def draw_loss(axes: Axes, records: list[dict[str, Any]], entropy: float, theme: Theme) -> None:
     """Training and validation loss over the steps."""
     train = [(r["batch"], r["loss"]) for r in records if r["kind"] == "train"]
     steps, losses = (np.array(column) for column in zip(*train, strict=True))
     width = min(20, len(losses))
     mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    axes.plot(steps, losses, color=TRAINING, alpha=0.3, linewidth=0.6)
-    axes.plot(steps[width - 1 :], mean, color=TRAINING, label="training")
+    axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=0.6)
+    axes.plot(steps[width - 1 :], mean, color=BLUE, label="training")
     validation = [(r["batch"], r["loss"]) for r in records if r["kind"] == "eval"]
-    axes.plot(*zip(*validation, strict=True), "o-", color=VALIDATION, markersize=4, label="validation")
+    axes.plot(*zip(*validation, strict=True), "o-", color=ORANGE, markersize=4, label="validation")
     axes.axhline(entropy, color=theme["faint"], linestyle="--", linewidth=1, label="best without context")
     axes.set_title("GPT on the sources of Python's standard library", color=theme["text"], fontsize=9.5)
     axes.set_xlabel("step", color=theme["text"])
     axes.set_ylabel("loss (nats per token)", color=theme["text"])
-    axes.tick_params(colors=theme["faint"])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(theme["edge"])
+    plain(axes, theme)
     axes.legend(frameon=False, labelcolor=theme["text"])
 
 
@@ -98,18 +91,13 @@ def draw(run: Path, images: Path = IMAGES) -> None:
     settings = Settings(summary["steps"], run, num_layers=summary["num_layers"])
     mesh = choose_mesh(summary["axis_sizes"])
     rows = held(mesh, summary["batch_size"], settings)
-    images.mkdir(exist_ok=True)
-    for name, theme in THEMES.items():
-        with mpl.rc_context({"svg.hashsalt": name, "font.size": 9}):
-            figure = Figure(figsize=(10, 3.9), layout="constrained")
-            left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-            draw_mesh(left, mesh, rows, theme)
-            draw_loss(right, read_metrics(run / METRICS), summary["unigram_entropy"], theme)
-            right.set_facecolor("none")
-            path = images / f"demo-{name}.svg"
-            figure.savefig(path, transparent=True, metadata={"Date": None})
-            lines = path.read_text(encoding="utf-8").splitlines()
-            path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+    def panels(figure: Figure, theme: Theme) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+        draw_mesh(left, mesh, rows, theme)
+        draw_loss(right, read_metrics(run / METRICS), summary["unigram_entropy"], theme)
+
+    save_both(images / "demo", (10, 3.9), panels)
 
 
 if __name__ == "__main__":

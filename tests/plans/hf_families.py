@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.filesize import decimal
+
+from docs.pages import BLUE, Theme, folded, plain, save_both, shown, table
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "hf_plans.md"
 TP = 4
@@ -193,9 +196,10 @@ part is the one that tensor parallelism of transformers gives a process is check
 
 {counts}
 
-| family | model | styles | tensors split | whole | held | what does not divide |
-| --- | --- | --- | --- | --- | --- | --- |
-"""
+{picture}
+
+{rows}"""
+COLUMNS = ("family", "model", "styles", "tensors split", "whole", "held", "what does not divide")
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -208,18 +212,38 @@ def page(outcomes: list[Outcome]) -> str:
     counts = (
         f"{len(made)} of {len(outcomes)} configurations resolve; in {sum(not o.unsplit for o in made)} all divides."
     )
-    facts = {"version": transformers.__version__, "tp": TP, "layers": CUT["num_layers"], "checked": len(CHECKED)}
-    head = HEAD.format(counts=counts, **facts)
-    return head + "\n".join(map(_line, outcomes)) + "\n"
+    return HEAD.format(
+        counts=counts,
+        picture=shown("hf_plans", "How many models hold which part of their parameters on each device"),
+        rows=folded(f"All {len(outcomes)} families", table(COLUMNS, list(map(_line, outcomes)))),
+        version=transformers.__version__,
+        tp=TP,
+        layers=CUT["num_layers"],
+        checked=len(CHECKED),
+    )
 
 
-def _line(of: Outcome) -> str:
+def _line(of: Outcome) -> tuple[str, ...]:
     if of.error:
-        return f"| {of.family} | not made: {of.error.splitlines()[0][:200].replace('|', '/')} | | | | | |"
+        return of.family, f"not made: {of.error.splitlines()[0][:200].replace('|', '/')}", *[""] * 5
     styles = ", ".join(f"`{style}` {count}" for style, count in of.styles)
     unsplit = "; ".join(f"`{line.partition(': ')[0]}`: {line.partition(': ')[2]}" for line in of.unsplit)
-    split, size = f"{of.split[0]} of {of.split[1]}", f"{decimal(of.num_bytes)} | {of.held:.0%}"
-    return f"| {of.family} | {of.model} | {styles} | {split} | {size} | {unsplit} |"
+    split = f"{of.split[0]} of {of.split[1]}"
+    return of.family, of.model, styles, split, decimal(of.num_bytes), f"{of.held:.0%}", unsplit
+
+
+def draw(held: list[float]) -> None:
+    """Draw how many families hold which part on each device."""
+
+    def histogram(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        axes.hist(held, bins=[0.2 + 0.05 * number for number in range(17)], color=BLUE, rwidth=0.9)
+        axes.axvline(1 / TP, color=theme["faint"], linestyle="--", linewidth=1)
+        plain(axes, theme)
+        axes.set_xlabel(f"part of the parameters that one of {TP} devices holds", color=theme["text"])
+        axes.set_ylabel("models", color=theme["text"])
+
+    save_both(PAGE.parent / "images" / "hf_plans", (8, 2.6), histogram)
 
 
 def all_outcomes() -> list[Outcome]:
@@ -242,9 +266,10 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    text = page(all_outcomes())
+    outcomes = all_outcomes()
     if options.write:
-        PAGE.write_text(text)
+        PAGE.write_text(page(outcomes))
+        draw([each.held for each in outcomes if not each.error])
 
 
 if __name__ == "__main__":

@@ -158,8 +158,8 @@ def test_rows_and_points_are_written(tmp_path):
     found = {"step": [Row("a ÷ b", "1 s", "2 s", 0.5, (0.4, 0.6), 1.0)], "gpu": [Row("c", note="not measured")]}
     points = [Point("compile", "seconds", side, "layers", x, x * y) for side, y in (("a", 1), ("b", 2)) for x in (4, 8)]
     assert table(found, "title").row_count == 4  # two sections, two rows
-    made = page(found, {"step": "# Steps", "gpu": "## GPUs"}, {"jax": "1.0"})
-    assert "# Steps\n\n| |" in made
+    made = page(found, {"step": "# Steps", "gpu": "## GPUs"}, {"jax": "1.0"}, tmp_path / "page.md")
+    assert "# Steps\n\n|  |" in made
     assert "| a ÷ b | 1 s | 2 s | 0.5 | ≤ 1 | reached |\n\n## GPUs" in made
     assert "| c; not measured |  |  |  |  |  |\n\nMade with jax 1.0.\n" in made
     paths = write(found, points, {"cores": 2}, tmp_path)
@@ -182,3 +182,12 @@ backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000"}}}
 def test_kernels_count_as_their_authors_say_or_as_causal_attention():
     half = 2 * 8 * (64 * 64 // 2) * 16  # pairs of a query and a key before it, times the width of a head
     assert kernel_flops(Hlo(KERNELS)) == 2 * 2 * half + 1000  # two products, a multiply and an add each
+
+
+def test_a_long_table_is_a_picture_a_short_table_and_folds_away(tmp_path):
+    rows = [Row(f"model {n}: ours ÷ theirs: {what}", "1", "2", 0.5 + n, target=3.0) for n in range(8) for what in "ab"]
+    made = page({"tpu": rows}, {"tpu": "# TPU"}, {"jax": "1.0"}, tmp_path / "page.md")
+    assert "| ours ÷ rival | a | b |" in made
+    assert "| model 7: ours ÷ theirs | **7.5** | **7.5** |" in made
+    assert '??? note "All rows"\n\n    |  | ours |' in made
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {"tpu-light.svg", "tpu-dark.svg"}

@@ -124,25 +124,38 @@ changes, and rows that were not measured are not shown.
 
 {counts}
 
-| package | model or loss | result | first step, s, on (1, 1) and (4, 2) |
-| --- | --- | --- | --- |
-"""
+{picture}
+
+What is refused:
+
+{refused}
+
+{rows}"""
+
+
+COLUMNS = ("package", "model or loss", "result", "first step, s, on (1, 1) and (4, 2)")
 
 
 def page(found: dict[str, Any]) -> str:
-    """The page of the documentation."""
+    """The page of the documentation; its pictures are written beside it."""
+    from docs.pages import draw_bars, folded, save_both, shown, table
     from tests.zoo.rows import PACKAGES
     from tests.zoo.table import NAMED
 
     known = {name: found[name] for name in NAMED if name in found}
     results = [of["result"] for of in known.values()]
     counts = ", ".join(f"{results.count(kind)} {kind}" for kind in dict.fromkeys(sorted(results, key=_rank)))
-    lines = [_line(PACKAGES[NAMED[name].package], NAMED[name], of) for name, of in known.items()]
-    packages = len({NAMED[name].package for name in known})
-    return (
-        HEAD.format(counts=f"{len(known)} models and losses of {packages} packages: {counts}.")
-        + "\n".join(lines)
-        + "\n"
+    packages: dict[str, list[bool]] = {}
+    for name, of in known.items():
+        packages.setdefault(PACKAGES[NAMED[name].package], []).append(of["result"] == "right")
+    bars = [(package, (sum(right), len(right) - sum(right))) for package, right in packages.items()]
+    save_both(PAGE.parent / "images" / "zoo", (8, 4.2), lambda *on: draw_bars(*on, bars, ("right", "refused")))
+    lines = {name: _line(PACKAGES[NAMED[name].package], NAMED[name], of) for name, of in known.items()}
+    return HEAD.format(
+        counts=f"{len(known)} models and losses of {len(packages)} packages: {counts}.",
+        picture=shown("zoo", "Models and losses of each package: how many are right, and how many refused"),
+        refused=table(COLUMNS[:3], [lines[name][:3] for name, of in known.items() if of["result"] != "right"]),
+        rows=folded("All rows", table(COLUMNS, list(lines.values()))),
     )
 
 
@@ -150,14 +163,14 @@ def _rank(result: str) -> int:
     return ["right", "refused"].index(result) if result in ("right", "refused") else 2
 
 
-def _line(package: str, row: Any, of: dict[str, Any]) -> str:
+def _line(package: str, row: Any, of: dict[str, Any]) -> tuple[str, ...]:
     result = of["result"] + (" (in float64)" if row.wide and of["result"] == "right" else "")
     if of["result"] == "refused":
         lines = of["said"].splitlines()
         source = lines[0].rpartition(": ")[2] if lines[0].startswith("File") else lines[0]
         result = f"refused: `{source.strip().replace('|', chr(92) + '|')}`"
     seconds = ", ".join(f"{s:.0f}" if s >= 1 else "<1" for s in of.get("first_step_s", []))
-    return f"| {package} | {row.name} | {result} | {seconds} |"
+    return package, row.name, result, seconds
 
 
 def main() -> None:
