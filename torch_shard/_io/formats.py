@@ -147,22 +147,31 @@ class TorchFile:
 
     def _load(self) -> Any:
         self._tensors = None  # unmaps the file
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of a pickle protocol that is refused below
-                return torch.load(self._path, map_location="cpu", weights_only=True, mmap=self._is_mapped)
-        except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
-            raise ValueError(
-                f"{caller()}: {self.shown} holds more than tensors and plain containers: it {what}. To rebuild that "
-                "may run code from the file, so it is not read. Where you trust it, save its state_dict alone: "
-                "torch.save(model.state_dict(), path), or as safetensors."
-            ) from error
-        except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
-            reason = str(error).partition("\n")[0][:300]
-            raise ValueError(
-                f"{caller()}: {self.shown} is damaged, or no file of torch.save: {type(error).__name__} {reason}"
-            ) from error
+        return read_torch(self._path)
+
+
+def read_torch(path: Path) -> Any:
+    """What `torch.save` has written, on the CPU, mapped where its format allows that.
+
+    Raises:
+        ValueError: The file is damaged, or would run code.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a pickle protocol that is refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"names {named[1]}" if named else "is pickled in another way than torch.save does"
+        raise ValueError(
+            f"{caller()}: {path} holds more than tensors and plain containers: it {what}. To rebuild that "
+            "may run code from the file, so it is not read. Where you trust it, save its state_dict alone: "
+            "torch.save(model.state_dict(), path), or as safetensors."
+        ) from error
+    except Exception as error:  # torch raises KeyError, EOFError, RuntimeError and more
+        reason = str(error).partition("\n")[0][:300]
+        raise ValueError(
+            f"{caller()}: {path} is damaged, or no file of torch.save: {type(error).__name__} {reason}"
+        ) from error
 
 
 class HeldTensors:
@@ -172,8 +181,8 @@ class HeldTensors:
         ValueError: It holds something else than tensors by name.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.shown, self._tensors = "the mapping", tensors
+    def __init__(self, tensors: Mapping[str, torch.Tensor], shown: str = "the mapping") -> None:
+        self.shown, self._tensors = shown, tensors
         self.stored = _stored(tensors, self.shown)
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from torch_shard._common.wrappers import unwrapped
 from torch_shard._device import put, wrap_array
 from torch_shard._io.formats import HeldTensors, Index, TensorFile, open_safetensors, open_torch, read_part, read_runs
 from torch_shard._io.match import Allowed, Match, Rename, TargetEntry
+from torch_shard._io.training import Restoring, open_training
 from torch_shard._sharding import ShardingPlan, TensorPlaces, check_mesh, holdings, refuse_hooks, refuse_load_hooks
 
 Source = str | os.PathLike[str]
@@ -96,6 +97,8 @@ def load_torch(
     dtype: torch.dtype | None = None,
     allow_missing: Allowed = (),
     allow_unused: Allowed = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
 ) -> PyTree:
     """Load what `torch.save` wrote straight onto its shards, as `load_safetensors` does.
 
@@ -114,6 +117,11 @@ def load_torch(
             must agree. Non-persistent buffers keep theirs.
         allow_missing: Names or globs, as in a `ShardingPlan`, of entries that the file may lack, or True for all.
         allow_unused: Names or globs of entries of the file that the model may lack, or True for all.
+        optimizer: An optimizer of the model's parameters, which goes on with the state of the file: of a training
+            script (`{"model": ..., "optimizer": ...}`, as nanoGPT, pytorch/examples and Lightning write it), or of a
+            directory of Trainer, with `optimizer.pt`. Its groups hold the loaded parameters afterwards, and a step
+            that is made with it starts with its state.
+        scheduler: The optimizer's scheduler, whose state is read likewise.
 
     Returns:
         The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no
@@ -135,13 +143,26 @@ def load_torch(
         >>> ts.load_torch(weights, model, ts.make_mesh(batch=1, model=1), plan).weight.jax().sharding.spec
         P('model',)
     """
-    file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
-    loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
+    if optimizer is not None or scheduler is not None:
+        check_kind("optimizer", optimizer, torch.optim.Optimizer, hint="The scheduler's optimizer is needed too.")
+        check_kind("model_or_names", model_or_names, torch.nn.Module, hint="An optimizer has parameters of a module.")
+        kept = open_training(check_path("path", path, hint="The optimizer's state is read from a file."))
+        loader = _Loader(kept.weights, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
+        loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept)
+    else:
+        file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
+        loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
     return loader.run(rename, allow_missing, allow_unused)
 
 
 class _Loader:
-    """One load: check all, then read entry by entry."""
+    """One load: check all, then read entry by entry.
+
+    Attributes:
+        restoring: An optimizer that takes up its state along with the weights.
+    """
+
+    restoring: Restoring | None = None
 
     def __init__(
         self,
@@ -183,7 +204,22 @@ class _Loader:
         match.run(rename, allow_missing, allow_unused)
         self._raise(match.faults)
         self._raise([fault for entry in match.each() for fault in self._find_value_faults(entry)])
-        return self._fill_module() if isinstance(self._target, torch.nn.Module) else self._make_tree()
+        if not isinstance(self._target, torch.nn.Module):
+            return self._make_tree()
+        return self._fill_module() if self.restoring is None else self._fill_both(self.restoring)
+
+    def _fill_both(self, restoring: Restoring) -> torch.nn.Module:
+        """Fill the module, and its optimizer: both, or neither of them."""
+        before = dict(self._target.named_parameters())
+        undo = restoring.load()
+        try:
+            filled = self._fill_module()
+        except BaseException:
+            undo()
+            raise
+        now = dict(self._target.named_parameters())
+        restoring.adopt({param: now[name] for name, param in before.items()})
+        return filled
 
     def _raise(self, faults: list[str]) -> None:
         if faults or self._plan_fault:
