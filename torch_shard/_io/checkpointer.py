@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import rename
 from pathlib import Path
 from shutil import rmtree as remove_tree
@@ -278,14 +278,20 @@ class Checkpointer:
 
     @public
     def restore(
-        self, train_step: TrainStep, *, step: int | None = None, params_only: bool = False, seed: int = 0
+        self,
+        train_step: TrainStep | Sequence[TrainStep],
+        *,
+        step: int | None = None,
+        params_only: bool = False,
+        seed: int = 0,
     ) -> TrainState:
         """Read a checkpoint, each array straight onto its shards.
 
         Mesh, plan and storage of layers are those of `train_step`, whatever the checkpoint was written from.
 
         Args:
-            train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device.
+            train_step: Says what the state must hold, and where it is to lie. Its model may be on the meta device. Of
+                several that train parts of one model (`trainable=`), all that have taken the state.
             step: Which one; by default the newest. One that is damaged is then passed over, with a warning.
             params_only: Take parameters and buffers alone, and start anew at step 0, with the optimiser of
                 `train_step`, whichever the checkpoint was written with. Buffers that are in no `state_dict` are the
@@ -297,7 +303,10 @@ class Checkpointer:
             ValueError: It does not fit the model or the optimiser, or was written under settings of JAX that draw other
                 random numbers; all differences are listed by name. Or the one that was asked for is damaged.
         """
-        check_kind("train_step", train_step, TrainStep, hint="make_train_step gives one.")
+        steps = [train_step] if isinstance(train_step, TrainStep) else train_step
+        check_kind("train_step", steps, list | tuple, hint="make_train_step gives one.")
+        for each in steps:
+            check_kind("train_step", each, TrainStep, hint="make_train_step gives one.")
         check_kind("params_only", params_only, bool)
         seed = check_seed(seed)
         if step is not None:
@@ -306,7 +315,7 @@ class Checkpointer:
         while True:
             path = self._choose(step)
             try:
-                return self._load(path, train_step, params_only, seed)
+                return self._load(path, steps, params_only, seed)
             except Exception as error:
                 if step is not None or path.exists() or jax.process_count() > 1:
                     if isinstance(error, Unreadable | FileNotFoundError):
@@ -314,21 +323,25 @@ class Checkpointer:
                     raise
                 logger.info("Checkpointer: %s was removed while it was read; the newest is read instead.", path)
 
-    def _load(self, path: Path, train_step: TrainStep, params_only: bool, seed: int) -> TrainState:
+    def _load(self, path: Path, steps: Sequence[TrainStep], params_only: bool, seed: int) -> TrainState:
+        train_step, wanted_state = steps[0], steps[0].structs
+        if len(steps) > 1:
+            by_label = {label: own for step in steps for label, own in step.structs.opt_state.items()}
+            wanted_state = dataclasses.replace(wanted_state, opt_state=by_label)
         head = read_head(path)
         found = head.stored
         if not params_only:
             check_random(path, head.random)
         else:
             found = [stored for stored in found if stored.where == TENSORS]
-        structs = flatten(train_step.structs)
+        structs = flatten(wanted_state)
         wanted = Entries({s: struct for s, struct in structs.items() if not params_only or s.where == TENSORS})
         own = self._own(train_step, Entries(dict.fromkeys(found))) if params_only else {}
         check_alike(path, Entries(dict.fromkeys([*found, *own])), wanted, params_only=params_only)
         entries = Entries(read_arrays(self._orbax, path, targets(found, wanted)) | own)
         if params_only:
             return train_step.start({kind: fill_kind(train_step.structs, kind, entries) for kind in KINDS}, seed=seed)
-        state = fill(train_step.structs, entries)
+        state = fill(wanted_state, entries)
         return dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
 
     def _own(self, train_step: TrainStep, found: Entries) -> dict[SavedArray, jax.Array]:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import torch
 
@@ -69,6 +69,7 @@ def loss_program(
     values: HostValues,
     plan: ResolvedPlan,
     microbatch: int = 0,
+    trained: Collection[str] | None = None,
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -82,9 +83,10 @@ def loss_program(
         values: What the host has of the batch and of buffers, where Python asks for values.
         plan: How what modules take and return is split.
         microbatch: For whose values it is.
+        trained: The parameters with gradients, if not all that require them.
     """
-    held = holdings(model)
-    entries = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in held.all.items())
+    held = holdings(model).training(trained)
+    entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
     key = (*key, values.num > 1, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
@@ -95,7 +97,14 @@ def loss_program(
     if program is None:
         activations = Activations(model, plan.activations, plan.mesh)
         joint = JointLoss(
-            model, loss_fn, signature, precision=precision, train=train, host=host, activations=activations
+            model,
+            loss_fn,
+            signature,
+            precision=precision,
+            train=train,
+            host=host,
+            activations=activations,
+            trained=trained,
         )
         program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, num_batch=len(signature.specs)))
         programs = [program, *programs[: KEPT - 1]]

@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class JointLoss:
         train: With gradients; otherwise in eval mode and without.
         host: What the host has of the batch and of buffers, where Python asks for values; they are refused without.
         activations: How what modules take and return is split.
+        trained: The parameters with gradients, if not all that require them.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class JointLoss:
         train: bool,
         host: HostInputs | None = None,
         activations: Activations | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
         self._host, self._activations = host, activations
         self._model, self._loss_fn, self.signature = model, loss_fn, signature
         self._precision, self._train = precision, train
-        self._held = holdings(model)
+        self._held = holdings(model).training(trained)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
     def __call__(self, regions: LayerInterceptor | None = None) -> tuple[TensorFn[LossShape], list[Spec]]:

@@ -112,6 +112,18 @@ class TorchOptimizer:
                 "model has its last form: .to(dtype), a wrapper or new layers may have replaced its parameters."
             )
 
+    def refuse_others(self, others: set[str], label: str) -> None:
+        """Refuse parameters that the step does not train.
+
+        Raises:
+            ValueError: Some are in a parameter group.
+        """
+        if found := [name for members in self._members for name in members if name in others]:
+            raise ValueError(
+                f"{caller()}: the optimizer has parameters that trainable={label!r} leaves out: "
+                f"{', '.join(found[:8])}{', ...' * (len(found) > 8)}. Make it of those parameters alone, or name more."
+            )
+
     # What is read of torch at each step
 
     def _names_of_numbers(self) -> list[str]:

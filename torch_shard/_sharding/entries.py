@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -36,6 +36,13 @@ class Holdings:
     def all(self) -> dict[str, torch.Tensor]:
         """Every tensor, in the order trainable, frozen, buffers."""
         return {**self.params, **self.buffers}
+
+    def training(self, names: Collection[str] | None) -> "Holdings":
+        """The same, where only these parameters are trained; with None all that are trainable."""
+        if names is None:
+            return self
+        chosen = {name: p for name, p in self.trainable.items() if name in names}
+        return Holdings(chosen, {n: p for n, p in self.params.items() if n not in chosen}, self.buffers)
 
 
 def holdings(module: nn.Module) -> Holdings:

@@ -6,7 +6,7 @@
 # pyright: reportUnknownVariableType=false
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -50,8 +50,9 @@ class TrainState:
         params: Trainable parameters by `state_dict` name; a tie stands under the first of its names.
         frozen: Parameters with `requires_grad=False`, by name.
         buffers: Buffers by name, those that are not in the `state_dict` too.
-        opt_state: State of the optax optimiser; moments are stored like their parameters, and sharded like them or as
-            the step's `optimizer_plan` says.
+        opt_state: State of the optimizer; moments are stored like their parameters, and sharded like them or as the
+            step's `optimizer_plan` says. Of steps with `trainable=`, the state of each one's optimizer by what it
+            trains.
         key: Random key of the run; step `n` draws from `jax.random.fold_in(key, n)`.
         num_batches: Number of batches seen, int32 scalar: where the run stands in its data. It is `step`, unless a
             step was skipped.
@@ -104,6 +105,7 @@ class StateLayout:
 
     Attributes:
         params: Which trainable parameters are stored together; `frozen` and `buffers`.
+        trained: Those of them that the step trains.
         shardings: A `TrainState` with the sharding of each stored array.
         updated: Where the optimiser has trainable parameters and their gradients: as its own state lies.
         structs: A `TrainState` with shape, dtype and sharding of each, the key as its words.
@@ -118,6 +120,7 @@ class StateLayout:
         *,
         groups: list[Siblings],
         moments: ResolvedPlan | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
         layout = stack_layout(model, held.all, groups, plan.kept)
@@ -125,7 +128,8 @@ class StateLayout:
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
         self._tensors = {n: struct_of(t) for n, t in held.all.items()}
-        _refuse_moments(self._moments, self.params.forms)
+        self.trained = self.params if trained is None else self.params.restricted(trained)
+        _refuse_moments(self._moments, self.trained.forms)
         replicated: Any = NamedSharding(plan.mesh, PartitionSpec())  # a state of shardings is a state to JAX
         self._opt_state = self._opt_structs(replicated)
         self.shardings = TrainState(
@@ -137,7 +141,7 @@ class StateLayout:
             unsaved=unsaved_buffers(model),
             wide=tuple(name for name, tensor in held.all.items() if tensor.dtype is torch.int64),
         )
-        self.updated = self._tensor_shardings(self.params, self._moments)
+        self.updated = self._tensor_shardings(self.trained, self._moments)
         self._structure: object = jax.tree.structure(self.shardings)
         self.structs = self._structs()
 
@@ -165,7 +169,7 @@ class StateLayout:
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
-        params = {name: self._tensors[name] for name in self.params.names}
+        params = {name: self._tensors[name] for name in self.trained.names}
 
         def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             names = [
@@ -177,7 +181,7 @@ class StateLayout:
 
         with in_optimizer("init"):
             structs = jax.eval_shape(self._init_optimizer, params)
-        return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.params)
+        return stack_dicts(jax.tree_util.tree_map_with_path(placed, structs), self.trained)
 
     def place(
         self,
@@ -220,11 +224,18 @@ class StateLayout:
         wanted, found = ((s.shape, s.dtype) for s in (self._tensors[name], struct_of(values[name])))
         return None if wanted == found else f"  {name}: must be {wanted[0]} {wanted[1]}, got {found[0]} {found[1]}"
 
+    def with_trained(self, params: Stacks, trained: Stacks) -> Stacks:
+        """Parameters with new values for those that the step trains."""
+        if self.trained is self.params:
+            return trained
+        others = params.part(self.params.restricted(name for name in self.params.names if name not in trained))
+        return Stacks.from_dict(Stacks.merged(trained, others), self.params)
+
     def init_opt_state(self, params: Stacks) -> PyTree:
         """The optimiser's state for these parameters."""
 
         def init_opt_state(params: Stacks) -> PyTree:
-            return run_by_name(self._init_optimizer, params, layout=self.params)
+            return run_by_name(self._init_optimizer, Stacks.from_dict(params, self.trained), layout=self.trained)
 
         return cast(PyTree, jax.jit(init_opt_state, out_shardings=self.shardings.opt_state)(params))
 
@@ -252,7 +263,7 @@ class StateLayout:
         return dataclasses.replace(state, **changed)
 
     def _store_opt_state(self, opt_state: PyTree) -> PyTree:
-        stored = stack_dicts(as_dicts(opt_state), self.params, jnp.stack)
+        stored = stack_dicts(as_dicts(opt_state), self.trained, jnp.stack)
         self.check_opt_state(stored)
         return jax.device_put(stored, self.shardings.opt_state)
 

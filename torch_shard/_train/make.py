@@ -4,6 +4,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import os
+from collections.abc import Sequence
 
 import optax
 import torch
@@ -29,6 +30,7 @@ def make_train_step(
     mesh: Mesh,
     plan: ShardingPlan,
     optimizer_plan: ShardingPlan | None = None,
+    trainable: str | Sequence[str] | None = None,
     batch_spec: PartitionSpec | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
@@ -57,6 +59,9 @@ def make_train_step(
         plan: How each parameter and buffer is split, by name.
         optimizer_plan: The same for what the optimizer keeps of each parameter, if that is split further (ZeRO-1). By
             default it is split like the parameter.
+        trainable: Names or globs, as in a plan, of the parameters that this step trains; by default all that require
+            gradients. Steps for other parts of the model, with losses and optimizers of their own, take the same state
+            in turn (GANs).
         batch_spec: How each leaf of a batch is split. By default the leading dim over the mesh axis `batch`.
         local_batches: True if each process gives only the rows of its own devices; False if each gives the whole batch.
             See the guide on data of several hosts.
@@ -101,6 +106,7 @@ def make_train_step(
         mesh=mesh,
         plan=plan,
         optimizer_plan=optimizer_plan,
+        trainable=trainable,
         batch_spec=batch_spec,
         local_batches=local_batches,
         compute_dtype=compute_dtype,

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from typing import TypeVar, get_args
+from collections.abc import Sequence
+from typing import TypeVar, cast, get_args
 
 import jax
 import torch
@@ -14,9 +15,13 @@ from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
 from torch_shard._optim import check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
-from torch_shard._sharding import ResolvedPlan, ShardingPlan, check_mesh, spec_in_use
+from torch_shard._sharding import Holdings, ResolvedPlan, ShardingPlan, check_mesh, make_matcher, spec_in_use
 
 T = TypeVar("T")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,7 @@ class StepOptions:
     mesh: Mesh
     plan: ShardingPlan
     optimizer_plan: ShardingPlan | None = None
+    trainable: str | Sequence[str] | None = None
     batch_spec: PartitionSpec | None = None
     local_batches: bool = False
     compute_dtype: torch.dtype | None = None
@@ -88,6 +94,43 @@ class StepOptions:
         """
         return clipped(grads, norm, max_norm=self.clip_grad_norm, max_value=self.clip_grad_value)
 
+    @property
+    def label(self) -> str:
+        """What `trainable` says, as one text; empty without it."""
+        globs = () if self.trainable is None else self._globs()
+        return ", ".join(globs)
+
+    def _globs(self) -> list[str]:
+        given: object = [self.trainable] if isinstance(self.trainable, str) else self.trainable
+        globs = [glob for glob in cast(list[object], given) if isinstance(glob, str)] if _is_list(given) else []
+        if not globs or len(globs) < len(cast(list[object], given)):
+            raise TypeError(
+                f'{caller()}: trainable must be a name or a glob of parameters, such as "netD.**", or a list of '
+                f"these, got {self.trainable!r}."
+            )
+        return globs
+
+    def trained(self, held: Holdings) -> frozenset[str] | None:
+        """Find the parameters that the step trains; None if these are all that require gradients.
+
+        Raises:
+            ValueError: A glob of `trainable` finds none.
+        """
+        if self.trainable is None:
+            return None
+        found: set[str] = set()
+        for glob in self._globs():
+            if not (own := set(filter(make_matcher(glob), held.trainable))):
+                frozen = [name for name in held.frozen if make_matcher(glob)(name)]
+                why = f"{', '.join(frozen[:4])} does not require gradients" if frozen else "none has such a name"
+                raise ValueError(
+                    f"{caller()}: trainable={glob!r} finds no trainable parameter: {why}. There are "
+                    f"{', '.join(list(held.trainable)[:8])}{', ...' * (len(held.trainable) > 8)}. As in a plan, * "
+                    "stands for one part of a name, and ** for any number of them."
+                )
+            found |= own
+        return frozenset(found)
+
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""
         return BatchLayout(self.mesh, self.batch_spec)
@@ -112,6 +155,5 @@ class StepOptions:
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        return dataclasses.replace(
-            self, optimizer_plan=None, remat="none", accumulate_steps=1, clip_grad_norm=None, clip_grad_value=None
-        )
+        own = {"optimizer_plan": None, "trainable": None, "clip_grad_norm": None, "clip_grad_value": None}
+        return dataclasses.replace(self, remat="none", accumulate_steps=1, **own)

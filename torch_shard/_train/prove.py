@@ -158,7 +158,7 @@ def _updates(
     if "guard" in metrics and metrics["guard"].skipped:
         return []
     held = {**dict(state.params), **out["written"]}
-    params = {name: held[name] for name in state.params}
+    params = {name: held[name] for name in out["grads"]}
     wanted = step.update_by_name(state, out["grads"], params, out["loss"])
     grads = {n: np.abs(array_of(out["grads"][n])) for n in params if n not in step.programs[-1].without_grad}
     eps = max(float(jnp.finfo(value.dtype).eps) for value in params.values())

@@ -72,6 +72,7 @@ class Step:
             self.plan if asked is None else in_form_of(asked, options.plan).resolve(model, options.mesh)
         )
         self._held = holdings(model)
+        self._trained = options.trained(self._held)
         self.layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
         self.layout = options.batch_layout()
         check_activations(self.plan, self.layout.row_axes)
@@ -251,6 +252,7 @@ class Step:
             values=values,
             plan=self.plan,
             microbatch=microbatch,
+            trained=self._trained,
         ).with_rows(self._row_split())
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):

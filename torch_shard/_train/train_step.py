@@ -79,7 +79,9 @@ class TrainStep(Step):
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
         self._torch: TorchOptimizer | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._torch = TorchOptimizer(optimizer, self._held.params, list(self._held.trainable))
+            trained = list(self._held.training(self._trained).trainable)
+            self._torch = TorchOptimizer(optimizer, self._held.params, trained)
+            self._torch.refuse_others(set(self._held.trainable) - set(trained), self.options.label)
         self.optimizer: Any = optimizer
         self._donated = False
         self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
@@ -94,6 +96,7 @@ class TrainStep(Step):
             self.optimizer.init if self._torch is None else self._torch.init,
             groups=groups,
             moments=self.optimizer_plan,
+            trained=self._trained,
         )
         self.shardings = self._layout.shardings
 
@@ -102,7 +105,38 @@ class TrainStep(Step):
     def structs(self) -> TrainState:
         """Shape, dtype and sharding of each array of a state; of the key, of its words."""
         refuse_wide(self._held.all)
-        return self._layout.structs
+        structs = self._layout.structs
+        return dataclasses.replace(structs, opt_state=self._labeled(structs.opt_state))
+
+    def _labeled(self, opt_state: PyTree, others: Mapping[str, PyTree] | None = None) -> PyTree:
+        """The states of all optimizers, where each trains a part of the model; else of the only one."""
+        return {**(others or {}), self.options.label: opt_state} if self.options.label else opt_state
+
+    def _own(self, state: TrainState) -> tuple[TrainState, dict[str, PyTree]]:
+        """A state with that of this step's optimizer alone, new at its first step; and those of other optimizers."""
+        label = self.options.label
+        if not label:
+            return state, {}
+        if type(state.opt_state) is not dict or not all(
+            isinstance(key, str) for key in cast(dict[object, PyTree], state.opt_state)
+        ):
+            raise ValueError(
+                f"{self.caller}: the state is of a step that trains the whole model, and this one trains {label}. Take "
+                "one that step.init of a step with trainable= gave."
+            )
+        others = cast(dict[str, PyTree], state.opt_state)
+        if label not in others:
+            return self._layout.normal(dataclasses.replace(state, opt_state=self._first(state.params))), others
+        own = others[label]
+        others = {key: value for key, value in others.items() if key != label}
+        return dataclasses.replace(state, opt_state=own), others
+
+    def _first(self, params: Mapping[str, jax.Array]) -> PyTree:
+        """The optimizer's state before its first step here."""
+        if self._torch is not None and (found := self._torch.load(self._held.trainable)) is not None:
+            return found
+        with self._cache.active():
+            return self._layout.init_opt_state(Stacks.from_dict(params, self._layout.params))
 
     @error_prefix("init")
     def init(self, *, seed: int = 0, donate: bool = False) -> TrainState:
@@ -137,7 +171,10 @@ class TrainStep(Step):
         placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
         state = self.start(placed, seed=seed)
         found = None if self._torch is None else self._torch.load(self._held.trainable)
-        return state if found is None else self._normal(dataclasses.replace(state, opt_state=found))
+        if found is None:
+            return state
+        own = self._layout.normal(dataclasses.replace(state, opt_state=found))
+        return dataclasses.replace(own, opt_state=self._labeled(own.opt_state))
 
     @error_prefix(None)
     def start(self, held: Mapping[str, Stacks], *, seed: int) -> TrainState:
@@ -155,7 +192,7 @@ class TrainStep(Step):
             self.shardings,
             step=put(np.zeros((), np.int32), self.replicated),
             **held,
-            opt_state=opt_state,
+            opt_state=self._labeled(opt_state),
             key=jax.random.wrap_key_data(put(words, self.replicated)),
             num_batches=put(np.zeros((), np.int32), self.replicated),
         )
@@ -198,7 +235,9 @@ class TrainStep(Step):
         if self._torch is not None:
             agree_on_numbers(self._torch.read(), self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
-        state, metrics = program(self._normal(state), arrays)
+        own, others = self._own(state)
+        state, metrics = program(self._layout.normal(own), arrays)
+        state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         if self._torch is not None:
             self._torch.note_step()
         self._host_buffers.note_kept(program.kept, state)
@@ -210,7 +249,7 @@ class TrainStep(Step):
         return self.structs
 
     def _normal(self, state: TrainState) -> TrainState:
-        return self._layout.normal(state)
+        return self._layout.normal(self._own(state)[0])
 
     @property
     def _inputs(self) -> tuple[torch.Tensor, ...]:
@@ -227,17 +266,17 @@ class TrainStep(Step):
             params: The trainable parameters.
             loss: Of the batch.
         """
-        options = self.options
+        options, opt_state = self.options, self._own(state)[0].opt_state
         if self._torch is not None:
             clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
-            return self._torch.steps_in_torch(params, grads, state.opt_state, clip)
+            return self._torch.steps_in_torch(params, grads, opt_state, clip)
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
             extra = {"value": loss} if self._takes_value else {}
             updates, _ = self.optimizer.update(options.clip(grads, global_norm(grads)), opt_state, params, **extra)
             return optax.apply_updates(params, updates)
 
-        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(state.opt_state), params))
+        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
@@ -263,7 +302,7 @@ class TrainStep(Step):
             grads: Stacks, opt_state: PyTree, params: Stacks, closure: list[jax.Array]
         ) -> tuple[Stacks, PyTree]:
             assert self._torch is not None
-            updated, opt_state = self._torch.update(grads, opt_state, params, closure[-1], layout=layout.params)
+            updated, opt_state = self._torch.update(grads, opt_state, params, closure[-1], layout=layout.trained)
             return updated.updated({name: params[name] for name in program.without_grad}), opt_state
 
         def train_step(
@@ -272,24 +311,22 @@ class TrainStep(Step):
             layout.check_opt_state(state.opt_state)
             key = jax.random.fold_in(state.key, state.step)
             out = run(key, state.tensors, batch, closure[: len(closure) - len(self._inputs)])
-            held = Stacks.from_dict(state.params, layout.params).updated(out.written)
-            grads = Stacks.from_dict(out.grads, layout.params)
-            grads, held = (
-                constrain_stacks(part, layout.updated.arrays, self.layout.row_axes) for part in (grads, held)
-            )
+            params = Stacks.from_dict(state.params, layout.params).updated(out.written)
+            parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
+            grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.row_axes) for part in parts)
             with jax.named_scope("optimizer"):
                 norm = global_norm(grads)
                 clipped = self.options.clip(grads, norm)
                 if self._torch is not None:
-                    params, opt_state = update_in_torch(clipped, state.opt_state, held, closure)
+                    updated, opt_state = update_in_torch(clipped, state.opt_state, held, closure)
                 else:
                     given = clipped, state.opt_state, held, out.loss
-                    params, opt_state = run_by_name(update, *given, layout=layout.params)
+                    updated, opt_state = run_by_name(update, *given, layout=layout.trained)
             buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
             new = dataclasses.replace(
                 state,
                 step=state.step + 1,
-                params=params,
+                params=layout.with_trained(params, updated),
                 frozen=Stacks.from_dict(state.frozen, layout.frozen).updated(out.written),
                 buffers=buffers[1],
                 opt_state=opt_state,
@@ -344,7 +381,7 @@ class TrainStep(Step):
             )
         check_state(self.caller, state)
         unreached = [set(program.without_grad) for program in self.programs]
-        return self._torch.state_dict(state.opt_state, without=sorted(set[str]().union(*unreached)))
+        return self._torch.state_dict(self._own(state)[0].opt_state, without=sorted(set[str]().union(*unreached)))
 
     @error_prefix(None)
     def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
