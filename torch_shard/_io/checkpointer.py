@@ -303,8 +303,8 @@ class Checkpointer:
             ValueError: It does not fit the model or the optimiser, or was written under settings of JAX that draw other
                 random numbers; all differences are listed by name. Or the one that was asked for is damaged.
         """
-        steps = [train_step] if isinstance(train_step, TrainStep) else train_step
-        check_kind("train_step", steps, list | tuple, hint="make_train_step gives one.")
+        several = isinstance(train_step, list | tuple) and bool(train_step)
+        steps = cast(list[TrainStep], list(cast(Any, train_step)) if several else [train_step])
         for each in steps:
             check_kind("train_step", each, TrainStep, hint="make_train_step gives one.")
         check_kind("params_only", params_only, bool)

@@ -17,6 +17,7 @@ import torch
 
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
+from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags, read_numbers
 from torch_shard._optim.rules import ADADELTA, ADAGRAD, ADAM, ADAMAX, ASGD, NADAM, RADAM, RMSPROP, RPROP, SGD
@@ -65,6 +66,7 @@ class TorchOptimizer:
             which group, and its flags, are fixed.
         params: The parameters of the model by name.
         trainable: The names of those that are trained.
+        ema: Keeps an average of the parameters with this decay too.
 
     Raises:
         TypeError: It is of another class.
@@ -73,9 +75,15 @@ class TorchOptimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], trainable: Sequence[str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, torch.Tensor],
+        trainable: Sequence[str],
+        ema: float | None = None,
     ) -> None:
         self.optimizer, self.rule = optimizer, _rule_of(optimizer)
+        if ema is not None:
+            self.rule = rule_with_average(self.rule, ema)
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
@@ -291,7 +299,7 @@ class TorchOptimizer:
                 if own:
                     kept[name][number] = self._one(own, number, lambda state, name=name: state[name])
         slots = {
-            slot: {name: found[name].get(slot, np.zeros(s.shape, s.dtype)) for name, s in by_name.items()}
+            slot: {name: found[name].get(slot, _fresh(slot, values[name], s)) for name, s in by_name.items()}
             for slot, by_name in fresh.slots.items()
         }
         return TorchOptState(steps, kept, slots)  # pyright: ignore[reportArgumentType]  (host values, to be placed)
@@ -322,7 +330,7 @@ class TorchOptimizer:
                     continue
                 own = {"step": torch.tensor(float(steps[number]))} if self.rule.counts else {}
                 own |= {key: torch.tensor(float(values[number])) for key, values in kept.items()}
-                own |= {slot: to_host(values[name]) for slot, values in state.slots.items() if name in values}
+                own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
                 found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
 
@@ -360,6 +368,11 @@ class TorchOptimizer:
         clip(list(copies.values()))
         other.step()
         return {name: jnp.asarray(copy.detach().numpy()) for name, copy in copies.items()}
+
+
+def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:
+    """What a slot has of which torch keeps nothing."""
+    return param.detach() if slot == SLOT else np.zeros(struct.shape, struct.dtype)
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:

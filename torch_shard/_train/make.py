@@ -40,6 +40,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
+    ema: float | None = None,
     split_activations: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
@@ -79,6 +80,8 @@ def make_train_step(
         clip_grad_norm: Scale the gradients so that their global L2 norm is at most this, as
             `torch.nn.utils.clip_grad_norm_` does. `metrics["grad_norm"]` is the norm before.
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
+        ema: Keep an exponential moving average of the parameters, from their first values on: after each step
+            `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
             changes speed and memory, and no number beyond rounding.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
@@ -116,6 +119,7 @@ def make_train_step(
         accumulate_steps=accumulate_steps,
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
+        ema=ema,
         split_activations=split_activations,
         compile_cache=compile_cache,
     )

@@ -13,7 +13,7 @@ from torch_shard._capture import MixedPrecision, Precision
 from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_count, check_kind, is_integer
 from torch_shard._device import BatchLayout
-from torch_shard._optim import check_clipping, clipped
+from torch_shard._optim import check_average, check_clipping, clipped
 from torch_shard._scan import REMAT, LayerOptions, Remat, ScanLayers
 from torch_shard._sharding import Holdings, ResolvedPlan, ShardingPlan, check_mesh, make_matcher, spec_in_use
 
@@ -46,6 +46,7 @@ class StepOptions:
     accumulate_steps: int = 1
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    ema: float | None = None
     split_activations: bool = True
     compile_cache: str | os.PathLike[str] | None = None
 
@@ -64,6 +65,7 @@ class StepOptions:
             )
         check_count("accumulate_steps", self.accumulate_steps)
         check_clipping(self.clip_grad_norm, self.clip_grad_value)
+        check_average(self.ema)
         check_kind("split_activations", self.split_activations, bool)
 
     def _check_compute_dtype(self) -> None:
@@ -155,5 +157,5 @@ class StepOptions:
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        own = {"optimizer_plan": None, "trainable": None, "clip_grad_norm": None, "clip_grad_value": None}
+        own = {"optimizer_plan": None, "trainable": None, "ema": None, "clip_grad_norm": None, "clip_grad_value": None}
         return dataclasses.replace(self, remat="none", accumulate_steps=1, **own)

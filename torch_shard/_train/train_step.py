@@ -23,7 +23,15 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._loss import LossProgram, update_objects
-from torch_shard._optim import TorchOptimizer, check_optimizer, clip_in_torch, in_optimizer, run_by_name
+from torch_shard._optim import (
+    TorchOptimizer,
+    average_of,
+    check_optimizer,
+    clip_in_torch,
+    in_optimizer,
+    run_by_name,
+    with_average,
+)
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, as_dicts, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
@@ -80,8 +88,10 @@ class TrainStep(Step):
         self._torch: TorchOptimizer | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
             trained = list(self._held.training(self._trained).trainable)
-            self._torch = TorchOptimizer(optimizer, self._held.params, trained)
+            self._torch = TorchOptimizer(optimizer, self._held.params, trained, options.ema)
             self._torch.refuse_others(set(self._held.trainable) - set(trained), self.options.label)
+        elif options.ema is not None:
+            optimizer = with_average(optimizer, options.ema)
         self.optimizer: Any = optimizer
         self._donated = False
         self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
@@ -441,19 +451,52 @@ class TrainStep(Step):
         """The step that evaluates the same loss in eval mode, with the options of this one."""
         return EvalStep(self.model, self.loss_fn, self.options.for_evaluation())
 
+    @error_prefix("averaged")
+    def averaged(self, state: TrainState) -> TrainState:
+        """The same state with the averages of `ema=` as its parameters, to be evaluated or exported, not trained on.
+
+        Args:
+            state: A state of this step, which shares its arrays with the result.
+
+        Raises:
+            ValueError: The step keeps no averages, or the state was donated to a step.
+
+        Example:
+            >>> import torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> model = torch.nn.Linear(4, 1)
+            >>> step = ts.make_train_step(
+            ...     model, lambda model, batch: model(batch).square().mean(),
+            ...     torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9,
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> state, metrics = step(step.init(seed=0), torch.ones(8, 4))
+            >>> evaluate = step.evaluation()
+            >>> float(evaluate(step.averaged(state), torch.ones(8, 4))["loss"]) < float(metrics["loss"])
+            True
+        """
+        if self.options.ema is None:
+            raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
+        check_state(self.caller, state)
+        ema = average_of(self._own(state)[0].opt_state)
+        return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
+
     @error_prefix(None)
-    def export(self, state: TrainState) -> torch.nn.Module:
+    def export(self, state: TrainState, *, ema: bool = False) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
 
         It also has the buffers that forward registers at its first call.
 
         Args:
             state: A state of this step; it is only read.
+            ema: With the averages of the parameters, and the buffers as they are.
 
         Raises:
             TypeError: It is something else.
-            ValueError: It was donated to a step, or is of another model.
+            ValueError: It was donated to a step, or is of another model; or the step keeps no averages.
         """
+        check_kind("ema", ema, bool)
+        state = self.averaged(state) if ema else state
         check_state(self.caller, state)
         check_names(self.caller, state, self._held.all)
         model = with_values(self.model, to_host_by_name(state.tensors))
@@ -463,3 +506,9 @@ class TrainStep(Step):
             if (held := getattr(owner, leaf, None)) is None or held.numel() < buffer.numel():  # for longer batches
                 owner.register_buffer(leaf, buffer.clone(), persistent)
         return model
+
+
+def _without(params: Mapping[str, jax.Array], names: Mapping[str, object]) -> list[Stacks]:
+    """The entries that have none of these names."""
+    others = {name: value for name, value in params.items() if name not in names}
+    return [Stacks.from_dict(others, [(name,) for name in others])] if others else []
