@@ -14,7 +14,17 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard import collectives, optim, plans
     from torch_shard._cost import Preview
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
-    from torch_shard._fit import BadStepError, Rows, fit
+    from torch_shard._fit import (
+        BadStepError,
+        BestCheckpoint,
+        Callback,
+        EarlyStopping,
+        Profile,
+        Rows,
+        Run,
+        Utilization,
+        fit,
+    )
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
@@ -62,9 +72,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgKind",
     "BadStepError",
+    "BestCheckpoint",
+    "Callback",
     "Checkpointer",
     "Comparison",
     "Drawing",
+    "EarlyStopping",
     "EvalStep",
     "Explanation",
     "Kernel",
@@ -72,10 +85,13 @@ __all__ = [
     "Padded",
     "Pieces",
     "Preview",
+    "Profile",
     "Rows",
+    "Run",
     "ShardingPlan",
     "TrainState",
     "TrainStep",
+    "Utilization",
     "assert_replica_integrity",
     "broadcast",
     "call_jax",

@@ -8,12 +8,14 @@ from torch_shard._cost.fitting import (
     partitioner_refusals,
 )
 from torch_shard._cost.preview import Preview, preview_of
+from torch_shard._cost.total import costs_of
 
 __all__ = [
     "Preview",
     "ProgramMemory",
     "TooLarge",
     "compile_or_refuse",
+    "costs_of",
     "memory_of_program",
     "partitioner_refusals",
     "preview_of",

@@ -1,6 +1,7 @@
-"""The loop: data from any position, progress, metrics, bad steps, signals, resume."""
+"""The loop: data from any position, progress, metrics, callbacks, bad steps, signals, resume."""
 
 from torch_shard._fit.bad_step import BadStepError
+from torch_shard._fit.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile, Run, Utilization
 from torch_shard._fit.dataset import Rows
 from torch_shard._fit.fit import fit
 from torch_shard._fit.reports import METRICS, read_metrics
@@ -8,7 +9,13 @@ from torch_shard._fit.reports import METRICS, read_metrics
 __all__ = [
     "METRICS",
     "BadStepError",
+    "BestCheckpoint",
+    "Callback",
+    "EarlyStopping",
+    "Profile",
     "Rows",
+    "Run",
+    "Utilization",
     "fit",
     "read_metrics",
 ]

@@ -57,6 +57,11 @@ class Batches:
                 "before, and a resumed run draws others. (The order of the batches is the same.)", caller(),
             )  # fmt: skip
 
+    @property
+    def per_epoch(self) -> int | None:
+        """Number of batches of an epoch, where it is known."""
+        return getattr(self._loader, "per_epoch", None) or _reliable_len(self._loader)
+
     def starting_at(self, position: int) -> Iterator[PyTree]:
         """The batches from a position on, counted from 0 over all epochs; without end if the loader starts anew.
 

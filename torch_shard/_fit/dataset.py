@@ -215,7 +215,7 @@ class TrainingRows:
             )
         if num < size:
             raise ValueError(f"{caller()}: the dataset has {num} rows, fewer than batch_size={size}.")
-        self._num_batches = num // size if rows.drop_last else -(-num // size)
+        self.per_epoch = num // size if rows.drop_last else -(-num // size)
         _compare(rows, seed)
 
     def __call__(self, position: int) -> Iterator[HostBatch]:
@@ -224,10 +224,10 @@ class TrainingRows:
             yield HostBatch(batch, local=True)
 
     def _keys(self, position: int) -> Iterator[list[_Key]]:
-        size, (first, begin) = self._rows.batch_size, divmod(position, self._num_batches)
+        size, (first, begin) = self._rows.batch_size, divmod(position, self.per_epoch)
         for epoch in itertools.count(first):
             order = order_of(self._rows, self._seed, epoch)
-            whole = torch.cat([order, order])[: self._num_batches * size]
+            whole = torch.cat([order, order])[: self.per_epoch * size]
             for indices in whole.split(size)[begin if epoch == first else 0 :]:
                 yield _own_keys(epoch, indices, self._own)
 

@@ -21,12 +21,13 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.alike import agree_on_run
 from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
+from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.first_non_finite import first_non_finite
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
-from torch_shard._fit.schedule import check_scheduler, follow_schedule
+from torch_shard._fit.schedule import Schedule
 from torch_shard._fit.signals import StopRequest
 from torch_shard._hosts import Gate, PeerError
 from torch_shard._io import Checkpointer
@@ -47,6 +48,7 @@ def fit(
     steps: int,
     batch_size: int | None = None,
     scheduler: LRScheduler | None = None,
+    schedule_by: str | None = None,
     eval_loader: Iterable[PyTree] | Rows | Dataset[Any] | None = None,
     eval_every: int | None = None,
     eval_step: EvalStep | None = None,
@@ -59,6 +61,7 @@ def fit(
     prefetch: int = 2,
     prove_steps: int = 0,
     check_replicas_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: bool | Console = True,
 ) -> TrainState:
     """Train until the state has seen `steps` batches, and go on where an earlier call was cut off.
@@ -78,9 +81,9 @@ def fit(
         batch_size: Rows of a batch, over all processes, where `loader` is a dataset. It is shuffled for each epoch, and
             an epoch's last batch is filled up with its first rows, both as by a `DistributedSampler`; `Rows` has other
             ways, and workers.
-        scheduler: Of the optimizer of torch that the step was made with: stepped after each batch, as
-            `scheduler.step()` in a loop. A resumed run steps it up to where it is. One that is stepped by epoch or by a
-            metric (`ReduceLROnPlateau`) needs a loop of your own.
+        scheduler: Of the optimizer of torch that the step was made with. A resumed run steps it up to where it is.
+        schedule_by: When it is stepped: after each `"step"`, as by default; after each `"epoch"` of the loader; or
+            after each evaluation with the metric of this name, as `ReduceLROnPlateau` needs it (default `"loss"`).
         eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
             metrics are means over the batches, in which each weighs as many rows as it has: of a `loss_fn` that is a
             mean over rows, the mean over all rows. The last batch may have any size: one that does not divide over the
@@ -106,6 +109,7 @@ def fit(
             by its own random numbers. A difference ends the run before that step. Steps after them cost nothing more.
         check_replicas_every: Batches from one check that devices and processes hold the same values, where they should
             (`assert_replica_integrity` of the state, which copies it to the host), to the next; None for none.
+        callbacks: `Callback` objects, which are told of steps, evaluations, checkpoints and the end.
         progress: True shows a bar; a rich console shows it there.
 
     Returns:
@@ -154,7 +158,7 @@ def fit(
     seed = check_seed(seed)
     check_skip_grad_norm(skip_grad_norm)
     _check_kinds(step, state, checkpointer, log)
-    check_scheduler(step, scheduler)
+    check_callbacks(callbacks)
     check_kind("progress", progress, bool | Console)
     loader = as_rows("loader", loader, batch_size, shuffle=True)
     eval_loader = as_rows("eval_loader", eval_loader, batch_size, shuffle=False)
@@ -163,15 +167,16 @@ def fit(
     if eval_loader is not None:
         eval_step = eval_step or step.evaluation()
         evaluation = Evaluation(eval_step, _batches("eval_loader", eval_loader, eval_step, seed))
+    evaluates = evaluation is not None
+    schedule = Schedule.of(step, scheduler, schedule_by, epoch=batches.per_epoch, evaluates=evaluates)
     gate = Gate.of(step.mesh)
     if gate is not None:
         names = "steps", "eval_every", "on_bad_step", "skip_grad_norm", "seed", "prove_steps", "check_replicas_every"
         values = steps, eval_every, on_bad_step, skip_grad_norm, seed, prove_steps, check_replicas_every
         settings = dict(zip(names, values, strict=True)) | {"a given state": state is not None}
         agree_on_run(settings, checkpointer, {"loader": loader, "eval_loader": eval_loader})
-    state = _begin(step, state, checkpointer)
+    state, notes = _begin(step, state, checkpointer)
     start = int(state.num_batches)
-    follow_schedule(scheduler, start)
     if start > steps:
         raise ValueError(f"fit: the state has seen {start} batches, and steps={steps} is the number of the whole run.")
     with contextlib.ExitStack() as stack:
@@ -188,6 +193,11 @@ def fit(
         ahead = Ahead(batches.starting_at(start), step, prefetch, steps - start)
         stack.callback(ahead.close)
         reports = Reports(bar, metrics_log, log_every, start)
+        run = Run(step, steps, start, state, reports)
+        told = Callbacks(callbacks, run)
+        told.take_up(notes.get("callbacks", []))
+        schedule.follow(start)
+        schedule.load_state_dict(notes, step.optimizer)
         guard = BadStepPolicy(on_bad_step, skip_grad_norm)
         due = Due(eval_every, check_replicas_every)
         proved_until = start + prove_steps
@@ -204,7 +214,8 @@ def fit(
             reports,
             guard,
             stop,
-            scheduler,
+            schedule,
+            told,
         ).run()
 
 
@@ -243,8 +254,10 @@ def _check_evaluation(eval_loader: object, eval_every: object, eval_step: object
         raise ValueError("fit: eval_every and eval_step are for an evaluation, which needs eval_loader.")
 
 
-def _begin(step: TrainStep, state: TrainState | None, checkpointer: Checkpointer | None) -> TrainState:
-    """The given state, or the newest checkpoint if that is ahead of it."""
+def _begin(
+    step: TrainStep, state: TrainState | None, checkpointer: Checkpointer | None
+) -> tuple[TrainState, dict[str, Any]]:
+    """The given state, or the newest checkpoint if that is ahead of it, and its notes."""
     if state is not None and state.step.is_deleted():
         raise ValueError(
             "fit: this state was donated to an earlier step or fit. Go on with the state that it returned."
@@ -255,8 +268,8 @@ def _begin(step: TrainStep, state: TrainState | None, checkpointer: Checkpointer
             saved = checkpointer.restore(step)
             if state is None or int(saved.num_batches) >= int(state.num_batches):
                 logger.info("fit: goes on from step %d in %s", int(saved.step), checkpointer.directory)
-                return saved
-    return step.init(seed=0) if state is None else state
+                return saved, checkpointer.notes(int(saved.step))
+    return step.init(seed=0) if state is None else state, {}
 
 
 class Evaluation:
@@ -302,11 +315,14 @@ class _Loop:
     reports: Reports
     guard: BadStepPolicy
     stop: StopRequest
-    scheduler: LRScheduler | None = None
+    schedule: Schedule
+    told: Callbacks
     begun: ShardedBatch | None = None
     """The batch of a step that was begun, until the step is dispatched."""
     stopped: bool = False
-    """Whether a bad step has ended the run."""
+    """Whether a bad step or a callback has ended the run."""
+    ended: bool = False
+    """Whether callbacks were told of the end."""
     sound: bool = True
     """Whether devices hold what they should, as far as is known."""
 
@@ -338,7 +354,7 @@ class _Loop:
             self._prove(placed)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
-        follow_schedule(self.scheduler, self.position)
+        self.schedule.follow(self.position)
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics)
         self.ahead.fill()
@@ -347,7 +363,10 @@ class _Loop:
         if stopped is not None:
             self.state, self.stopped = stopped, True
         else:
+            self.told.at(self.position, self.state, metrics)
+            self.told.tell("on_step")
             self._between()
+            self._heed()
 
     def _prove(self, placed: ShardedBatch) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
@@ -370,16 +389,34 @@ class _Loop:
         every = self.due.evaluation
         if self.evaluation and (position == self.steps or (every and position % every == 0)):
             self.reports.flush()
-            self.reports.add_evaluation(position, self.evaluation(state))
+            found = self.evaluation(state)
+            self.reports.add_evaluation(position, found)
+            self.schedule.evaluated(found)
+            self.told.tell("on_eval", found)
         if self.checkpointer is not None and position % self.checkpointer.every == 0:
             self.reports.flush(every=True)
-            self.checkpointer.save(state, metrics=self.reports.numbers)
+            self.checkpointer.save(state, metrics=self.reports.numbers, notes=self._notes())
+            self.told.tell("on_save")
             self.reports.pause()
+
+    def _heed(self) -> None:
+        """Stop where a callback has asked for it."""
+        if self.told.run.reason:
+            logger.info("fit: stops after %d batches: %s.", self.position, self.told.run.reason)
+            self.stopped = True
+
+    def _notes(self) -> dict[str, Any]:
+        """What a resumed run is to know beside the state."""
+        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer)}
 
     def _end(self) -> None:
         self.reports.flush(every=True)
+        if not self.ended:
+            self.ended = True
+            self.told.at(self.position, self.state)
+            self.told.tell("on_end")
         if self.checkpointer is not None:
-            self.checkpointer.save(self.state, metrics=self.reports.numbers)
+            self.checkpointer.save(self.state, metrics=self.reports.numbers, notes=self._notes())
             self.checkpointer.wait()
 
     def _rescue(self, error: Exception) -> None:

@@ -65,6 +65,10 @@ class MetricsLog:
             if isinstance(value, int | float):
                 self._events.add_scalar(f"{kind}/{name}", value, batch)
 
+    def write_text(self, name: str, text: str, batch: int) -> None:
+        """Add a text, to TensorBoard alone."""
+        self._events.add_text(name, text, batch)
+
     def close(self) -> None:
         """Write what is left."""
         self._lines.close()
@@ -191,6 +195,17 @@ class Reports:
             self._log.write("eval", position, found)
         self._show(position)
         self.pause()
+
+    def add(self, position: int, numbers: Mapping[str, float]) -> None:
+        """Write down more numbers."""
+        self.numbers |= {name: float(value) for name, value in numbers.items()}
+        if self._log is not None:
+            self._log.write("train", position, {name: float(value) for name, value in numbers.items()})
+
+    def add_text(self, position: int, name: str, text: str) -> None:
+        """Write down a text."""
+        if self._log is not None:
+            self._log.write_text(name, text, position)
 
     def close(self) -> None:
         """Write no more, where that may be what has failed; `numbers` goes on."""

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,21 @@ class Checkpointer:
             raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
 
     @public
+    def notes(self, step: int) -> dict[str, Any]:
+        """Notes that were saved with a step.
+
+        Args:
+            step: One of `steps()`.
+
+        Raises:
+            ValueError: It has no checkpoint that can be read.
+        """
+        try:
+            return read_head(self.path(step)).notes
+        except Unreadable as error:
+            raise ValueError(f"{caller()}: {error} There are those of steps {self.steps()}.") from error
+
+    @public
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of a step.
 
@@ -162,12 +178,19 @@ class Checkpointer:
             )
 
     @public
-    def save(self, state: TrainState, *, metrics: Mapping[str, float] | None = None) -> bool:
+    def save(
+        self,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Save a state.
 
         Args:
             state: It may be donated to the next step as soon as this returns.
             metrics: Numbers to keep with it.
+            notes: More to keep with it: numbers, texts, lists and dicts of them.
 
         Returns:
             True if it was saved; a step that has a checkpoint is not saved again.
@@ -188,7 +211,7 @@ class Checkpointer:
         self._agree_on(step, int(state.num_batches))
         if exchange(lambda: step in self.steps() and step not in self._damaged)[0]:
             return False
-        head = head_of(state, _as_numbers({} if metrics is None else metrics))
+        head = head_of(state, _as_numbers({} if metrics is None else metrics), _as_json({} if notes is None else notes))
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
         with uninterrupted():
@@ -401,3 +424,12 @@ def _as_numbers(metrics: object) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{caller()}: metrics must be numbers by name, got {name!r}: {value!r:.99}.") from error
     return found
+
+
+def _as_json(notes: object) -> dict[str, Any]:
+    """The notes of a save, as they are written."""
+    check_kind("notes", notes, Mapping, hint="Give numbers, texts, lists and dicts by name.")
+    try:
+        return cast(dict[str, Any], json.loads(json.dumps(notes)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{caller()}: notes must be what JSON can hold: {error}.") from error

@@ -121,7 +121,7 @@ def load_torch(
             script (`{"model": ..., "optimizer": ...}`, as nanoGPT, pytorch/examples and Lightning write it), or of a
             directory of Trainer, with `optimizer.pt`. Its groups hold the loaded parameters afterwards, and a step
             that is made with it starts with its state.
-        scheduler: The optimizer's scheduler, whose state is read likewise.
+        scheduler: The optimizer's scheduler, whose state is read in the same way.
 
     Returns:
         The module; or a dict of jax-device tensors, without those that nothing has values of. Entries that have no

@@ -272,6 +272,7 @@ class Head:
         wide: Names of the entries that are int64 in torch, whatever they are here.
         metrics: Numbers that were kept with it.
         mesh: Sizes of the mesh axes that it was split over.
+        notes: More that was kept with it, as JSON has it.
         random: Settings of JAX by which the run drew its random numbers; none where an older version wrote it.
         stored: Its arrays.
     """
@@ -283,6 +284,7 @@ class Head:
     metrics: dict[str, float]
     mesh: dict[str, int]
     stored: list[SavedArray]
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     random: dict[str, str | bool] = dataclasses.field(default_factory=dict[str, str | bool])
 
     @classmethod
@@ -304,6 +306,7 @@ class Head:
             wide=_texts(found["wide"]),
             metrics={_text(name): float(value) for name, value in found["metrics"].items()},
             mesh={_text(axis): _count(size) for axis, size in found["mesh"].items()},
+            notes=dict[str, Any](found.get("notes", {})),
             random={_text(name): value for name, value in found.get("random", {}).items()},
             stored=stored,
         )
@@ -355,7 +358,7 @@ def check_random(path: Path, saved: Mapping[str, str | bool]) -> None:
         )
 
 
-def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
+def head_of(state: TrainState, metrics: Mapping[str, float], notes: Mapping[str, Any]) -> Head:
     """Describe the checkpoint of a state; waits for the state."""
     sharding = state.step.sharding
     return Head(
@@ -366,6 +369,7 @@ def head_of(state: TrainState, metrics: Mapping[str, float]) -> Head:
         metrics={name: float(value) for name, value in metrics.items()},
         mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
         stored=list(flatten(state)),
+        notes=dict(notes),
         random=random_settings(),
     )
 

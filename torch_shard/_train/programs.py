@@ -20,7 +20,14 @@ from torch_shard._capture import Mismatch
 from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of
 from torch_shard._common.types import PyTree
-from torch_shard._cost import ProgramMemory, TooLarge, compile_or_refuse, memory_of_program, partitioner_refusals
+from torch_shard._cost import (
+    ProgramMemory,
+    TooLarge,
+    compile_or_refuse,
+    costs_of,
+    memory_of_program,
+    partitioner_refusals,
+)
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
 from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart
@@ -214,6 +221,15 @@ class StepProgram:
             ValueError: The program has not run yet.
         """
         return dict(collections.Counter(_COLLECTIVE.findall(self.compiled.as_text() or "")))
+
+    @property
+    def num_flops(self) -> float:
+        """Floating-point operations of the products of one run, on one device; of a loop, of all its iterations.
+
+        Raises:
+            ValueError: The program has not run yet.
+        """
+        return sum(cost.flops for cost in costs_of(self.compiled.as_text() or ""))
 
     @property
     def memory(self) -> ProgramMemory:
