@@ -24,6 +24,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         Run,
         Utilization,
         fit,
+        write_report,
     )
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
@@ -133,6 +134,7 @@ __all__ = [
     "tpmap",
     "unshard",
     "visualize_sharding",
+    "write_report",
 ]
 
 _PACKAGES = (

@@ -158,6 +158,19 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="What fit(log=...) was given; of the demo, its --out.")],
+) -> None:
+    """Write a page about a run: loss, rates, speed, mesh, memory, loops, compilations. One HTML file, for a browser."""
+    from torch_shard._fit import write_report
+
+    try:
+        typer.echo(write_report(directory))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="DIRECTORY") from error
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(help="The program and its arguments, as in: -- python train.py")],

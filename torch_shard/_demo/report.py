@@ -16,12 +16,12 @@ from torch_shard._demo.files import save_json, save_plot, save_weights
 from torch_shard._demo.model import GPT
 from torch_shard._demo.proof import Proof, prove
 from torch_shard._demo.run import CHECKPOINTS, PLAN, History, Run, write_text
-from torch_shard._fit import METRICS
+from torch_shard._fit import METRICS, write_report
 from torch_shard._inspect import visualize_sharding
 from torch_shard._sharding import describe_mesh
 
 SUMMARY = "summary.json"
-WRITTEN = (METRICS, SUMMARY, "loss.png", "model.safetensors", CHECKPOINTS)
+WRITTEN = ("report.html", METRICS, SUMMARY, "loss.png", "model.safetensors", CHECKPOINTS)
 
 
 def run_demo(run: Run, console: Console) -> bool:
@@ -45,6 +45,7 @@ def run_demo(run: Run, console: Console) -> bool:
     with console.status("proving"):
         proof = _prove(run)
     save_json(_summary(run, proof, sample), out / SUMMARY)
+    write_report(out)
     _show_end(run, history, proof, seconds=time.perf_counter() - start, console=console)
     return proof.holds
 

@@ -4,6 +4,7 @@ from torch_shard._fit.bad_step import BadStepError
 from torch_shard._fit.callbacks import BestCheckpoint, Callback, EarlyStopping, Profile, Run, Utilization
 from torch_shard._fit.dataset import Rows
 from torch_shard._fit.fit import fit
+from torch_shard._fit.page import write_report
 from torch_shard._fit.reports import METRICS, read_metrics
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "Utilization",
     "fit",
     "read_metrics",
+    "write_report",
 ]

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
 from torch_shard._fit.first_non_finite import first_non_finite
+from torch_shard._fit.overview import compilation, write_overview
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.schedule import Schedule
@@ -352,11 +354,15 @@ class _Loop:
         self.begun = placed
         if self.position < self.proved_until:
             self._prove(placed)
+        num_compiles, start = self.step.num_compiles, time.perf_counter()
+        rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
         self.schedule.follow(self.position)
         self.reports.flush()  # of the batch before, while this one is computed
-        self.reports.expect(self.position, placed, metrics)
+        self.reports.expect(self.position, placed, metrics, rates)
+        if self.step.num_compiles > num_compiles:
+            self._note_compilation(placed, time.perf_counter() - start)
         self.ahead.fill()
         began = functools.partial(first_non_finite, self.step, placed)
         stopped = self.guard.stops(self.state, metrics, self.position, began)
@@ -367,6 +373,17 @@ class _Loop:
             self.told.tell("on_step")
             self._between()
             self._heed()
+
+    def _note_compilation(self, placed: ShardedBatch, seconds: float) -> None:
+        leaves = zip(placed.signature.paths, placed.arrays, strict=False)
+        shapes = [f"{path} {tuple(array.shape)}" for path, array in leaves]
+        self.reports.add_compilation(self.position, compilation(self.step, shapes, seconds))
+        self._describe()
+
+    def _describe(self) -> None:
+        """Write down what the run is: early, as it may not come to its end, and at its end."""
+        if (directory := self.reports.directory) is not None:
+            write_overview(directory, self.step, self.steps)
 
     def _prove(self, placed: ShardedBatch) -> None:
         """Compare the step that is to come with eager torch, before anything of the state is lost."""
@@ -415,6 +432,7 @@ class _Loop:
             self.ended = True
             self.told.at(self.position, self.state)
             self.told.tell("on_end")
+            self._describe()
         if self.checkpointer is not None:
             self.checkpointer.save(self.state, metrics=self.reports.numbers, notes=self._notes())
             self.checkpointer.wait()

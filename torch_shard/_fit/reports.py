@@ -148,13 +148,15 @@ class Reports:
 
     def __init__(self, bar: Bar, log: MetricsLog | None, log_every: int, start: int) -> None:
         self._bar, self._log, self._log_every = bar, log, log_every
-        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree]] | None = None
+        self._pending: tuple[int, ShardedBatch, Mapping[str, PyTree], Mapping[str, float]] | None = None
         self._since = start, math.nan  # where the clock was last read, and when; not before what compiles is done
         self.numbers: dict[str, float] = {}
 
-    def expect(self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree]) -> None:
-        """Note the metrics of a batch, which may still be computed."""
-        self._pending = position, placed, metrics
+    def expect(
+        self, position: int, placed: ShardedBatch, metrics: Mapping[str, PyTree], known: Mapping[str, float]
+    ) -> None:
+        """Note the metrics of a batch, which may still be computed, and what is known on the host."""
+        self._pending = position, placed, metrics, known
 
     def flush(self, *, every: bool = False) -> None:
         """Wait for the noted metrics, and tell of them.
@@ -164,12 +166,12 @@ class Reports:
         """
         if self._pending is None:
             return
-        (position, placed, metrics), self._pending = self._pending, None
+        (position, placed, metrics, known), self._pending = self._pending, None
         is_due = position % self._log_every == 0 or position == 1
         if not (is_due or every):
             return
         found = {name: float(value) for name, value in jax.device_get(scalars(metrics)).items()}
-        self.numbers |= found
+        self.numbers |= found | dict(known)
         if not is_due:
             return
         unit, amount = _amount(placed)
@@ -180,7 +182,7 @@ class Reports:
         if self._log is not None:
             more = {n: v for n, v in metrics.items() if n not in found and n != "guard"}
             lists = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), more)
-            self._log.write("train", position, found | speed | lists)
+            self._log.write("train", position, found | dict(known) | speed | lists)
         self._show(position)
 
     def _show(self, position: int) -> None:
@@ -202,10 +204,20 @@ class Reports:
         if self._log is not None:
             self._log.write("train", position, {name: float(value) for name, value in numbers.items()})
 
+    def add_compilation(self, position: int, found: Mapping[str, object]) -> None:
+        """Write down that a program was compiled."""
+        if self._log is not None:
+            self._log.write("compile", position, found)
+
     def add_text(self, position: int, name: str, text: str) -> None:
         """Write down a text."""
         if self._log is not None:
             self._log.write_text(name, text, position)
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the log is written, if it is."""
+        return None if self._log is None else self._log.directory
 
     def close(self) -> None:
         """Write no more, where that may be what has failed; `numbers` goes on."""

@@ -85,6 +85,13 @@ class Schedule:
         scheduler: Any = self.scheduler
         scheduler.step(metrics[self.by])
 
+    @staticmethod
+    def rates(optimizer: object) -> dict[str, float]:
+        """The learning rate of each parameter group: `lr` if there is one, else `lr_0`, `lr_1`, ..."""
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+        rates = [float(group["lr"]) for group in groups]
+        return {"lr": rates[0]} if len(set(rates)) == 1 else {f"lr_{number}": rate for number, rate in enumerate(rates)}
+
     # In checkpoints
 
     def state_dict(self, optimizer: object) -> dict[str, Any]:
