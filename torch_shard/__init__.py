@@ -19,8 +19,10 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._inspect import (
         Drawing,
         Explanation,
+        NanReport,
         compare_with_torch,
         explain_capture,
+        find_nan,
         visualize_sharding,
     )
     from torch_shard._interop import (
@@ -69,6 +71,7 @@ __all__ = [
     "Explanation",
     "Kernel",
     "Launch",
+    "NanReport",
     "Padded",
     "Pieces",
     "Preview",
@@ -89,6 +92,7 @@ __all__ = [
     "explain_capture",
     "export_safetensors",
     "export_torch",
+    "find_nan",
     "fit",
     "gather",
     "gather_from_jax_processes",
