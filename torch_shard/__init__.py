@@ -30,8 +30,10 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._inspect import (
         Drawing,
         Explanation,
+        NanReport,
         compare_with_torch,
         explain_capture,
+        find_nan,
         visualize_sharding,
     )
     from torch_shard._interop import (
@@ -83,6 +85,7 @@ __all__ = [
     "Explanation",
     "Kernel",
     "Launch",
+    "NanReport",
     "Padded",
     "Pieces",
     "Preview",
@@ -106,6 +109,7 @@ __all__ = [
     "explain_capture",
     "export_safetensors",
     "export_torch",
+    "find_nan",
     "fit",
     "gather",
     "gather_from_jax_processes",

@@ -3,14 +3,18 @@
 from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
+from torch_shard._inspect.find_nan import NanReport, find_nan, replay
 from torch_shard._inspect.previewed import find_step
 
 __all__ = [
     "Drawing",
     "Explanation",
+    "NanReport",
     "compare_batches",
     "compare_with_torch",
     "explain_capture",
+    "find_nan",
     "find_step",
+    "replay",
     "visualize_sharding",
 ]

@@ -5,6 +5,7 @@ from torch_shard._train.eager_reference import eager_gradients, eager_loss, in_f
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.placing import HostBatch, ShardedBatch
+from torch_shard._train.replay import ModuleCalls, Replay, numbers_in, tensors_of
 from torch_shard._train.step import Step
 from torch_shard._train.train_step import TrainStep
 
@@ -14,6 +15,8 @@ __all__ = [
     "Difference",
     "EvalStep",
     "HostBatch",
+    "ModuleCalls",
+    "Replay",
     "ShardedBatch",
     "Step",
     "TrainStep",
@@ -26,5 +29,7 @@ __all__ = [
     "like_model",
     "make_eval_step",
     "make_train_step",
+    "numbers_in",
     "numbers_of",
+    "tensors_of",
 ]

@@ -10,7 +10,7 @@ import jax
 import torch
 from torch import nn
 
-from torch_shard._capture import MetricCalls
+from torch_shard._capture import MetricCalls, Precision
 from torch_shard._common.types import PyTree
 from torch_shard._device import to_cpu
 from torch_shard._loss import split_loss
@@ -65,9 +65,11 @@ def in_float64(
         return {}
 
 
-def eager_loss(step: Step, model: nn.Module, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
-    """The loss and the metrics of a batch."""
-    with step.options.precision.active("cpu"), MetricCalls().noted(), world_of_one():
+def eager_loss(
+    step: Step, model: nn.Module, batch: PyTree, precision: Precision | None = None
+) -> tuple[torch.Tensor, dict[str, PyTree]]:
+    """The loss and the metrics of a batch, in the precision of the step or in another one."""
+    with (precision or step.options.precision).active("cpu"), MetricCalls().noted(), world_of_one():
         return split_loss(step.loss_fn(model, batch))
 
 

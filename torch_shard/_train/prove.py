@@ -20,7 +20,6 @@ from jax.sharding import Sharding
 from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
-from torch_shard._device import ReplayRNG
 from torch_shard._loss import CALLS, LossProgram
 from torch_shard._sharding import Stacks, constrain_stacks, describe_mesh
 from torch_shard._state import TrainState
@@ -33,8 +32,9 @@ from torch_shard._train.comparison import (
     difference_of,
     numbers_of,
 )
-from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
+from torch_shard._train.eager_reference import eager_gradients, host_batch, in_float64, like_model
 from torch_shard._train.placing import ShardedBatch
+from torch_shard._train.replay import Replay
 from torch_shard._train.step import Step
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class GradientStep(Step):
 
         spread = self.replicated if jax.process_count() > 1 else None  # so that each process has all
         return jax.jit(gradients, out_shardings=spread, compiler_options=program.compiler_options(self.mesh))
+
+    def trace(self, state: TrainState, placed: ShardedBatch) -> None:
+        """Trace the loss, so that `num_draws` is known; nothing is compiled."""
+        self._prepare(placed, state)
 
     @property
     def num_draws(self) -> int | None:
@@ -126,17 +130,14 @@ def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: d
             "numbers of the step. Prove it without dropout (model.eval()), or use compare_with_torch, which compares "
             "one device with the mesh."
         )
-    key = jax.random.fold_in(state.key, state.step)
-    model, parts = like_model(step.export(state), step.model), step.gradient_step.microbatches(placed)
+    replay = Replay(step, state, placed)
     losses, metrics = list[torch.Tensor](), list[PyTree]()
-    for number, part in enumerate(parts):
-        own = key if len(parts) == 1 else jax.random.fold_in(key, number)
-        with ReplayRNG(own if step.gradient_step.num_draws else None).active():
-            loss, found = eager_loss(step, model, part)
-            (loss / len(parts)).backward()
+    for run in replay:
+        loss, found = run.forward()
+        run.backward(loss)
         losses.append(loss.detach())
         metrics.append(found)
-    together = metrics[0] if len(parts) == 1 else jax.tree.map(_together, *metrics)
+    model, together = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(_together, *metrics)
     wanted = numbers_of(torch.stack(losses).mean(), together) | eager_gradients(model, out["grads"])
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return wanted | {("buffer", name): array_of(held[name]) for name in (*out["buffers"], *out["written"])}

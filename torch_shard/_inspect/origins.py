@@ -1,0 +1,304 @@
+"""The call of torch that made the first value that is not finite: followed from there to the loss, or to a gradient."""
+
+# PyTorch annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as torch_pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_shard._capture import current_user_line
+from torch_shard._common.types import PyTree
+from torch_shard._train import ModuleCalls, numbers_in, tensors_of
+
+_INPUTS = ("batch", "buffer", "constant")  # which may hold minus infinity on purpose, as a mask does
+
+
+@dataclasses.dataclass(eq=False)
+class Origin:
+    """Where values that are not finite came from.
+
+    Attributes:
+        kind: "parameter", "buffer", "batch" and "constant" are inputs, "asked" is an infinity that the code writes,
+            "call" a call of torch, "gradient" the derivative of one.
+        name: Of the input, or of the operator.
+        value: "NaN", "infinity" or "minus infinity".
+        module: In which the call is.
+        line: Of the user's code.
+        given: What the call was given, for people.
+        order: Of calls and modules in one microbatch.
+        cause: The origin of the infinity of which this made NaN.
+    """
+
+    kind: str
+    name: str
+    value: str
+    module: str = ""
+    line: str = ""
+    given: tuple[str, ...] = ()
+    order: int = 0
+    cause: "Origin | None" = None
+
+    @property
+    def root(self) -> "Origin":
+        """The first of its causes; an infinity that is there on purpose is none."""
+        cause = self.cause
+        on_purpose = cause is None or cause.kind == "asked" or (cause.kind in _INPUTS and cause.value[0] == "m")
+        return self if on_purpose or cause is None else cause.root
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleValue:
+    """What a module returned, or the gradient of that.
+
+    Attributes:
+        name: Of the module in the model, such as "layers.17.mlp".
+        kind: Its class.
+        shape: Of its first tensor.
+        dtype: Of its first tensor.
+        largest: Largest absolute entry of those that are finite.
+        finite: Whether all are.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    largest: float
+    finite: bool
+
+
+@dataclasses.dataclass
+class _BadNode:
+    """A node of autograd that gave a gradient that is not finite."""
+
+    order: int
+    was_finite: bool
+    origin: Origin
+
+
+class Origins(TorchFunctionMode):
+    """Follows values that are not finite through the calls of torch, and through their derivatives.
+
+    Args:
+        model: In eager torch; its parameters and buffers are inputs.
+        batch: Tensors of the microbatch by their paths.
+    """
+
+    def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._modules = ModuleCalls(model, self._left)
+        self._origins = WeakTensorKeyDictionary()
+        self._places: dict[Any, Origin] = {}
+        self._bad: dict[Any, _BadNode] = {}
+        self._order, self._is_forward = 0, True
+        self._params = dict(model.named_parameters())
+        self._buffers = {id(buffer): buffer for buffer in model.buffers()}
+        self.forward: list[tuple[int, ModuleValue]] = []
+        """What modules returned, in the order in which they ended."""
+        self.backward: list[tuple[int, ModuleValue]] = []
+        """Their gradients, in the order in which they came."""
+        for kind, held in (("parameter", self._params), ("buffer", dict(model.named_buffers())), ("batch", batch)):
+            for name, tensor in held.items():
+                if (value := _what(tensor)) is not None:
+                    self._origins[tensor] = Origin(kind, name, value)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Follow the calls within."""
+        with self._modules.active(), self:
+            yield
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Look at derivatives within; what a checkpoint computes again is no new call."""
+        self._is_forward = False
+        try:
+            yield
+        finally:
+            self._is_forward = True
+
+    def of(self, tensor: torch.Tensor) -> Origin | None:
+        """Where the values of a tensor that are not finite came from; None if all are finite."""
+        value = _what(tensor)
+        if value is None:
+            return None
+        known = self._origins.get(tensor)
+        if known is None:
+            node = tensor.grad_fn
+            kind, name = ("constant", "a tensor that no call made") if node is None else ("call", node.name())
+            known = self._origins[tensor] = Origin(kind, name, value, *self._place(), order=self._order)
+        return known
+
+    def of_gradients(self) -> Origin | None:
+        """Where the gradients of parameters that are not finite came from; None if all are finite."""
+        wrong = {id(p) for p in self._params.values() if p.grad is not None and _what(p.grad) is not None}
+        if not wrong:
+            return None
+        behind: dict[Any, list[Any]] = {}
+        for node in self._bad:
+            for following, _ in node.next_functions:
+                behind.setdefault(following, []).append(node)
+        waiting = [node for node in behind if id(getattr(node, "variable", None)) in wrong]
+        seen, sources = set[Any](), list[_BadNode]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            before = behind.get(node, [])
+            waiting += before
+            if (bad := self._bad.get(node)) is not None and (bad.was_finite or not before):
+                sources.append(bad)
+        first = min(sources or self._bad.values(), key=lambda bad: bad.order, default=None)
+        return None if first is None else first.origin
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: PyTree = (), kwargs: PyTree = None
+    ) -> PyTree:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "a call")
+        if name in ("__get__", "__set__", "backward") or not self._is_forward:
+            out = func(*args, **kwargs)
+            self._inherit(args, out)
+            return out
+        given = tensors_of((args, kwargs))
+        for tensor in given:
+            self._watch(tensor.grad_fn, None)
+        origins = [(tensor, self.of(tensor)) for tensor in given]
+        versions = [_version(tensor) for tensor in given]
+        out = func(*args, **kwargs)
+        self._order += 1
+        pairs = zip(given, versions, strict=True)  # batch_norm writes to buffers, and says so to nobody
+        written = [t for t, version in pairs if id(t) in self._buffers or _version(t) != version]
+        bad = [origin for tensor, origin in origins if origin is not None]
+        call = functools.partial(self._call, name, [t for t in given if all(t is not w for w in written)])
+        for tensor in (*tensors_of(out), *written):
+            self._note(tensor, bad, (args, kwargs), call)
+        return out
+
+    def _note(
+        self, tensor: torch.Tensor, bad: list[Origin], given: PyTree, call: Callable[[str, Origin | None], Origin]
+    ) -> None:
+        """Note where a result of a call has its values from."""
+        self._watch(tensor.grad_fn, call)
+        if (value := _what(tensor)) is None:
+            return
+        if value == "NaN":
+            kept = next((o for o in bad if o.value == "NaN"), None)
+            cause = next((o for o in bad if o.root.kind in ("call", "parameter")), next(iter(bad), None))
+            self._origins[tensor] = kept or call(value, cause)
+        elif bad:
+            self._origins[tensor] = next((o for o in bad if o.kind == "call"), bad[0])
+        elif any(isinstance(leaf, float) and math.isinf(leaf) for leaf in torch_pytree.tree_leaves(given)):
+            self._origins[tensor] = Origin("asked", "an infinity", value)
+        else:
+            self._origins[tensor] = call(value, None)
+
+    def _call(self, name: str, given: list[torch.Tensor], value: str, cause: Origin | None) -> Origin:
+        shown = tuple(map(describe, given))
+        return Origin("call", name, value, *self._place(), given=shown, order=self._order, cause=cause)
+
+    def _place(self) -> tuple[str, str]:
+        return self._modules.current, current_user_line()
+
+    def _inherit(self, args: PyTree, out: PyTree) -> None:
+        """Let what is read from a tensor (`.data`, `.T`) have its origin."""
+        if args and isinstance(args[0], torch.Tensor) and (known := self._origins.get(args[0])) is not None:
+            for tensor in tensors_of(out):
+                self._origins.setdefault(tensor, known)
+
+    def _watch(self, node: Any, call: Callable[[str, Origin | None], Origin] | None) -> None:
+        """Look at the derivatives of a call: its node of autograd, and those behind it that no call before had."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._places or hasattr(node, "variable"):
+                continue
+            name = node.name().removesuffix("Backward0") if call is None else None
+            made = Origin("gradient", name or "", "NaN", *self._place()) if call is None else call("NaN", None)
+            self._places[node] = dataclasses.replace(made, kind="gradient", given=())
+            node.register_hook(functools.partial(self._look, node))
+            waiting += [following for following, _ in node.next_functions]
+
+    def _look(self, node: Any, grads: PyTree, cotangents: PyTree) -> None:
+        values = [value for grad in tensors_of(grads) if (value := _what(grad)) is not None]
+        if not values or node in self._bad:
+            self._order += 1
+            return
+        was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
+        saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
+        given = [f"the gradient that arrives: {describe(t)}" for t in tensors_of(cotangents)]
+        given += [f"{name}: {describe(t)}" for name, t in saved if isinstance(t, torch.Tensor)]
+        value = "NaN" if "NaN" in values else values[0]
+        origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=self._order)
+        if not was_finite:
+            origin.given = (*origin.given, "what arrives is a sum of gradients, or a hook has changed it")
+        self._bad[node] = _BadNode(self._order, was_finite, origin)
+        self._order += 1
+
+    def _left(self, name: str, kind: str, outputs: list[torch.Tensor]) -> None:
+        if not self._is_forward or not outputs:
+            return
+        self.forward.append((self._order, value_of(name, kind, outputs)))
+
+        def arrived(grad: torch.Tensor) -> None:
+            self.backward.append((self._order, value_of(name, kind, [grad])))
+
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(arrived)
+
+
+def value_of(name: str, kind: str, tensors: list[torch.Tensor]) -> ModuleValue:
+    """Look at what a module returned.
+
+    Args:
+        name: Of the module.
+        kind: Its class.
+        tensors: At least one.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        numbers = [numbers.abs() for t in tensors if (numbers := numbers_in(t)) is not None]
+        finite = [n.isfinite() for n in numbers]
+        largest = [float(torch.where(ok, n, 0).max()) for n, ok in zip(numbers, finite, strict=True)]
+        everywhere = all(bool(ok.all()) for ok in finite)
+        shape = () if tensors[0].is_nested else tuple(tensors[0].shape)
+    return ModuleValue(name, kind, shape, tensors[0].dtype, max(largest, default=0.0), everywhere)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor in a few words: shape, dtype, and from where to where its entries go."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        numbers = numbers_in(tensor)
+        if numbers is None or numbers.is_complex():
+            return f"{tuple(tensor.shape)} {dtype}"
+        finite = numbers[numbers.isfinite()]
+        some = f" from {float(finite.min()):.4g} to {float(finite.max()):.4g}" if finite.numel() else ""
+        wrong = numbers.numel() - finite.numel()
+        rest = f", {wrong} of {numbers.numel()} entries not finite" if wrong else ""
+    return f"{tuple(tensor.shape)} {dtype}{some}{rest}"
+
+
+def _what(tensor: torch.Tensor) -> str | None:
+    """The worst that is in a tensor; None if all is finite."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        numbers = numbers_in(tensor)
+        if numbers is None or bool(numbers.isfinite().all()):
+            return None
+        if bool(numbers.isnan().any()):
+            return "NaN"
+        return "infinity" if numbers.is_complex() or bool((numbers == math.inf).any()) else "minus infinity"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,136 @@
+"""One step repeated in eager torch on the CPU: the same state, microbatches and random numbers."""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import torch
+from torch import nn
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._capture import Precision
+from torch_shard._common.types import PyTree
+from torch_shard._device import ReplayRNG
+from torch_shard._state import TrainState
+from torch_shard._train.eager_reference import eager_loss, like_model
+from torch_shard._train.placing import ShardedBatch
+
+if TYPE_CHECKING:
+    from torch_shard._train.train_step import TrainStep
+
+
+class Replay:
+    """A step from a state, in eager torch; iterate over it to run its microbatches, forward and then backward.
+
+    Gradients add up in `model`, and its buffers go from one microbatch to the next, as in the step. Every process must
+    make one, and gets all of the values.
+
+    Args:
+        step: To be repeated.
+        state: Before the step; it is only read.
+        placed: The batch of the step.
+        precision: In which to repeat it; by default as the step computes.
+    """
+
+    def __init__(
+        self, step: "TrainStep", state: TrainState, placed: ShardedBatch, *, precision: Precision | None = None
+    ) -> None:
+        self._step, self._precision = step, precision or step.options.precision
+        self.model: nn.Module = like_model(step.export(state), step.model)
+        self.batches: list[PyTree] = step.gradient_step.microbatches(placed)
+        """The microbatches, with CPU tensors."""
+        if not step.programs:
+            step.gradient_step.trace(state, placed)
+        self.num_draws = (step.gradient_step.programs or step.programs)[-1].num_draws
+        """How many random operators a run of the loss has; None if torch draws other numbers than the step."""
+        self._key = jax.random.fold_in(state.key, state.step)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator["MicrobatchRun"]:
+        for number, batch in enumerate(self.batches):
+            key = self._key if len(self) == 1 else jax.random.fold_in(self._key, number)
+            with ReplayRNG(key if self.num_draws else None).active():
+                yield MicrobatchRun(self._step, self.model, batch, len(self), self._precision)
+
+
+@dataclasses.dataclass
+class MicrobatchRun:
+    """One of `num` microbatches of a replay."""
+
+    step: "TrainStep"
+    model: nn.Module
+    batch: PyTree
+    num: int
+    precision: Precision
+
+    def forward(self) -> tuple[torch.Tensor, dict[str, PyTree]]:
+        """Its loss and metrics."""
+        return eager_loss(self.step, self.model, self.batch, self.precision)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add its part of the gradients."""
+        (loss / self.num).backward()
+
+
+class ModuleCalls:
+    """Follows the modules of a model while they run: which one is running, and what each returns.
+
+    Args:
+        model: Whose modules have names; others go by their class.
+        left: Called with the name of a module, its class and the tensors that it returns.
+    """
+
+    def __init__(self, model: nn.Module, left: Callable[[str, str, list[torch.Tensor]], None]) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running, self._left = list[str](), left
+
+    @property
+    def current(self) -> str:
+        """The innermost module that is running."""
+        return self._running[-1] if self._running else "loss_fn"
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Follow them within."""
+        hooks = nn.modules.module
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._running.append(self._names.get(id(module), "") or type(module).__name__)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        self._left(self._running.pop(), type(module).__name__, tensors_of(output))
+
+
+def tensors_of(values: PyTree) -> list[torch.Tensor]:
+    """The tensors in a pytree."""
+    return [leaf for leaf in torch_pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def numbers_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The entries of a tensor as a plain tensor of floating point; None of integers, and of what cannot be read."""
+    from_torch: Any = tensor.detach()
+    if not (from_torch.is_floating_point() or from_torch.is_complex()) or from_torch.is_meta:
+        return None
+    try:
+        if from_torch.is_nested or from_torch.layout is not torch.strided:
+            from_torch = from_torch.coalesce() if from_torch.layout is torch.sparse_coo else from_torch
+            from_torch = from_torch.values()
+        from_torch = from_torch.float() if from_torch.dtype.itemsize == 1 else from_torch
+        from_torch.isfinite().all().item()  # refused within torch.vmap, where a tensor stands for many
+    except RuntimeError:
+        return None
+    return from_torch if from_torch.numel() else None
