@@ -254,6 +254,45 @@ def preview(
 
 
 @app.command()
+def replay(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A Python file with model, loss_fn, batch, plan and optimizer; or module:function, which takes a mesh "
+            "and returns a step and a batch: of the run's structure."
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(help="The checkpoints of a run with fit(on_bad_step='explain').")],
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh axes.")] = "batch=1",
+) -> None:
+    """Repeat the step that ended a run, and name where it stopped being finite: module, operator, line.
+
+    Exits with 1 if the step is finite here.
+    """
+    sizes = _parse_sizes(mesh)
+    if not sizes:
+        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    from torch_shard._inspect import find_nan, find_step, read_bad_batch
+    from torch_shard._interop import register
+    from torch_shard._io import Checkpointer
+    from torch_shard._sharding import make_mesh
+    from torch_shard._train import TrainStep
+
+    register()
+    try:
+        step, like = find_step(target, make_mesh(None, topology=None, **sizes))
+        if not isinstance(step, TrainStep):
+            raise ValueError("its step does not train.")
+        batch = read_bad_batch(directory, like)
+        found = find_nan(step, Checkpointer(directory).restore(step), batch)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(found)
+    if not found:
+        raise typer.Exit(1)
+
+
+@app.command()
 def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(help="A checkpoint, or a directory of them, of which the newest is shown.")

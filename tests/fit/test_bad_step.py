@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.tables.runs import DATA, FEATURES, loader, values
+from torch_shard.cli import app
 
 
 def poisoned(position, at):
@@ -94,7 +96,7 @@ FAILS = [
     ),
     (
         Logs,
-        r"nan.*The first infinity is a result of log in Logs .*torch.log.*\. The first NaN is a result of linear in c",
+        r"nan.*The first minus infinity is a result of log in Logs .*torch.log.*\. The first NaN is a result of",
     ),
     (Masked, r"nan.* not finite \([^)]*\)\. The first NaN is a result of softmax in Masked .*scores.softmax"),
 ]
@@ -119,7 +121,7 @@ def test_where_it_began_is_not_guessed(monkeypatch):
     ):
         ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
     monkeypatch.undo()
-    monkeypatch.setattr("torch_shard._fit.first_non_finite.eager_loss", lambda *args: (torch.ones(()), {}))
+    monkeypatch.setattr("torch_shard._train.replay.eager_loss", lambda *args: (torch.ones(()), {}))
     with pytest.raises(
         ts.BadStepError, match="Where it began is not known: the batch cannot be repeated in eager torch"
     ):
@@ -145,3 +147,40 @@ def test_gradients_that_are_not_finite_are_named():
     ) as found:
         ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
     assert found.value.non_finite == ["b.weight", "b.bias", "a.weight", "a.bias"]
+
+
+ROOTED = """
+import optax, torch
+from jax.sharding import PartitionSpec as P
+import torch_shard as ts
+from tests.fit.test_bad_step import Model, root_loss as loss_fn
+model, optimizer = Model(), optax.sgd(0.1)
+batch = {"x": torch.zeros(8, 6), "scale": 1.0}
+plan = ts.ShardingPlan({}, default=P())
+"""
+
+
+def root_loss(model, batch):
+    return F.dropout(model(batch["x"]) * batch["scale"], 0.1).sum()
+
+
+def test_a_bad_step_is_explained_and_can_be_repeated(tmp_path, monkeypatch):
+    mesh, plan = ts.make_mesh(batch=4, model=2), ts.ShardingPlan({"c.weight": P("model")}, default=P())
+    step = ts.make_train_step(Model(), root_loss, optax.sgd(0.1), mesh=mesh, plan=plan)
+    batch = {"x": DATA[:8], "scale": 1.0}
+    with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(ts.BadStepError) as found:
+        ts.fit(step, None, [batch], steps=1, checkpointer=checkpointer, on_bad_step="explain", progress=False)
+    said = "The first value that is not finite is in the gradient of sqrt in root"
+    assert said in str(found.value)
+    assert "The gradients of modules before it" in str(found.value)
+    (tmp_path / "run.py").write_text(ROOTED)
+    monkeypatch.syspath_prepend(".")
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path), "--mesh", "batch=2"])
+    assert done.exit_code == 0, done.output
+    assert said in done.output
+    (tmp_path / "bad_batch.safetensors").write_bytes(b"nothing")
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is damaged" in done.output
+    (tmp_path / "bad_batch.safetensors").unlink()
+    assert "writes it" in CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path)]).output

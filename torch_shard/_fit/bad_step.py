@@ -10,7 +10,7 @@ from torch_shard._state import TrainState
 
 logger = logging.getLogger(__name__)
 
-ON_BAD_STEP = ("raise", "stop", "skip")
+ON_BAD_STEP = ("raise", "explain", "stop", "skip")
 
 
 class BadStepError(ArithmeticError):
@@ -82,7 +82,7 @@ class BadStepPolicy:
         unseen = dataclasses.replace(state, num_batches=state.num_batches - 1)
         if self._do != "skip" and (names or not math.isfinite(float(metrics["loss"]))):
             message += f" {began(unseen)}."
-        if self._do == "raise":
+        if self._do in ("raise", "explain"):
             raise BadStepError(f'{message} on_bad_step="skip" goes on without it.', unseen, names)
         logger.warning("%s The run %s.", message, "stops" if self._do == "stop" else "goes on")
         return unseen if self._do == "stop" else None

@@ -25,7 +25,7 @@ from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
-from torch_shard._fit.first_non_finite import first_non_finite
+from torch_shard._fit.first_non_finite import explained, first_non_finite
 from torch_shard._fit.overview import compilation, write_overview
 from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
 from torch_shard._fit.samplers import check_samplers
@@ -100,7 +100,8 @@ def fit(
         log_every: Batches from one record to the next.
         on_bad_step: What to do where the loss, a gradient, the gradient's norm or what would be a buffer is not finite,
             or that norm is larger than `skip_grad_norm`. The state is kept as before that batch in each case: `"raise"`
-            a `BadStepError`, `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
+            a `BadStepError`, `"explain"` it there as `find_nan` does, and keep the batch for `torch-shard replay`,
+            `"stop"` and return it, with a warning, or `"skip"` the batch and go on, with a warning.
             Only a skipped batch counts as seen: after the others a resumed run meets it again.
         skip_grad_norm: The largest global norm that is no accident. None takes every step unseen, which spares a pass
             over the state.
@@ -218,6 +219,7 @@ def fit(
             stop,
             schedule,
             told,
+            explains=on_bad_step == "explain",
         ).run()
 
 
@@ -323,6 +325,8 @@ class _Loop:
     """The batch of a step that was begun, until the step is dispatched."""
     stopped: bool = False
     """Whether a bad step or a callback has ended the run."""
+    explains: bool = False
+    """Whether a bad step is explained at length."""
     ended: bool = False
     """Whether callbacks were told of the end."""
     sound: bool = True
@@ -365,6 +369,9 @@ class _Loop:
             self._note_compilation(placed, time.perf_counter() - start)
         self.ahead.fill()
         began = functools.partial(first_non_finite, self.step, placed)
+        if self.explains:
+            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
+            began = functools.partial(explained, self.step, placed, directory=directory)
         stopped = self.guard.stops(self.state, metrics, self.position, began)
         if stopped is not None:
             self.state, self.stopped = stopped, True

@@ -3,18 +3,21 @@
 from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
-from torch_shard._inspect.find_nan import NanReport, find_nan, replay
+from torch_shard._inspect.find_nan import BAD_BATCH, NanReport, batch_leaves, find_nan, read_bad_batch, replay
 from torch_shard._inspect.previewed import find_step
 
 __all__ = [
+    "BAD_BATCH",
     "Drawing",
     "Explanation",
     "NanReport",
+    "batch_leaves",
     "compare_batches",
     "compare_with_torch",
     "explain_capture",
     "find_nan",
     "find_step",
+    "read_bad_batch",
     "replay",
     "visualize_sharding",
 ]

@@ -1,4 +1,4 @@
-"""The first value of a step that is not finite, by name: the step is repeated in eager torch, and each call looked at."""
+"""The first value of a step that is not finite, by name: eager torch repeats the step, and each call is looked at."""
 
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -6,21 +6,27 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
 from torch_shard._inspect.origins import ModuleValue, Origin, Origins, value_of
-from torch_shard._loss import array_paths
+from torch_shard._loss import array_paths, flatten_batch
 from torch_shard._state import TrainState, as_arrays, check_state, global_norm
-from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, tensors_of
+from torch_shard._train import Replay, ShardedBatch, TrainStep, array_of, host_batch, tensors_of
 
 Place = Literal["", "batch", "parameter", "buffer", "constant", "forward", "backward", "norm", "update", "step"]
+
+BAD_BATCH = "bad_batch.safetensors"
+"""The name of the file in which `fit` keeps the batch of a bad step."""
 
 NUM_MODULES = 20
 """How many modules before the place a report has."""
@@ -165,6 +171,37 @@ def find_nan(step: TrainStep, state: TrainState, batch: PyTree) -> NanReport:
     return _of_step(found, out) or _after_gradients(step, state, out, found)
 
 
+def batch_leaves(step: TrainStep, placed: ShardedBatch) -> dict[str, torch.Tensor]:
+    """The whole batch on the CPU, as torch has it: its leaves by their places in it. Every process must ask for it."""
+    arrays = jax.jit(lambda arrays: arrays, out_shardings=step.replicated)(placed.arrays)
+    return dict(zip(placed.signature.paths, host_batch(arrays, placed), strict=True))
+
+
+def read_bad_batch(directory: Path, like: PyTree) -> PyTree:
+    """The batch of a bad step.
+
+    Args:
+        directory: Where `fit(on_bad_step="explain")` has kept it.
+        like: A batch of the same structure.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It has other leaves, or is damaged.
+    """
+    path = directory / BAD_BATCH
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no {BAD_BATCH}: fit(on_bad_step='explain') writes it.")
+    try:
+        leaves = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    paths = array_paths(like)
+    if sorted(paths) != sorted(leaves):
+        raise ValueError(f"the batch has {', '.join(leaves)}, and that of the step {', '.join(paths)}")
+    _, signature = flatten_batch(like)
+    return signature.rebuild([leaves[path] for path in paths])
+
+
 def replay(step: TrainStep, state: TrainState, placed: ShardedBatch) -> NanReport:
     """Look for the place in eager torch alone; `loss` is that of eager torch.
 
@@ -255,9 +292,7 @@ def _of_step(found: NanReport, out: Mapping[str, PyTree]) -> NanReport | None:
     return dataclasses.replace(found, place="step", value="NaN", notes=(note, advice))
 
 
-def _after_gradients(
-    step: TrainStep, state: TrainState, out: Mapping[str, PyTree], found: NanReport
-) -> NanReport:
+def _after_gradients(step: TrainStep, state: TrainState, out: Mapping[str, PyTree], found: NanReport) -> NanReport:
     """The report where loss and gradients are finite, and what is made of them is not."""
     grads: dict[str, jax.Array] = out["grads"]
     norm = float(array_of(global_norm(grads)))

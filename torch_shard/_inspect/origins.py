@@ -237,7 +237,7 @@ class Origins(TorchFunctionMode):
         was_finite = all(_what(cotangent) is None for cotangent in tensors_of(cotangents))
         saved = [(n.removeprefix("_saved_"), getattr(node, n, None)) for n in dir(node) if n.startswith("_saved_")]
         given = [f"the gradient that arrives: {describe(t)}" for t in tensors_of(cotangents)]
-        given += [f"{name}: {describe(t)}" for name, t in saved if isinstance(t, torch.Tensor)]
+        given += [f"{name}: {describe(t)}" for name, t in saved if isinstance(t, torch.Tensor) and t.ndim]
         value = "NaN" if "NaN" in values else values[0]
         origin = dataclasses.replace(self._places[node], value=value, given=tuple(given), order=self._order)
         if not was_finite:

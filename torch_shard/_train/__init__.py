@@ -1,7 +1,7 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
-from torch_shard._train.eager_reference import eager_gradients, eager_loss, in_float64, like_model
+from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.make import make_eval_step, make_train_step
 from torch_shard._train.placing import HostBatch, ShardedBatch
@@ -25,6 +25,7 @@ __all__ = [
     "difference_of",
     "eager_gradients",
     "eager_loss",
+    "host_batch",
     "in_float64",
     "like_model",
     "make_eval_step",

@@ -5,8 +5,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import torch
@@ -88,7 +88,8 @@ class ModuleCalls:
     """
 
     def __init__(self, model: nn.Module, left: Callable[[str, str, list[torch.Tensor]], None]) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        named = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+        self._names = {id(module): name for name, module in named}
         self._running, self._left = list[str](), left
 
     @property
@@ -97,7 +98,7 @@ class ModuleCalls:
         return self._running[-1] if self._running else "loss_fn"
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Generator[None, None, None]:
         """Follow them within."""
         hooks = nn.modules.module
         before = hooks.register_module_forward_pre_hook(self._enter)

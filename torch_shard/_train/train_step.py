@@ -50,7 +50,9 @@ from torch_shard._train.comparison import Comparison
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.facts import agree_on_numbers, agree_on_values
 from torch_shard._train.options import StepOptions
+from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.prove import GradientStep, prove
+from torch_shard._train.stats import StepStats, stats_of
 from torch_shard._train.step import Step
 
 logger = logging.getLogger(__name__)
@@ -446,6 +448,35 @@ class TrainStep(Step):
         check_state(self.caller, state)
         check_names(self.caller, state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
+
+    @error_prefix("stats")
+    def stats(self, state: TrainState, batch: PyTree) -> StepStats:
+        """Show what each module returns in this step: largest entry, mean and share of zeros, and of its gradient.
+
+        Eager torch repeats the step on the CPU, with its random numbers and microbatches.
+
+        Args:
+            state: Only read.
+            batch: As the step takes it.
+
+        Returns:
+            A `StepStats`: `rows`, a table when it is printed, and `save("stats.svg")`.
+
+        Example:
+            >>> import optax, torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> step = ts.make_train_step(
+            ...     torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()),
+            ...     lambda model, batch: model(batch).square().mean(), optax.sgd(0.1),
+            ...     mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()),
+            ... )
+            >>> stats = step.stats(step.init(seed=0), torch.ones(8, 4))
+            >>> [row.name for row in stats.rows], stats.rows[1].output.zeros > 0
+            (['0', '1', 'Sequential'], True)
+        """
+        check_state(self.caller, state)
+        check_names(self.caller, state, self._held.all)
+        return stats_of(self, as_arrays(state), batch if isinstance(batch, ShardedBatch) else self.put(batch))
 
     def evaluation(self) -> EvalStep:
         """The step that evaluates the same loss in eval mode, with the options of this one."""
