@@ -52,7 +52,15 @@ if TYPE_CHECKING or not _IS_COMMAND:
         unshard,
     )
     from torch_shard._state import TrainState
-    from torch_shard._train import Comparison, EvalStep, TrainStep, make_eval_step, make_train_step
+    from torch_shard._train import (
+        ApplyStep,
+        Comparison,
+        EvalStep,
+        TrainStep,
+        make_apply,
+        make_eval_step,
+        make_train_step,
+    )
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 
@@ -60,6 +68,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ApplyStep",
     "ArgKind",
     "BadStepError",
     "Checkpointer",
@@ -105,6 +114,7 @@ __all__ = [
     "load_safetensors",
     "load_torch",
     "lowering",
+    "make_apply",
     "make_eval_step",
     "make_mesh",
     "make_train_step",

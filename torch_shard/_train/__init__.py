@@ -1,15 +1,17 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
+from torch_shard._train.apply_step import ApplyStep
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
 from torch_shard._train.eager_reference import eager_gradients, eager_loss, in_float64, like_model
 from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.make import make_eval_step, make_train_step
+from torch_shard._train.make import make_apply, make_eval_step, make_train_step
 from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.step import Step
 from torch_shard._train.train_step import TrainStep
 
 __all__ = [
     "ROUNDING",
+    "ApplyStep",
     "Comparison",
     "Difference",
     "EvalStep",
@@ -24,6 +26,7 @@ __all__ = [
     "eager_loss",
     "in_float64",
     "like_model",
+    "make_apply",
     "make_eval_step",
     "make_train_step",
     "numbers_of",
