@@ -15,6 +15,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     from torch_shard._cost import Preview
     from torch_shard._device import data_shard, disable_globally, enable_globally, gather, jax_device, place
     from torch_shard._fit import BadStepError, Rows, fit
+    from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
@@ -101,6 +102,7 @@ __all__ = [
     "fit",
     "gather",
     "gather_from_jax_processes",
+    "generate",
     "initialize",
     "jax_checkpoint",
     "jax_device",
@@ -130,7 +132,19 @@ __all__ = [
 ]
 
 _PACKAGES = (
-    *("_cost", "_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd"),
+    *(
+        "_cost",
+        "_device",
+        "_fit",
+        "_generate",
+        "_hosts",
+        "_inspect",
+        "_interop",
+        "_io",
+        "_materialize",
+        "_sharding",
+        "_spmd",
+    ),
     *("_state", "_train"),
 )
 

@@ -5,6 +5,7 @@ from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Valu
 from torch_shard._train.eager_reference import eager_gradients, eager_loss, in_float64, like_model
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.make import make_apply, make_eval_step, make_train_step
+from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.step import Step
 from torch_shard._train.train_step import TrainStep
@@ -18,6 +19,7 @@ __all__ = [
     "HostBatch",
     "ShardedBatch",
     "Step",
+    "StepOptions",
     "TrainStep",
     "Values",
     "array_of",
