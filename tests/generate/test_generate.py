@@ -58,7 +58,10 @@ def test_tokens_are_those_of_transformers(name):
 
 def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
     model, mesh = decoder(), make_mesh((2, 2))
-    rules = {"*.q_proj.weight": P("model"), "*.k_proj.weight": P("model"), "*.o_proj.weight": P(None, "model")}
+    attention = "model.layers.*.self_attn"
+    rules = {f"{attention}.{name}_proj.weight": P("model") for name in "qk"} | {
+        f"{attention}.o_proj.weight": P(None, "model")
+    }
     step = ts.make_train_step(
         model,
         lambda model, ids: model(input_ids=ids, labels=ids).loss,

@@ -74,7 +74,7 @@ def contents(cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
     if missing := [str(number) for number, layer in enumerate(cache.layers) if layer.keys is None]:
         raise NotImplementedError(
-            f"{caller()}: layer {', '.join(missing)} of the model keeps no keys and values in the cache. Decoders whose "
-            "layers all have their own attention are generated from; use model.generate for this one."
+            f"{caller()}: layer {', '.join(missing)} of the model keeps no keys and values in the cache. Decoders "
+            "whose layers all have their own attention are generated from; use model.generate for this one."
         )
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]

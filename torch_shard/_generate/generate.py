@@ -216,8 +216,8 @@ def _check_model(model: Any) -> None:
     set_to = {name: getattr(settings, name, None) for name in _PLAIN}
     if changed := [f"{name}={value!r}" for name, value in set_to.items() if value not in (None, _PLAIN[name])]:
         raise NotImplementedError(
-            f"{caller()}: model.generation_config has {', '.join(changed)}, which only model.generate has. Unset it, or "
-            "use model.generate."
+            f"{caller()}: model.generation_config has {', '.join(changed)}, which only model.generate has. Unset it, "
+            "or use model.generate."
         )
 
 
