@@ -131,7 +131,8 @@ class Decode(ApplyStep):
 
             return _loop(given[-1], call, cache)
 
-        return jax.jit(decode, compiler_options=program.compiler_options(self.mesh))
+        options = program.compiler_options(self.mesh)
+        return jax.jit(decode, out_shardings=self.replicated, compiler_options=options)
 
     def run(self, state: TrainState, first: PyTree, mask: Any, positions: Any, *, filled: int, loop: Loop) -> PyTree:
         """New tokens (B, N), and how many of the N were made.

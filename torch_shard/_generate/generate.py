@@ -168,7 +168,8 @@ def _programs(model_or_step: Any, mesh: Mesh | None, plan: ShardingPlan | None) 
         raise ValueError(f"{caller()}: a step has its own mesh and plan; give mesh= and plan= with a model alone.")
     found = _OF_STEPS.get(model_or_step)
     if found is None:
-        options = dataclasses.replace(model_or_step.options.for_evaluation(), scan_layers=False)
+        options = model_or_step.options.for_evaluation()
+        options = dataclasses.replace(options, scan_layers=False, local_batches=False, batch_spec=None)
         found = _OF_STEPS[model_or_step] = _made(model_or_step.model, options)
     return found
 
