@@ -26,6 +26,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         fit,
         write_report,
     )
+    from torch_shard._generate import generate
     from torch_shard._hosts import Launch, broadcast, initialize
     from torch_shard._inspect import (
         Drawing,
@@ -65,7 +66,15 @@ if TYPE_CHECKING or not _IS_COMMAND:
         unshard,
     )
     from torch_shard._state import TrainState
-    from torch_shard._train import Comparison, EvalStep, TrainStep, make_eval_step, make_train_step
+    from torch_shard._train import (
+        ApplyStep,
+        Comparison,
+        EvalStep,
+        TrainStep,
+        make_apply,
+        make_eval_step,
+        make_train_step,
+    )
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 
@@ -73,6 +82,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ApplyStep",
     "ArgKind",
     "BadStepError",
     "BestCheckpoint",
@@ -113,6 +123,7 @@ __all__ = [
     "fit",
     "gather",
     "gather_from_jax_processes",
+    "generate",
     "initialize",
     "jax_checkpoint",
     "jax_device",
@@ -126,6 +137,7 @@ __all__ = [
     "load_safetensors",
     "load_torch",
     "lowering",
+    "make_apply",
     "make_eval_step",
     "make_mesh",
     "make_train_step",
@@ -142,7 +154,19 @@ __all__ = [
 ]
 
 _PACKAGES = (
-    *("_cost", "_device", "_fit", "_hosts", "_inspect", "_interop", "_io", "_materialize", "_sharding", "_spmd"),
+    *(
+        "_cost",
+        "_device",
+        "_fit",
+        "_generate",
+        "_hosts",
+        "_inspect",
+        "_interop",
+        "_io",
+        "_materialize",
+        "_sharding",
+        "_spmd",
+    ),
     *("_state", "_train"),
 )
 

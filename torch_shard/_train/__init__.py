@@ -1,9 +1,11 @@
 """The compiled step: programs, batches on the mesh, the update, the proof against eager torch."""
 
+from torch_shard._train.apply_step import ApplyStep
 from torch_shard._train.comparison import ROUNDING, Comparison, Difference, Values, array_of, difference_of, numbers_of
 from torch_shard._train.eager_reference import eager_gradients, eager_loss, host_batch, in_float64, like_model
 from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.make import make_eval_step, make_train_step
+from torch_shard._train.make import make_apply, make_eval_step, make_train_step
+from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import HostBatch, ShardedBatch
 from torch_shard._train.replay import ModuleCalls, Replay, numbers_in, tensors_of
 from torch_shard._train.step import Step
@@ -11,6 +13,7 @@ from torch_shard._train.train_step import TrainStep
 
 __all__ = [
     "ROUNDING",
+    "ApplyStep",
     "Comparison",
     "Difference",
     "EvalStep",
@@ -19,6 +22,7 @@ __all__ = [
     "Replay",
     "ShardedBatch",
     "Step",
+    "StepOptions",
     "TrainStep",
     "Values",
     "array_of",
@@ -28,6 +32,7 @@ __all__ = [
     "host_batch",
     "in_float64",
     "like_model",
+    "make_apply",
     "make_eval_step",
     "make_train_step",
     "numbers_in",

@@ -1,4 +1,4 @@
-"""The makers of the steps that train and evaluate, with what their options mean."""
+"""The makers of the steps that train, evaluate and apply, with what their options mean."""
 
 # optax has no stubs.
 # pyright: reportMissingTypeStubs=false
@@ -15,6 +15,7 @@ from torch_shard._common.caller import public
 from torch_shard._common.renamed import renamed
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
+from torch_shard._train.apply_step import ApplyFn, ApplyStep
 from torch_shard._train.eval_step import EvalStep
 from torch_shard._train.options import StepOptions
 from torch_shard._train.train_step import TrainStep
@@ -187,3 +188,63 @@ def make_eval_step(
         compile_cache=compile_cache,
     )
     return EvalStep(model, loss_fn, options)
+
+
+@public
+def make_apply(
+    model: torch.nn.Module,
+    *,
+    mesh: Mesh,
+    plan: ShardingPlan,
+    fn: ApplyFn | None = None,
+    batch_spec: PartitionSpec | None = None,
+    local_batches: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    mixed_precision: MixedPrecision = "autocast",
+    scan_layers: ScanLayers = "auto",
+    compile_cache: str | os.PathLike[str] | None = None,
+) -> ApplyStep:
+    """Make the forward pass of `model` in eval mode, without gradients, as one compiled program on a mesh.
+
+    Args:
+        model: Any module; its own training flags are left as they are.
+        mesh: Devices with Auto axes, from `make_mesh`; those of the states, if there are any.
+        plan: Which parameter and buffer is split how, by name.
+        fn: `fn(model, batch)`, plain torch; returns tensors in containers. By default `model(batch)`, or
+            `model(*batch)` of a tuple or list, or `model(**batch)` of a mapping.
+        batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
+            leading dim over the mesh axis `batch`.
+        local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
+        compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
+        mixed_precision: As `make_train_step` takes it.
+        scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
+            error; False, never.
+        compile_cache: A directory in which compiled programs are kept for the next process.
+
+    Returns:
+        An `ApplyStep`: `outputs = apply(state, batch)` with a `TrainState`, which is not donated, or `apply(batch)`
+        with the present values of the module. `apply.export_program(batch)` is it as StableHLO (`jax.export`).
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The plan does not fit the model and the mesh, or an option has no such value.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> model = torch.nn.Linear(4, 2)
+        >>> apply = ts.make_apply(model, mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()))
+        >>> apply(torch.ones(8, 4)).shape
+        (8, 2)
+    """
+    options = StepOptions(
+        mesh=mesh,
+        plan=plan,
+        batch_spec=batch_spec,
+        local_batches=local_batches,
+        compute_dtype=compute_dtype,
+        mixed_precision=mixed_precision,
+        scan_layers=scan_layers,
+        compile_cache=compile_cache,
+    )
+    return ApplyStep(model, fn, options)

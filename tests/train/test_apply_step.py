@@ -1,0 +1,101 @@
+"""`make_apply`: the forward pass in eval mode, against eager torch."""
+
+import copy
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import make_mesh
+
+PLAN = ts.ShardingPlan({"0.weight": P("model"), "0.bias": P("model"), "4.weight": P(None, "model")}, default=P())
+ATOL = 1e-5  # float32; sums over devices are in another order
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (1, 1)])
+def test_outputs_are_those_of_eager_torch_in_eval_mode_and_stay_split(sizes):
+    model, mesh, batch = net(), make_mesh(sizes), torch.randn(8, 8)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(batch)
+    apply = ts.make_apply(model, mesh=mesh, plan=PLAN)
+    out = apply(batch)
+    np.testing.assert_allclose(out, expected, atol=ATOL)
+    assert out.sharding.shard_shape(out.shape) == (8 // sizes[0], 4)
+    assert model.training  # its own flags are left alone
+    np.testing.assert_allclose(apply(apply.init(), batch), expected, atol=ATOL)
+    assert apply.num_compiles == 1
+
+
+def test_own_values_are_read_at_each_call_and_a_state_is_of_a_step():
+    model, mesh = net(), make_mesh((4, 2))
+    step = ts.make_train_step(model, lambda model, x: model(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=PLAN)
+    apply, batch = ts.make_apply(model, mesh=mesh, plan=PLAN), torch.randn(8, 8)
+    state, _ = step(step.init(), batch)
+    expected = step.export(state).eval()(batch).detach()
+    np.testing.assert_allclose(apply(state, batch), expected, atol=ATOL)
+    assert not np.allclose(apply(batch), expected, atol=ATOL)
+    model[4].bias.data.zero_()
+    model[4].weight.data.zero_()
+    assert not np.any(apply(batch))
+    step(state, batch)  # the state was only read
+
+
+def test_a_function_of_model_and_batch_gives_any_containers():
+    model = net()
+
+    def fn(model, batch):
+        hidden = model[0](batch["x"])
+        return {"hidden": hidden, "pair": (hidden.sum(), hidden.sum(0)), "count": 3}
+
+    apply = ts.make_apply(model, mesh=make_mesh((4, 2)), plan=PLAN, fn=fn)
+    batch = {"x": torch.randn(8, 8)}
+    with torch.no_grad():
+        expected = fn(model, batch)
+    out = apply(batch)
+    jax.tree.map(lambda found, of: np.testing.assert_allclose(found, of, atol=10 * ATOL), out, expected)
+    assert out["hidden"].sharding.shard_shape((8, 16))[0] == 2
+    assert out["pair"][1].sharding.is_fully_replicated
+
+
+def test_mappings_and_tuples_are_arguments():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a - b
+
+    apply = ts.make_apply(Two(), mesh=make_mesh((4, 2)), plan=ts.ShardingPlan({}, default=P()))
+    a, b = torch.randn(8), torch.randn(8)
+    np.testing.assert_array_equal(apply((a, b)), a - b)
+    np.testing.assert_array_equal(apply({"b": b, "a": a}), a - b)
+
+
+def test_a_batch_that_does_not_divide_is_computed_whole():
+    model, batch = net(), torch.randn(3, 8)
+    out = ts.make_apply(model, mesh=make_mesh((4, 2)), plan=PLAN)(batch)
+    np.testing.assert_allclose(out, copy.deepcopy(model).eval()(batch).detach(), atol=ATOL)
+
+
+def test_it_is_exported():
+    apply = ts.make_apply(net(), mesh=make_mesh((4, 2)), plan=PLAN)
+    exported = apply.export_program(torch.empty(8, 8, device="meta"))
+    assert exported.nr_devices == 8
+    assert exported.out_avals[-1].shape == (8, 4)
+
+
+def test_errors_say_what_to_do():
+    mesh = make_mesh((4, 2))
+    with pytest.raises(TypeError, match=r"make_apply: call apply\(state, batch\) or apply\(batch\), got 3 arguments"):
+        ts.make_apply(net(), mesh=mesh, plan=PLAN)(1, 2, 3)
+    with pytest.raises(TypeError, match="make_apply: outputs must be tensors or numbers in containers, but object is"):
+        ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=lambda model, batch: object())(torch.ones(8, 8))
+    with pytest.raises(TypeError, match="make_apply: fn "):
+        ts.make_apply(net(), mesh=mesh, plan=PLAN, fn=3)

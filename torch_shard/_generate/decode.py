@@ -1,0 +1,183 @@
+"""The two programs of a decoder: the prompt at once, and the loop over new tokens.
+
+Shapes: B rows, T slots of the prompt, N of new tokens, L = T + N slots of the cache, V words of the vocabulary.
+"""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Sharding
+
+from torch_shard._common.types import PyTree
+from torch_shard._device import put
+from torch_shard._generate.cache import contents, empty_cache, filled_cache
+from torch_shard._generate.sample import Sampling
+from torch_shard._loss import LossProgram, flatten_batch
+from torch_shard._state import TrainState, as_arrays, check_names
+from torch_shard._train import ApplyStep, ShardedBatch, StepOptions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What the loop over new tokens is given beside the model's own inputs.
+
+    Attributes:
+        logits: Of the first new token, (B, V).
+        limit: Number of new tokens, at most N.
+        stops: Tokens that end a row, (any number,).
+        pad: The token of rows that have ended.
+        sampling: How tokens are drawn.
+        num_new: N.
+    """
+
+    logits: jax.Array
+    limit: jax.Array
+    stops: jax.Array
+    pad: jax.Array
+    sampling: Sampling
+    num_new: int = dataclasses.field(metadata={"static": True})
+
+
+def _run(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, PyTree]:
+    """A call of the model: the logits of the last token, and what the cache has then."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    takes = inspect.signature(base.forward).parameters
+    options: dict[str, Any] = {"position_ids": positions} if "position_ids" in takes else {}
+    options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **options)
+    keys, values = contents(cache)
+    return {"logits": out.logits[:, -1].float(), "keys": keys, "values": values}
+
+
+class Prefill(ApplyStep):
+    """The call for the prompt: logits of the next token, and the cache.
+
+    Args:
+        model: A decoder of transformers.
+        num_layers: Of its cache.
+        options: Of the step.
+    """
+
+    caller = "generate"
+
+    def __init__(self, model: Any, num_layers: int, options: StepOptions) -> None:
+        def prefill(model: Any, batch: tuple[torch.Tensor, ...]) -> PyTree:
+            ids, mask, positions = batch
+            return _run(model, empty_cache(num_layers, mask.shape[1]), ids, mask, positions)
+
+        super().__init__(model, prefill, options)
+
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        refuse_values(program)
+
+        def prefill(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> PyTree:
+            check_names(self.caller, state, self._held.all)
+            return program.run(state.key, state.tensors, batch, closure).metrics["outputs"]
+
+        return jax.jit(prefill, compiler_options=program.compiler_options(self.mesh))
+
+    def run(self, state: TrainState, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> PyTree:
+        """Logits (B, V), keys and values, after a prompt.
+
+        Args:
+            state: Of the model.
+            ids: (B, T) tokens.
+            mask: (B, L), 1 where a token counts, and for all that are to come.
+            positions: (B, T) of the tokens.
+        """
+        program, arrays = self._prepare((ids, mask, positions), state)
+        return program(as_arrays(state), arrays)
+
+
+class Decode(ApplyStep):
+    """The loop over new tokens."""
+
+    caller = "generate"
+
+    def __init__(self, model: Any, options: StepOptions) -> None:
+        def decode(model: Any, batch: tuple[Any, ...]) -> PyTree:
+            ids, mask, positions, filled, keys, values = batch
+            return _run(model, filled_cache(keys, values, filled), ids, mask, positions)
+
+        super().__init__(model, decode, options)
+
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        refuse_values(program)
+
+        def decode(state: TrainState, given: list[Any], closure: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            check_names(self.caller, state, self._held.all)
+            tensors = state.tensors
+            held = {name: tensors.in_program(name) for name in tensors}  # rows of stacks are taken once, not per token
+            _, mask, positions, filled, *cache = given[:-1]
+
+            def call(number: jax.Array, token: jax.Array, cache: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+                batch = [token[:, None], mask, positions + number, filled + number, *cache]
+                out = program.run(jax.random.fold_in(state.key, number), held, batch, closure).metrics["outputs"]
+                return out["logits"], [*out["keys"], *out["values"]]
+
+            return _loop(given[-1], call, cache)
+
+        options = program.compiler_options(self.mesh)
+        return jax.jit(decode, out_shardings=self.replicated, compiler_options=options)
+
+    def run(self, state: TrainState, first: PyTree, mask: Any, positions: Any, *, filled: int, loop: Loop) -> PyTree:
+        """New tokens (B, N), and how many of the N were made.
+
+        Args:
+            state: Of the model.
+            first: What the prompt has given.
+            mask: (B, L), 1 where a slot counts.
+            positions: (B, 1) of the first new token.
+            filled: Slots of the prompt.
+            loop: The rest.
+        """
+        small = [np.zeros(positions.shape, np.int32), mask, positions, np.asarray(filled, np.int32)]
+        arrays = [*(put(array, self.replicated) for array in small), *first["keys"], *first["values"]]
+        _, signature = flatten_batch((*arrays[:4], first["keys"], first["values"]))
+        program, _ = self._prepare(ShardedBatch(arrays, signature, leaves=tuple(arrays)), state)
+        return program(as_arrays(state), [*arrays, loop])
+
+
+def _loop(
+    loop: Loop, call: Callable[..., tuple[jax.Array, list[jax.Array]]], cache: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    token = loop.sampling.pick(loop.logits, 0)
+    tokens = jnp.full((token.shape[0], loop.num_new), loop.pad, jnp.int32).at[:, 0].set(token)
+
+    def goes_on(carry: tuple[Any, ...]) -> jax.Array:
+        number, _, ended, *_ = carry
+        return (number < loop.limit) & ~jnp.all(ended)
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        number, token, ended, tokens, cache = carry
+        logits, cache = call(number - 1, token, cache)
+        token = jnp.where(ended, loop.pad, loop.sampling.pick(logits, number))
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, number))
+        return number + 1, token, ended | jnp.isin(token, loop.stops), tokens, cache
+
+    start = (jnp.ones((), jnp.int32), token, jnp.isin(token, loop.stops), tokens, cache)
+    number, _, _, tokens, _ = jax.lax.while_loop(goes_on, step, start)
+    return tokens, number
+
+
+def refuse_values(program: LossProgram) -> None:
+    """Refuse a model whose Python asks for values: they change from token to token."""
+    if program.host is not None:
+        raise NotImplementedError(
+            "generate: Python in the model asks for values of its inputs (a rotary embedding that depends on the "
+            "length, for example), which change from token to token. Use model.generate for this one."
+        )

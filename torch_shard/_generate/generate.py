@@ -1,0 +1,283 @@
+"""`generate`: checks, padding on the left up to a bucket, and the two programs one after the other."""
+
+# JAX and PyTorch annotate some of their functions in part.
+# pyright: reportUnknownMemberType=false
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._common.caller import caller, public
+from torch_shard._common.validate import check_count, check_kind, check_number, check_seed
+from torch_shard._device import put
+from torch_shard._generate.decode import Decode, Loop, Prefill
+from torch_shard._generate.sample import Sampling
+from torch_shard._sharding import ShardingPlan, make_mesh
+from torch_shard._state import TrainState, check_state
+from torch_shard._train import Step, StepOptions
+
+_OF_STEPS = weakref.WeakKeyDictionary[Step, tuple[Prefill, Decode]]()
+
+_LAYERS = ("full_attention", "sliding_attention")
+
+_PLAIN = {
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+}
+"""Settings of a `generation_config` that change tokens, with the values that change nothing."""
+
+
+@public
+def generate(
+    model_or_step: Any,
+    input_ids: torch.Tensor,
+    state: TrainState | None = None,
+    *,
+    max_new_tokens: int,
+    attention_mask: torch.Tensor | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    plan: ShardingPlan | None = None,
+) -> torch.Tensor:
+    """Continue prompts with a decoder of transformers, on the mesh, by two compiled programs.
+
+    The keys and values of the tokens so far are kept in arrays of fixed length, split as the model is. Lengths of
+    prompts and `max_new_tokens` are rounded up to powers of two, for each of which is compiled once; numbers of the
+    sampling need no other program. Greedy tokens are those of `model.generate(do_sample=False)`.
+
+    Args:
+        model_or_step: A step of such a model (of `make_train_step`, `make_eval_step` or `make_apply`), whose mesh and
+            plan are used; or the model itself, whose programs are kept for the last two models.
+        input_ids: int64 tokens (batch, time) on the CPU, padded on the left.
+        state: A state of the step, which is only read; by default the present values of the model, which are then put
+            on the mesh at each call.
+        max_new_tokens: At most so many tokens follow the prompts.
+        attention_mask: (batch, time), 0 where a prompt is padded. By default all tokens count.
+        do_sample: Draw tokens by their probabilities, instead of taking the most probable.
+        temperature: Logits are divided by it before tokens are drawn.
+        top_k: Draw from so many most probable tokens. None draws from all.
+        top_p: Draw from the fewest most probable tokens that have this probability together. None draws from all.
+        eos_token_id: Token, or tokens, that end a row; by default that of the model's `generation_config`.
+        pad_token_id: Token that follows in rows that have ended; by default that of the model's `generation_config`,
+            or else the first token that ends a row.
+        seed: Of the draws: the same seed draws the same tokens.
+        mesh: For a model: devices with Auto axes, from `make_mesh`; by default one device.
+        plan: For a model: how each parameter is split; by default not at all.
+
+    Returns:
+        The prompts and what follows them, int64 (batch, time + new) on the CPU; as long as the longest row.
+
+    Raises:
+        TypeError: The model is not a decoder of transformers, or an argument is of the wrong kind.
+        ValueError: An argument has no such value, or the tokens are more than the model has positions.
+        NotImplementedError: The model or its `generation_config` needs what is only in `model.generate`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=32))
+        >>> ts.generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=5, eos_token_id=31).shape[0]
+        1
+    """
+    model = model_or_step.model if isinstance(model_or_step, Step) else model_or_step
+    _check_model(model)
+    mask = _check_prompt(model, input_ids, attention_mask)
+    check_count("max_new_tokens", max_new_tokens)
+    check_kind("do_sample", do_sample, bool)
+    _check_sampling(temperature, top_k, top_p)
+    check_seed(seed)
+    _check_length(model, int(mask.sum(1).max()) + int(max_new_tokens))
+    prefill, decode = _programs(model_or_step, mesh, plan)
+    if state is None:
+        state = prefill.init()
+    check_state("generate", state)
+    stops, pad = _ends(model, eos_token_id, pad_token_id)
+
+    ids, mask, num_new = _in_buckets(input_ids, mask, int(max_new_tokens), pad)
+    num_slots = ids.shape[1]
+    positions = (mask[:, :num_slots].cumsum(1) - 1).clamp(min=0)
+    first = prefill.run(state, ids, mask, positions)
+
+    def number(value: float, dtype: Any) -> jax.Array:
+        return put(np.asarray(value, dtype), prefill.replicated)
+
+    vocabulary = first["logits"].shape[-1]
+    words = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    sampling = Sampling(
+        key=jax.random.wrap_key_data(put(words, prefill.replicated)),
+        temperature=number(temperature, np.float32),
+        top_k=number(vocabulary if top_k is None else min(top_k, vocabulary), np.int32),
+        top_p=number(1.0 if top_p is None else top_p, np.float32),
+        greedy=not do_sample,
+    )
+    loop = Loop(
+        logits=first["logits"],
+        limit=number(max_new_tokens, np.int32),
+        stops=put(np.asarray(stops, np.int32), prefill.replicated),
+        pad=number(pad, np.int32),
+        sampling=sampling,
+        num_new=num_new,
+    )
+    following = np.asarray(positions[:, -1:] + 1, np.int32)
+    host_mask = np.asarray(mask, np.int32)
+    tokens, made = decode.run(state, first, host_mask, following, filled=num_slots, loop=loop)
+    return torch.cat([input_ids, torch.from_numpy(np.array(tokens))[:, : int(made)].long()], 1)
+
+
+def _in_buckets(
+    ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, pad: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Prompts padded on the left to a power of two, the mask of all slots, and the number of slots for new tokens."""
+    width = _power_of_two(ids.shape[1]) - ids.shape[1]
+    num_new = _power_of_two(max_new_tokens)
+    ids = torch.nn.functional.pad(ids, (width, 0), value=pad)
+    mask = torch.nn.functional.pad(mask, (width, 0))
+    return ids, torch.nn.functional.pad(mask, (0, num_new), value=1), num_new
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _programs(model_or_step: Any, mesh: Mesh | None, plan: ShardingPlan | None) -> tuple[Prefill, Decode]:
+    if not isinstance(model_or_step, Step):
+        return _of_model(model_or_step, mesh, _Same(plan))
+    if mesh is not None or plan is not None:
+        raise ValueError(f"{caller()}: a step has its own mesh and plan; give mesh= and plan= with a model alone.")
+    found = _OF_STEPS.get(model_or_step)
+    if found is None:
+        options = model_or_step.options.for_evaluation()
+        options = dataclasses.replace(options, scan_layers=False, local_batches=False, batch_spec=None)
+        found = _OF_STEPS[model_or_step] = _made(model_or_step.model, options)
+    return found
+
+
+class _Same:
+    """A plan that is equal to itself alone."""
+
+    def __init__(self, plan: ShardingPlan | None) -> None:
+        self.plan = plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.plan is self.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
+@functools.lru_cache(maxsize=2)
+def _of_model(model: Any, mesh: Mesh | None, plan: _Same) -> tuple[Prefill, Decode]:
+    where = make_mesh(batch=1) if mesh is None else mesh
+    how = ShardingPlan({}, default=PartitionSpec()) if plan.plan is None else plan.plan
+    return _made(model, StepOptions(mesh=where, plan=how, scan_layers=False))
+
+
+def _made(model: Any, options: StepOptions) -> tuple[Prefill, Decode]:
+    config = model.config.get_text_config(decoder=True)
+    return Prefill(model, config.num_hidden_layers, options), Decode(model, options)
+
+
+def _check_model(model: Any) -> None:
+    config, can = getattr(model, "config", None), getattr(model, "can_generate", None)
+    if not isinstance(model, torch.nn.Module) or config is None or not callable(can) or not can():
+        raise TypeError(
+            f"{caller()}: expected a decoder of transformers with a language-model head (such as LlamaForCausalLM), or "
+            f"a step of one, got {type(model).__name__}."
+        )
+    kinds = set(getattr(config, "layer_types", None) or _LAYERS) - set(_LAYERS)
+    if getattr(config, "is_encoder_decoder", False) or getattr(model, "_is_stateful", False) or kinds:
+        found = ", ".join(sorted(map(str, kinds))) or "an encoder, or a state that is not keys and values"
+        raise NotImplementedError(
+            f"{caller()}: {type(model).__name__} has {found}; decoders with full and sliding attention are generated "
+            "from. Use model.generate for this one."
+        )
+    settings = getattr(model, "generation_config", None)
+    set_to = {name: getattr(settings, name, None) for name in _PLAIN}
+    if changed := [f"{name}={value!r}" for name, value in set_to.items() if value not in (None, _PLAIN[name])]:
+        raise NotImplementedError(
+            f"{caller()}: model.generation_config has {', '.join(changed)}, which only model.generate has. Unset it, "
+            "or use model.generate."
+        )
+
+
+def _check_prompt(model: Any, ids: object, mask: object) -> torch.Tensor:
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
+        found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(f"{caller()}: input_ids must be an int64 tensor (batch, time), got {found}.")
+    if not ids.numel():
+        raise ValueError(f"{caller()}: input_ids must have a row and a token at least, got {tuple(ids.shape)}.")
+    size = model.get_input_embeddings().weight.shape[0]
+    if int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise ValueError(
+            f"{caller()}: input_ids must be from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}."
+        )
+    if mask is None:
+        return torch.ones_like(ids)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"{caller()}: attention_mask must be {tuple(ids.shape)} as input_ids is, got {found}.")
+    counts = mask.to(torch.int64)
+    if (
+        not bool(((counts == 0) | (counts == 1)).all())
+        or bool((counts.diff(dim=1) < 0).any())
+        or not counts[:, -1].all()
+    ):
+        raise ValueError(
+            f"{caller()}: attention_mask must be 0 where a row begins with padding and then 1 to its end. Pad on the "
+            'left: tokenizer(..., padding=True) with tokenizer.padding_side = "left".'
+        )
+    return counts
+
+
+def _check_sampling(temperature: object, top_k: object, top_p: object) -> None:
+    check_number("temperature", temperature)
+    if not float(temperature) > 0:  # pyright: ignore[reportArgumentType]
+        raise ValueError(
+            f"{caller()}: temperature must be above 0, got {temperature}. For the most probable token: do_sample=False."
+        )
+    if top_k is not None:
+        check_count("top_k", top_k)
+    if top_p is not None:
+        check_number("top_p", top_p)
+        if not 0 < float(top_p) <= 1:  # pyright: ignore[reportArgumentType]
+            raise ValueError(f"{caller()}: top_p must be above 0 and at most 1, got {top_p}.")
+
+
+def _check_length(model: Any, length: int) -> None:
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{caller()}: the longest prompt and max_new_tokens are {length} tokens, and the model has {limit} "
+            "positions (config.max_position_embeddings)."
+        )
+
+
+def _ends(model: Any, eos: Any, pad: Any) -> tuple[list[int], int]:
+    """Tokens that end a row, and the one that follows."""
+    settings = getattr(model, "generation_config", None)
+    eos = getattr(settings, "eos_token_id", None) if eos is None else eos
+    stops = [] if eos is None else [int(token) for token in (eos if isinstance(eos, list | tuple) else [eos])]
+    pad = getattr(settings, "pad_token_id", None) if pad is None else pad
+    return stops, int(pad if pad is not None else (stops[0] if stops else 0))

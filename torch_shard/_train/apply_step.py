@@ -1,0 +1,151 @@
+"""The forward pass of a module in eval mode as one compiled program, whose outputs stay split."""
+
+# optax has no stubs. JAX and PyTorch annotate some of their functions in part.
+# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+import optax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from torch_shard._common.caller import caller, error_prefix
+from torch_shard._common.convert import flatten
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call
+from torch_shard._device import put
+from torch_shard._loss import LossProgram
+from torch_shard._state import KINDS, StateLayout, TrainState, check_names, check_state
+from torch_shard._train.options import StepOptions
+from torch_shard._train.step import Step
+
+ApplyFn = Callable[[Any, Any], PyTree]
+
+
+def call_model(model: torch.nn.Module, batch: PyTree) -> PyTree:
+    """`model(batch)`, with the entries of a tuple, list or mapping as arguments."""
+    if isinstance(batch, Mapping):
+        return model(**cast(Mapping[str, PyTree], batch))
+    return model(*cast(tuple[PyTree, ...], batch)) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _as_loss(fn: ApplyFn) -> Callable[[Any, Any], tuple[torch.Tensor, dict[str, PyTree]]]:
+    """A loss function whose metrics are what `fn` returns."""
+
+    def outputs_of(model: Any, batch: PyTree) -> tuple[torch.Tensor, dict[str, PyTree]]:
+        out = fn(model, batch)
+        for leaf in flatten(out)[0]:
+            if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
+                raise TypeError(
+                    f"{caller()}: outputs must be tensors or numbers in containers, but {type(leaf).__name__} is among "
+                    "them. Return what you need: fn=lambda model, batch: model(batch).logits (of models of "
+                    "transformers also model.config.use_cache = False)."
+                )
+        return torch.zeros(()), {"outputs": out}
+
+    return outputs_of
+
+
+class ApplyStep(Step):
+    """The forward pass in eval mode as one compiled program; made by `make_apply`.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> from jax.sharding import PartitionSpec as P
+        >>> model = torch.nn.Linear(4, 2)
+        >>> apply = ts.make_apply(model, mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()))
+        >>> apply(torch.ones(8, 4)).sharding.spec[0]
+        'batch'
+    """
+
+    caller, train = "make_apply", False
+
+    @error_prefix(None)
+    def __init__(self, model: torch.nn.Module, fn: ApplyFn | None, options: StepOptions) -> None:
+        if fn is not None:
+            check_call("fn", fn, "model", "batch")
+        super().__init__(model, _as_loss(call_model if fn is None else fn), options)
+
+    @functools.cached_property
+    def _state_layout(self) -> StateLayout:
+        return StateLayout(self.model, self._held, self.plan, optax.identity().init, groups=[])
+
+    def _state_structs(self) -> TrainState:
+        return self._state_layout.structs
+
+    @error_prefix("init")
+    def init(self) -> TrainState:
+        """The present values of the module on their shards, as a state to call this with again and again.
+
+        Example:
+            >>> import torch, torch_shard as ts
+            >>> from jax.sharding import PartitionSpec as P
+            >>> model = torch.nn.Linear(4, 2)
+            >>> apply = ts.make_apply(model, mesh=ts.make_mesh(batch=2), plan=ts.ShardingPlan({}, default=P()))
+            >>> apply(apply.init(), torch.ones(8, 4)).shape
+            (8, 2)
+        """
+        layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
+        zero = put(np.zeros((), np.int32), self.replicated)
+        words = np.asarray(jax.random.key_data(jax.random.key(0)))
+        return dataclasses.replace(
+            layout.shardings,
+            step=zero,
+            num_batches=zero,
+            **{kind: layout.place(kind, tensors) for kind, tensors in zip(KINDS, held, strict=True)},
+            key=jax.random.wrap_key_data(put(words, self.replicated)),
+        )
+
+    @error_prefix(None)
+    def __call__(self, *state_and_batch: PyTree) -> PyTree:
+        """Run the forward pass on a batch.
+
+        Args:
+            *state_and_batch: A state and a batch; or a batch alone, for the present values of the module, which are
+                then put on the mesh at each call (`init` does it once). A state is only read. The batch is a pytree
+                of CPU tensors, numpy arrays or arrays; global sizes, leading dim split over `batch`. One that does
+                not divide over the mesh is computed whole on each device.
+
+        Returns:
+            What `fn` returns, its tensors as arrays of global shapes. Those with as many rows as the batch have them
+            split as the batch; others are whole on each device.
+
+        Raises:
+            TypeError: It is called with something else, or `fn` returns what is not a tensor or number.
+            ValueError: The state was donated to a step, or is of another model.
+        """
+        if len(state_and_batch) not in (1, 2):
+            raise TypeError(
+                f"{self.caller}: call apply(state, batch) or apply(batch), got {len(state_and_batch)} arguments."
+            )
+        state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
+        check_state(self.caller, state)
+        program, arrays = self._prepare(state_and_batch[-1], state)
+        loss, outputs = program(self._normal(state), arrays)
+        self._in_flight.follow(loss)
+        return outputs
+
+    def _jit(
+        self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
+    ) -> Callable[..., PyTree]:
+        is_split = any(not sharding.is_fully_replicated for sharding in batch_shardings)
+
+        def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
+            check_names(self.caller, state, self._held.all)
+            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
+            by_rows = NamedSharding(self.mesh, PartitionSpec(self.layout.row_axes))
+
+            def placed(array: jax.Array) -> jax.Array:
+                has_rows = bool(array.ndim) and array.shape[0] in sizes
+                return jax.lax.with_sharding_constraint(array, by_rows if has_rows else self.replicated)
+
+            return out.loss, jax.tree.map(placed, out.metrics["outputs"])
+
+        return jax.jit(apply, compiler_options=program.compiler_options(self.mesh))
