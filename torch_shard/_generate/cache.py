@@ -38,7 +38,7 @@ def _layer_class() -> Any:
             at = torch.arange(new_BHTD.shape[2]) + self.filled
             return slots_BHLD.index_copy(2, at, new_BHTD)
 
-        def get_seq_length(self) -> torch.Tensor | int:
+        def get_seq_length(self) -> Any:  # the number, or in the loop a tensor
             return self.filled
 
     return Slots

@@ -309,7 +309,7 @@ class StepProgram:
             self._placed[position] = placed = (tensor._version, array)
         return placed[1]
 
-    def __call__(self, state: TrainState, arrays: list[jax.Array]) -> PyTree:
+    def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1
         closure = self._closure() if self._tensors else []
         if self._cold is None:
