@@ -109,7 +109,7 @@ def test_evaluation_weighs_rows(step):
         ({"steps": 0}, "steps must be a positive integer, got 0"),
         ({"steps": 1}, r"the state has seen 2 batches, and steps=1"),
         ({"eval_every": 0}, "eval_every must be a positive integer"),
-        ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'stop', 'skip', got 'ignore'"),
+        ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'explain', 'stop', 'skip', got 'ignore'"),
         ({"skip_grad_norm": -1.0}, "fit: skip_grad_norm must be a positive number"),
         ({"seed": -1}, "seed must be an int of 32 bits, from 0 to 4294967295, got -1"),
         ({"eval_every": 2}, "eval_every and eval_step are for an evaluation, which needs eval_loader"),

@@ -1,17 +1,13 @@
 """The training loop: steps, progress, metrics, evaluation, checkpoints, and an orderly end."""
 
 import contextlib
-import dataclasses
-import functools
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -21,21 +17,19 @@ from torch_shard._common.renamed import renamed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.alike import agree_on_run
-from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepError, BadStepPolicy
+from torch_shard._fit.bad_step import ON_BAD_STEP, BadStepPolicy
 from torch_shard._fit.callbacks import Callback, Callbacks, Run, check_callbacks
 from torch_shard._fit.data import Ahead, Batches
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, as_rows
-from torch_shard._fit.first_non_finite import explained, first_non_finite
-from torch_shard._fit.overview import compilation, write_overview
-from torch_shard._fit.reports import Bar, MetricsLog, Reports, num_rows, scalars
+from torch_shard._fit.loop import Due, Evaluation, Loop
+from torch_shard._fit.reports import Bar, MetricsLog, Reports
 from torch_shard._fit.samplers import check_samplers
 from torch_shard._fit.schedule import Schedule
 from torch_shard._fit.signals import StopRequest
-from torch_shard._hosts import Gate, PeerError
+from torch_shard._hosts import Gate
 from torch_shard._io import Checkpointer
-from torch_shard._spmd import assert_replica_integrity
 from torch_shard._state import TrainState, check_skip_grad_norm
-from torch_shard._train import EvalStep, ShardedBatch, Step, TrainStep
+from torch_shard._train import EvalStep, Step, TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +198,7 @@ def fit(
         guard = BadStepPolicy(on_bad_step, skip_grad_norm)
         due = Due(eval_every, check_replicas_every)
         proved_until = start + prove_steps
-        return _Loop(
+        return Loop(
             state,
             start,
             step,
@@ -274,210 +268,3 @@ def _begin(
                 logger.info("fit: goes on from step %d in %s", int(saved.step), checkpointer.directory)
                 return saved, checkpointer.notes(int(saved.step))
     return step.init(seed=0) if state is None else state, {}
-
-
-class Evaluation:
-    """The mean of loss and metrics over all batches of a loader."""
-
-    def __init__(self, step: EvalStep, batches: Batches) -> None:
-        self._step, self._batches = step, batches
-
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """The means by name, in which a batch weighs as many rows as it has."""
-        found, weights = [], []
-        for batch in self._batches.epoch(0):
-            placed = self._step.put(batch)
-            found.append(jax.device_get(scalars(self._step(state, placed))))
-            weights.append(num_rows(placed))
-        if not found:
-            raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
-        return {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Due:
-    """Batches from one evaluation, and from one check of replicas, to the next; None for none."""
-
-    evaluation: int | None
-    replicas: int | None
-
-
-@dataclasses.dataclass
-class _Loop:
-    """One call of `fit`, from batch to batch."""
-
-    state: TrainState
-    position: int
-    """Number of batches seen."""
-    step: TrainStep
-    ahead: Ahead
-    steps: int
-    proved_until: int
-    evaluation: Evaluation | None
-    due: Due
-    checkpointer: Checkpointer | None
-    reports: Reports
-    guard: BadStepPolicy
-    stop: StopRequest
-    schedule: Schedule
-    told: Callbacks
-    begun: ShardedBatch | None = None
-    """The batch of a step that was begun, until the step is dispatched."""
-    stopped: bool = False
-    """Whether a bad step or a callback has ended the run."""
-    explains: bool = False
-    """Whether a bad step is explained at length."""
-    ended: bool = False
-    """Whether callbacks were told of the end."""
-    sound: bool = True
-    """Whether devices hold what they should, as far as is known."""
-
-    def run(self) -> TrainState:
-        """Train to the end, or until something asks to stop."""
-        failed = None
-        try:
-            while self.position < self.steps and not self.stopped and self.stop.may_run(self.position):
-                self._advance(next(self.ahead))
-                # All processes stop before a batch that is missing in one, which goes on with them until then.
-                found = self.ahead.failed() if failed is None else None
-                failed = failed or found
-                if found is not None and self.stop.behind(self.position, found) is None:
-                    raise found
-            if failed is not None:
-                raise failed
-        except Exception as error:
-            self._rescue(error)
-            raise
-        self._end()
-        if self.position < self.steps and not self.stopped:
-            self.stop.leave(self.position)
-        return self.state
-
-    def _advance(self, placed: ShardedBatch) -> None:
-        """Take a step, and do what is due after it."""
-        self.begun = placed
-        if self.position < self.proved_until:
-            self._prove(placed)
-        num_compiles, start = self.step.num_compiles, time.perf_counter()
-        rates = self.schedule.rates(self.step.optimizer)
-        self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
-        self.begun, self.position = None, self.position + 1
-        self.schedule.follow(self.position)
-        self.reports.flush()  # of the batch before, while this one is computed
-        self.reports.expect(self.position, placed, metrics, rates)
-        if self.step.num_compiles > num_compiles:
-            self._note_compilation(placed, time.perf_counter() - start)
-        self.ahead.fill()
-        began = functools.partial(first_non_finite, self.step, placed)
-        if self.explains:
-            directory = self.reports.directory if self.checkpointer is None else self.checkpointer.directory
-            began = functools.partial(explained, self.step, placed, directory=directory)
-        stopped = self.guard.stops(self.state, metrics, self.position, began)
-        if stopped is not None:
-            self.state, self.stopped = stopped, True
-        else:
-            self.told.at(self.position, self.state, metrics)
-            self.told.tell("on_step")
-            self._between()
-            self._heed()
-
-    def _note_compilation(self, placed: ShardedBatch, seconds: float) -> None:
-        leaves = zip(placed.signature.paths, placed.arrays, strict=False)
-        shapes = [f"{path} {tuple(array.shape)}" for path, array in leaves]
-        self.reports.add_compilation(self.position, compilation(self.step, shapes, seconds))
-        self._describe()
-
-    def _describe(self) -> None:
-        """Write down what the run is: early, as it may not come to its end, and at its end."""
-        if (directory := self.reports.directory) is not None:
-            write_overview(directory, self.step, self.steps)
-
-    def _prove(self, placed: ShardedBatch) -> None:
-        """Compare the step that is to come with eager torch, before anything of the state is lost."""
-        found = self.step.prove(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
-        found.raise_if_different()
-        worst = found.rows[0]
-        logger.info(
-            "fit: step %d is that of %s: the largest difference is %.1e (%s %s).",
-            *(self.position + 1, found.reference, worst.worst, worst.kind, worst.name),
-        )
-
-    def _between(self) -> None:
-        """Do what is due after this batch."""
-        state, position = self.state, self.position
-        if self.due.replicas and position % self.due.replicas == 0:
-            self.sound = False
-            assert_replica_integrity(state)
-            self.sound = True
-            self.reports.pause()
-        every = self.due.evaluation
-        if self.evaluation and (position == self.steps or (every and position % every == 0)):
-            self.reports.flush()
-            found = self.evaluation(state)
-            self.reports.add_evaluation(position, found)
-            self.schedule.evaluated(found)
-            self.told.tell("on_eval", found)
-        if self.checkpointer is not None and position % self.checkpointer.every == 0:
-            self.reports.flush(every=True)
-            self.checkpointer.save(state, metrics=self.reports.numbers, notes=self._notes())
-            self.told.tell("on_save")
-            self.reports.pause()
-
-    def _heed(self) -> None:
-        """Stop where a callback has asked for it."""
-        if self.told.run.reason:
-            logger.info("fit: stops after %d batches: %s.", self.position, self.told.run.reason)
-            self.stopped = True
-
-    def _notes(self) -> dict[str, Any]:
-        """What a resumed run is to know beside the state."""
-        return {"callbacks": self.told.state_dict(), **self.schedule.state_dict(self.step.optimizer)}
-
-    def _end(self) -> None:
-        self.reports.flush(every=True)
-        if not self.ended:
-            self.ended = True
-            self.told.at(self.position, self.state)
-            self.told.tell("on_end")
-            self._describe()
-        if self.checkpointer is not None:
-            self.checkpointer.save(self.state, metrics=self.reports.numbers, notes=self._notes())
-            self.checkpointer.wait()
-
-    def _rescue(self, error: Exception) -> None:
-        """Save what there is, where all processes can come to it, and say with the error where it happened."""
-        error.add_note(f"fit: after {self.position} of {self.steps} batches.")
-        if isinstance(error, BadStepError):
-            self.state = error.state
-        if not self.sound:  # all have found that
-            return self._name_newest(error)
-        behind = None if isinstance(error, PeerError) else self.stop.behind(self.position, error)
-        ready = self.ahead.num_ready + (self.begun is not None)
-        if behind is None or behind > ready or self.state.step.is_deleted():
-            self.stop.fail(error)
-            return self._name_newest(error)
-        try:
-            self._flush_if_possible()
-            for _ in range(behind):  # the others had gone further when they heard of it
-                self._advance(self.begun or next(self.ahead))
-            self._end()
-        except Exception as second:
-            self.stop.fail(error)
-            error.add_note(f"fit: the state could not be saved either: {second}")
-        else:
-            if self.checkpointer is not None:
-                error.add_note(f"fit: the state is saved in {self.checkpointer.directory}.")
-
-    def _flush_if_possible(self) -> None:
-        """Tell of the last batch, unless that is what has failed: a disk that is full still has room elsewhere."""
-        try:
-            self.reports.flush(every=True)
-        except Exception:
-            self.reports.close()
-
-    def _name_newest(self, error: Exception) -> None:
-        """Say where the run can be taken up again."""
-        if self.checkpointer is not None:
-            steps = self.checkpointer.steps()
-            newest = f"the newest checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
-            error.add_note(f"fit: the state is not saved; {newest}.")

@@ -23,17 +23,8 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
 from torch_shard._loss import LossProgram, update_objects
-from torch_shard._optim import (
-    TorchOptimizer,
-    average_of,
-    check_optimizer,
-    clip_in_torch,
-    in_optimizer,
-    run_by_name,
-    with_average,
-)
 from torch_shard._scan import Siblings
-from torch_shard._sharding import LossFn, Stacks, as_dicts, constrain_stacks, to_meta, with_values
+from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
 from torch_shard._state import (
     StateLayout,
     TrainState,
@@ -48,12 +39,13 @@ from torch_shard._state import (
 )
 from torch_shard._train.comparison import Comparison
 from torch_shard._train.eval_step import EvalStep
-from torch_shard._train.facts import agree_on_numbers, agree_on_values
+from torch_shard._train.facts import agree_on_values
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import ShardedBatch
 from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.stats import StepStats, stats_of
 from torch_shard._train.step import Step
+from torch_shard._train.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +76,11 @@ class TrainStep(Step):
         options: StepOptions,
     ) -> None:
         super().__init__(model, loss_fn, options)
-        check_optimizer(optimizer)
         if not self._held.trainable:
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
-        self._torch: TorchOptimizer | None = None
-        if isinstance(optimizer, torch.optim.Optimizer):
-            trained = list(self._held.training(self._trained).trainable)
-            self._torch = TorchOptimizer(optimizer, self._held.params, trained, options.ema)
-            self._torch.refuse_others(set(self._held.trainable) - set(trained), self.options.label)
-        elif options.ema is not None:
-            optimizer = with_average(optimizer, options.ema)
-        self.optimizer: Any = optimizer
+        self._update = Update(optimizer, self._held, self._trained, options)
+        self.optimizer: Any = self._update.optimizer
         self._donated = False
-        self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
         self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
     def _store(self, groups: list[Siblings]) -> None:
@@ -105,7 +89,7 @@ class TrainStep(Step):
             self.model,
             self._held,
             self.plan,
-            self.optimizer.init if self._torch is None else self._torch.init,
+            self._update.init,
             groups=groups,
             moments=self.optimizer_plan,
             trained=self._trained,
@@ -145,7 +129,7 @@ class TrainStep(Step):
 
     def _first(self, params: Mapping[str, jax.Array]) -> PyTree:
         """The optimizer's state before its first step here."""
-        if self._torch is not None and (found := self._torch.load(self._held.trainable)) is not None:
+        if (found := self._update.present(self._held.trainable)) is not None:
             return found
         with self._cache.active():
             return self._layout.init_opt_state(Stacks.from_dict(params, self._layout.params))
@@ -182,7 +166,7 @@ class TrainStep(Step):
         taken = set[int]() if donate else None
         placed = {k: self._layout.place(k, tensors, release=release, taken=taken) for k, tensors in held.items()}
         state = self.start(placed, seed=seed)
-        found = None if self._torch is None else self._torch.load(self._held.trainable)
+        found = self._update.present(self._held.trainable)
         if found is None:
             return state
         own = self._layout.normal(dataclasses.replace(state, opt_state=found))
@@ -244,14 +228,12 @@ class TrainStep(Step):
         check_skip_grad_norm(skip_grad_norm)
         check_state(self.caller, state)
         check_apart(self.caller, state)
-        if self._torch is not None:
-            agree_on_numbers(self._torch.read(), self.mesh)
+        self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         own, others = self._own(state)
         state, metrics = program(self._layout.normal(own), arrays)
         state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
-        if self._torch is not None:
-            self._torch.note_step()
+        self._update.note_step()
         self._host_buffers.note_kept(program.kept, state)
         self._in_flight.follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
@@ -265,7 +247,7 @@ class TrainStep(Step):
 
     @property
     def _inputs(self) -> tuple[torch.Tensor, ...]:
-        return () if self._torch is None else (self._torch.inputs,)
+        return self._update.inputs
 
     def update_by_name(
         self, state: TrainState, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
@@ -278,17 +260,7 @@ class TrainStep(Step):
             params: The trainable parameters.
             loss: Of the batch.
         """
-        options, opt_state = self.options, self._own(state)[0].opt_state
-        if self._torch is not None:
-            clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
-            return self._torch.steps_in_torch(params, grads, opt_state, clip)
-
-        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
-            extra = {"value": loss} if self._takes_value else {}
-            updates, _ = self.optimizer.update(options.clip(grads, global_norm(grads)), opt_state, params, **extra)
-            return optax.apply_updates(params, updates)
-
-        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
+        return self._update.by_name(self._own(state)[0].opt_state, grads, params, loss)
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
@@ -298,24 +270,6 @@ class TrainStep(Step):
         if not self._programs and any(group.refused for group in program.groups):
             self._store(program.groups)  # layers that are not a loop are better stored one by one
         layout, run = self._layout, self._microbatches.run(program, self.plan)
-
-        def update(
-            grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array
-        ) -> PyTree:  # by name, whatever is stored together
-            with in_optimizer("update"):
-                updates, opt_state = self.optimizer.update(
-                    grads, opt_state, params, **({"value": loss} if self._takes_value else {})
-                )
-            updated: PyTree = optax.apply_updates(params, updates)
-            kept = {name: params[name] for name in program.without_grad}  # torch skips a parameter without a gradient
-            return {**updated, **kept}, opt_state
-
-        def update_in_torch(
-            grads: Stacks, opt_state: PyTree, params: Stacks, closure: list[jax.Array]
-        ) -> tuple[Stacks, PyTree]:
-            assert self._torch is not None
-            updated, opt_state = self._torch.update(grads, opt_state, params, closure[-1], layout=layout.trained)
-            return updated.updated({name: params[name] for name in program.without_grad}), opt_state
 
         def train_step(
             state: TrainState, batch: list[jax.Array], closure: list[jax.Array]
@@ -329,11 +283,15 @@ class TrainStep(Step):
             with jax.named_scope("optimizer"):
                 norm = global_norm(grads)
                 clipped = self.options.clip(grads, norm)
-                if self._torch is not None:
-                    updated, opt_state = update_in_torch(clipped, state.opt_state, held, closure)
-                else:
-                    given = clipped, state.opt_state, held, out.loss
-                    updated, opt_state = run_by_name(update, *given, layout=layout.trained)
+                updated, opt_state = self._update.in_program(
+                    clipped,
+                    state.opt_state,
+                    held,
+                    out.loss,
+                    inputs=closure[len(closure) - len(self._inputs) :],
+                    without_grad=program.without_grad,
+                    layout=layout.trained,
+                )
             buffers = tuple(Stacks.from_dict(held, layout.buffers) for held in (state.buffers, out.buffers))
             new = dataclasses.replace(
                 state,
@@ -386,14 +344,10 @@ class TrainStep(Step):
             >>> float(optimizer.state[model.weight]["step"])
             1.0
         """
-        if self._torch is None:
-            raise TypeError(
-                "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
-                "Only a step that was made with an optimizer of torch gives its state back to torch."
-            )
         check_state(self.caller, state)
         unreached = [set(program.without_grad) for program in self.programs]
-        return self._torch.state_dict(self._own(state)[0].opt_state, without=sorted(set[str]().union(*unreached)))
+        without = sorted(set[str]().union(*unreached))
+        return self._update.state_dict(self._own(state)[0].opt_state, without=without)
 
     @error_prefix(None)
     def values_on_mesh(self, names: Iterable[str]) -> dict[str, jax.Array]:
@@ -506,10 +460,8 @@ class TrainStep(Step):
             >>> float(evaluate(step.averaged(state), torch.ones(8, 4))["loss"]) < float(metrics["loss"])
             True
         """
-        if self.options.ema is None:
-            raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
         check_state(self.caller, state)
-        ema = average_of(self._own(state)[0].opt_state)
+        ema = self._update.average(self._own(state)[0].opt_state)
         return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
 
     @error_prefix(None)

@@ -1,0 +1,162 @@
+"""The optimizer of a step, of torch or of optax: its state, and one update within the program and by name."""
+
+# optax has no stubs. JAX annotates its functions in part.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import optax
+import torch
+from jax.sharding import Mesh
+
+from torch_shard._common.types import PyTree
+from torch_shard._optim import (
+    TorchOptimizer,
+    average_of,
+    check_optimizer,
+    clip_in_torch,
+    in_optimizer,
+    run_by_name,
+    with_average,
+)
+from torch_shard._sharding import Holdings, Layout, Stacks, as_dicts
+from torch_shard._state import global_norm
+from torch_shard._train.facts import agree_on_numbers
+from torch_shard._train.options import StepOptions
+
+
+class Update:
+    """An optimizer, and how it updates the parameters that a step trains.
+
+    Args:
+        optimizer: Of torch, or an optax transformation.
+        held: The tensors of the model.
+        trained: The names of those that the step trains; None for all that require gradients.
+        options: Of the step.
+
+    Attributes:
+        optimizer: As it was given; of optax, with the average that `ema` asks for.
+        inputs: Tensors whose values a program is given at each call.
+
+    Raises:
+        TypeError: It is not an optimizer.
+        ValueError: It has parameters that are not trained.
+    """
+
+    def __init__(self, optimizer: object, held: Holdings, trained: frozenset[str] | None, options: StepOptions) -> None:
+        check_optimizer(optimizer)
+        self._options, self._torch = options, None
+        if isinstance(optimizer, torch.optim.Optimizer):
+            names = list(held.training(trained).trainable)
+            self._torch = TorchOptimizer(optimizer, held.params, names, options.ema)
+            self._torch.refuse_others(set(held.trainable) - set(names), options.label)
+        elif options.ema is not None:
+            optimizer = with_average(optimizer, options.ema)
+        self.optimizer: Any = optimizer
+        self.inputs: tuple[torch.Tensor, ...] = () if self._torch is None else (self._torch.inputs,)
+        self._takes_value = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+    def init(self, params: Any) -> PyTree:
+        """The state at step 0, of parameters by name."""
+        return self.optimizer.init(params) if self._torch is None else self._torch.init(params)
+
+    def present(self, values: Mapping[str, torch.Tensor]) -> PyTree | None:
+        """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
+        return None if self._torch is None else self._torch.load(values)
+
+    def read(self, mesh: Mesh) -> None:
+        """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
+        if self._torch is not None:
+            agree_on_numbers(self._torch.read(), mesh)
+
+    def note_step(self) -> None:
+        """Let schedulers of torch know that a step was taken."""
+        if self._torch is not None:
+            self._torch.note_step()
+
+    def average(self, opt_state: PyTree) -> Mapping[str, jax.Array]:
+        """The averages of the parameters, by name.
+
+        Raises:
+            ValueError: None are kept.
+        """
+        if self._options.ema is None:
+            raise ValueError("averaged: the step keeps no averages. Make it with ema=0.999, or what decay you want.")
+        return average_of(opt_state)
+
+    def state_dict(self, opt_state: PyTree, *, without: Sequence[str]) -> dict[str, Any]:
+        """The state as torch has it.
+
+        Raises:
+            TypeError: The optimizer is of optax.
+        """
+        if self._torch is None:
+            raise TypeError(
+                "export_optimizer: the step was made with an optax transformation, whose state is state.opt_state. "
+                "Only a step that was made with an optimizer of torch gives its state back to torch."
+            )
+        return self._torch.state_dict(opt_state, without=without)
+
+    def in_program(
+        self,
+        grads: Stacks,
+        opt_state: PyTree,
+        params: Stacks,
+        loss: jax.Array,
+        *,
+        inputs: Sequence[jax.Array],
+        without_grad: Sequence[str],
+        layout: Layout,
+    ) -> tuple[Stacks, PyTree]:
+        """Parameters and state after one update.
+
+        Args:
+            grads: Clipped, of the trained parameters.
+            opt_state: Before it.
+            params: The trained parameters.
+            loss: Of the batch.
+            inputs: The values of `inputs`.
+            without_grad: Parameters that the loss does not reach, which torch skips.
+            layout: How the trained parameters are stored.
+        """
+        if self._torch is not None:
+            updated, opt_state = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout)
+            return updated.updated({name: params[name] for name in without_grad}), opt_state
+
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
+            with in_optimizer("update"):
+                updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
+            updated: PyTree = optax.apply_updates(params, updates)
+            return {**updated, **{name: params[name] for name in without_grad}}, opt_state
+
+        return cast(tuple[Stacks, PyTree], run_by_name(update, grads, opt_state, params, loss, layout=layout))
+
+    def _extra(self, loss: jax.Array) -> dict[str, jax.Array]:
+        return {"value": loss} if self._takes_value else {}
+
+    def by_name(
+        self, opt_state: PyTree, grads: Mapping[str, jax.Array], params: Mapping[str, jax.Array], loss: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The parameters after one update, as torch's own optimizer or optax makes them, an entry at a time.
+
+        Args:
+            opt_state: Before it.
+            grads: As the loss gives them.
+            params: The trained parameters.
+            loss: Of the batch.
+        """
+        options = self._options
+        if self._torch is not None:
+            clip = functools.partial(clip_in_torch, max_norm=options.clip_grad_norm, max_value=options.clip_grad_value)
+            return self._torch.steps_in_torch(params, grads, opt_state, clip)
+
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
+            clipped = options.clip(grads, global_norm(grads))
+            return optax.apply_updates(
+                params, self.optimizer.update(clipped, opt_state, params, **self._extra(loss))[0]
+            )
+
+        return cast(dict[str, jax.Array], jax.jit(update)(grads, as_dicts(opt_state), params))
