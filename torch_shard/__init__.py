@@ -23,7 +23,9 @@ if TYPE_CHECKING or not _IS_COMMAND:
         Rows,
         Run,
         Utilization,
+        bucket,
         fit,
+        pack,
         write_report,
     )
     from torch_shard._generate import generate
@@ -108,6 +110,7 @@ __all__ = [
     "Utilization",
     "assert_replica_integrity",
     "broadcast",
+    "bucket",
     "call_jax",
     "call_torch",
     "collectives",
@@ -144,6 +147,7 @@ __all__ = [
     "materialize",
     "optim",
     "override",
+    "pack",
     "place",
     "plans",
     "torch_view",

@@ -4,6 +4,7 @@ from torch_shard._fit.bad_step import BadStepError
 from torch_shard._fit.callbacks import BestCheckpoint, Callback, EarlyStopping, Run
 from torch_shard._fit.dataset import Rows
 from torch_shard._fit.fit import fit
+from torch_shard._fit.lengths import bucket, pack
 from torch_shard._fit.monitors import Profile, Utilization
 from torch_shard._fit.page import write_report
 from torch_shard._fit.reports import METRICS, read_metrics
@@ -18,7 +19,9 @@ __all__ = [
     "Rows",
     "Run",
     "Utilization",
+    "bucket",
     "fit",
+    "pack",
     "read_metrics",
     "write_report",
 ]

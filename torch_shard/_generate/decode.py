@@ -48,7 +48,9 @@ class Loop:
     num_new: int = dataclasses.field(metadata={"static": True})
 
 
-def _run(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, PyTree]:
+def _run(
+    model: Any, cache: Any, *, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> dict[str, PyTree]:
     """A call of the model: the logits of the last token, and what the cache has then."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     takes = inspect.signature(base.forward).parameters
@@ -73,7 +75,7 @@ class Prefill(ApplyStep):
     def __init__(self, model: Any, num_layers: int, options: StepOptions) -> None:
         def prefill(model: Any, batch: tuple[torch.Tensor, ...]) -> PyTree:
             ids, mask, positions = batch
-            return _run(model, empty_cache(num_layers, mask.shape[1]), ids, mask, positions)
+            return _run(model, empty_cache(num_layers, mask.shape[1]), ids=ids, mask=mask, positions=positions)
 
         super().__init__(model, prefill, options)
 
@@ -109,7 +111,7 @@ class Decode(ApplyStep):
     def __init__(self, model: Any, options: StepOptions) -> None:
         def decode(model: Any, batch: tuple[Any, ...]) -> PyTree:
             ids, mask, positions, filled, keys, values = batch
-            return _run(model, filled_cache(keys, values, filled), ids, mask, positions)
+            return _run(model, filled_cache(keys, values, filled), ids=ids, mask=mask, positions=positions)
 
         super().__init__(model, decode, options)
 
