@@ -5,6 +5,7 @@ from torch_shard._device.dispatch import register_device
 from torch_shard._device.host_rows import GatheredLayout, HostRows, LocalLayout, data_shard
 from torch_shard._device.placement import (
     BatchLayout,
+    LayoutByPath,
     gather,
     place,
     put,
@@ -22,6 +23,7 @@ __all__ = [
     "GatheredLayout",
     "HostRows",
     "JaxTensor",
+    "LayoutByPath",
     "LocalLayout",
     "ReplayRNG",
     "data_shard",

@@ -1,5 +1,6 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch_shard._sharding import (
     entry_of,
     find_spec_faults,
     holdings,
+    make_matcher,
     refuse_compile_only,
     refuse_hooks,
     stack_sharding,
@@ -218,10 +220,27 @@ def to_cpu(value: torch.Tensor | jax.Array) -> torch.Tensor:
 
 
 class BatchLayout:
-    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says."""
+    """Placement of the leaves of a batch: the leading dim over one axis, or as a given spec says.
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec | None) -> None:
+    Args:
+        mesh: The devices.
+        spec: Of all leaves, by default the leading dim over the axis `batch`; or of some by the names of their places,
+            as in `{"targets.**": P()}`, and of the others the default.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It does not fit the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, spec: PartitionSpec | Mapping[str, PartitionSpec] | None) -> None:
         self.mesh = check_mesh(mesh)
+        self.apart: dict[str, BatchLayout] = {}
+        if isinstance(spec, Mapping):
+            for glob, own in spec.items():
+                check_kind("a name in batch_spec", glob, str)
+                check_kind(f"batch_spec[{glob!r}]", own, PartitionSpec)
+                self.apart[glob] = BatchLayout(mesh, own)
+            spec = None
         if spec is None and "batch" not in mesh.axis_names:
             raise ValueError(
                 f"{caller()}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
@@ -252,9 +271,9 @@ class BatchLayout:
             paths: Where each stands in the batch.
         """
         faults: list[str] = []
-        for leaf, path in zip(leaves, paths, strict=True):
+        for leaf, path, layout in zip(leaves, paths, self.at(paths), strict=True):
             shape = tuple(np.shape(leaf))
-            spec = self.sharding(len(shape)).spec
+            spec = layout.sharding(len(shape)).spec
             found = find_spec_faults(spec, shape, self.mesh)
             faults += [f"  {path} {shape}: {fault} (batch_spec {describe_spec(spec)})." for fault, _ in found]
         return faults
@@ -277,6 +296,27 @@ class BatchLayout:
                 "(DataLoader(drop_last=True))."
             )
 
+    def at(self, paths: list[str]) -> list["BatchLayout"]:
+        """The placement of each leaf.
+
+        Args:
+            paths: Where each stands in the batch, as in `batch['targets'][0]`.
+
+        Raises:
+            ValueError: A name of `batch_spec` finds none.
+        """
+        names = [re.sub(r"\['?([^]']*)'?\]", r".\1", path.removeprefix("batch")).removeprefix(".") for path in paths]
+        matchers = {glob: make_matcher(glob) for glob in self.apart}
+        for glob, matches in matchers.items():
+            if not any(map(matches, names)):
+                listed = ", ".join(names)
+                raise ValueError(
+                    f"{caller()}: batch_spec has {glob!r}, which is no leaf of the batch: it has {listed}. As in a plan, "
+                    "* stands for one part of a name, and ** for any number of them."
+                )
+        found = (next((glob for glob, matches in matchers.items() if matches(name)), None) for name in names)
+        return [self if glob is None else self.apart[glob] for glob in found]
+
     def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""
         refuse_compile_only(self.mesh)
@@ -295,3 +335,18 @@ class BatchLayout:
             host = np.array(host_array(array, rounds=True), order="C")
             return jax.make_array_from_callback(host.shape, self.sharding(host.ndim), host.__getitem__)
         return jax.device_put(array, self.sharding(array.ndim))
+
+
+class LayoutByPath:
+    """Placement of the leaves of batches of one structure, each in its own way."""
+
+    def __init__(self, layouts: list[BatchLayout]) -> None:
+        self._layouts = layouts
+
+    def put(self, leaves: list[PyTree]) -> list[jax.Array]:
+        """Leaves onto the mesh."""
+        return [layout.put([leaf])[0] for layout, leaf in zip(self._layouts, leaves, strict=False)]
+
+    def structs(self, leaves: list[PyTree]) -> list[jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding that leaves have on the mesh; of leaves with shapes alone, too."""
+        return [layout.structs([leaf])[0] for layout, leaf in zip(self._layouts, leaves, strict=True)]

@@ -4,7 +4,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import optax
 import torch
@@ -32,7 +32,7 @@ def make_train_step(
     plan: ShardingPlan,
     optimizer_plan: ShardingPlan | None = None,
     trainable: str | Sequence[str] | None = None,
-    batch_spec: PartitionSpec | None = None,
+    batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
     mixed_precision: MixedPrecision = "autocast",
@@ -64,7 +64,8 @@ def make_train_step(
         trainable: Names or globs, as in a plan, of the parameters that this step trains; by default all that require
             gradients. Steps for other parts of the model, with losses and optimizers of their own, take the same state
             in turn (GANs).
-        batch_spec: How each leaf of a batch is split. By default the leading dim over the mesh axis `batch`.
+        batch_spec: How each leaf of a batch is split. By default the leading dim over the mesh axis `batch`. Of leaves
+            that are not split, or otherwise, by their names: `{"targets.**": P()}`, and the others by default.
         local_batches: True if each process gives only the rows of its own devices; False if each gives the whole batch.
             See the guide on data of several hosts.
         compute_dtype: `torch.bfloat16` for mixed precision; parameters and optimizer keep their dtype.
@@ -135,7 +136,7 @@ def make_eval_step(
     *,
     mesh: Mesh,
     plan: ShardingPlan,
-    batch_spec: PartitionSpec | None = None,
+    batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
     mixed_precision: MixedPrecision = "autocast",
@@ -197,7 +198,7 @@ def make_apply(
     mesh: Mesh,
     plan: ShardingPlan,
     fn: ApplyFn | None = None,
-    batch_spec: PartitionSpec | None = None,
+    batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
     mixed_precision: MixedPrecision = "autocast",

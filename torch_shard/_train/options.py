@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast, get_args
 
 import jax
@@ -37,7 +37,7 @@ class StepOptions:
     plan: ShardingPlan
     optimizer_plan: ShardingPlan | None = None
     trainable: str | Sequence[str] | None = None
-    batch_spec: PartitionSpec | None = None
+    batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None
     local_batches: bool = False
     compute_dtype: torch.dtype | None = None
     mixed_precision: MixedPrecision = "autocast"
@@ -54,7 +54,7 @@ class StepOptions:
         check_mesh(self.mesh)
         check_kind("plan", self.plan, ShardingPlan)
         check_kind("optimizer_plan", self.optimizer_plan, ShardingPlan | None)
-        check_kind("batch_spec", self.batch_spec, PartitionSpec | None)
+        check_kind("batch_spec", self.batch_spec, PartitionSpec | Mapping | None)
         check_kind("local_batches", self.local_batches, bool)
         self._check_compute_dtype()
         self._check_layers()
@@ -67,6 +67,11 @@ class StepOptions:
         check_clipping(self.clip_grad_norm, self.clip_grad_value)
         check_average(self.ema)
         check_kind("split_activations", self.split_activations, bool)
+        if isinstance(self.batch_spec, Mapping) and (self.accumulate_steps > 1 or self.local_batches):
+            raise NotImplementedError(
+                f"{caller()}: batch_spec by name is for batches that are taken at once and whole: leave out "
+                "accumulate_steps and local_batches, or pad the leaves so that each divides."
+            )
 
     def _check_compute_dtype(self) -> None:
         if self.compute_dtype not in (None, torch.bfloat16):

@@ -16,7 +16,7 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.last_used import LastUsed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import named
-from torch_shard._device import BatchLayout, GatheredLayout, LocalLayout
+from torch_shard._device import BatchLayout, GatheredLayout, LayoutByPath, LocalLayout
 from torch_shard._loss import BatchSignature, Microbatches, array_paths, flatten_batch
 from torch_shard._train.same_batches import compare_given
 
@@ -47,7 +47,7 @@ class HostBatch:
 class _BatchPlacement:
     """How batches of one signature come onto the mesh, and the signature that the whole has there."""
 
-    layout: BatchLayout | LocalLayout
+    layout: BatchLayout | LayoutByPath | LocalLayout
     signature: BatchSignature
 
 
@@ -137,7 +137,7 @@ class Placer:
         whole = (replace(x, shape=self._own.whole(x.shape)) if isinstance(x, Spec) else x for x in own.leaves)
         return replace(own, leaves=tuple(whole))
 
-    def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> BatchLayout | LocalLayout:
+    def _choose(self, whole: BatchSignature, paths: list[str], local: bool) -> BatchLayout | LayoutByPath | LocalLayout:
         """Where the leaves of such a batch go, at these paths in it."""
         specs = list[PyTree](whole.specs)
         if not self._must_divide and self._layout.faults(specs, paths):
@@ -150,6 +150,8 @@ class Placer:
             if local:
                 error.add_note("Shapes are of the whole batch, of which each process gives the rows of its devices.")
             raise
+        if self._layout.apart:
+            return LayoutByPath(self._layout.at(paths))
         return self._own if local else self._layout
 
 
