@@ -311,8 +311,8 @@ class BatchLayout:
             if not any(map(matches, names)):
                 listed = ", ".join(names)
                 raise ValueError(
-                    f"{caller()}: batch_spec has {glob!r}, which is no leaf of the batch: it has {listed}. As in a plan, "
-                    "* stands for one part of a name, and ** for any number of them."
+                    f"{caller()}: batch_spec has {glob!r}, which is no leaf of the batch: it has {listed}. As in a "
+                    "plan, * stands for one part of a name, and ** for any number of them."
                 )
         found = (next((glob for glob, matches in matchers.items() if matches(name)), None) for name in names)
         return [self if glob is None else self.apart[glob] for glob in found]
