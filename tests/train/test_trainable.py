@@ -134,8 +134,8 @@ def test_a_part_alone_leaves_the_rest():
     [
         ("netD", ValueError, r"trainable='netD' finds no trainable parameter: none has such a name"),
         (["netD.**", "other.*"], ValueError, r"trainable='other\.\*' finds no trainable parameter"),
-        (3, TypeError, r"trainable must be a name or a glob of parameters"),
-        ([], TypeError, r"trainable must be a name or a glob of parameters"),
+        (3, TypeError, r"trainable must be a name or a glob"),
+        ([], TypeError, r"trainable must be a name or a glob"),
     ],
 )
 def test_bad_globs_are_refused(trainable, error, says):

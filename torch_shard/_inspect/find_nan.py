@@ -32,6 +32,9 @@ NUM_MODULES = 20
 """How many modules before the place a report has."""
 
 
+_OF_MICROBATCH = ("batch", "constant", "forward", "backward")
+
+
 @dataclasses.dataclass(frozen=True)
 class NanReport:
     """Where a step stopped being finite, as `find_nan` found it; False if it did not.
@@ -107,7 +110,8 @@ class NanReport:
                 return "All values of this step are finite"
 
     def __str__(self) -> str:
-        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})" if self.num_microbatches > 1 else ""
+        part = f" (microbatch {self.microbatch + 1} of {self.num_microbatches})"
+        part = part if self.num_microbatches > 1 and self.place in _OF_MICROBATCH else ""
         lines = [f"{self.sentence}{part}."]
         lines += [f"  given {text}" for text in self.given]
         lines += self.notes

@@ -42,6 +42,7 @@ def make_train_step(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     ema: float | None = None,
+    watch: str | Sequence[str] | None = None,
     split_activations: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
@@ -84,6 +85,8 @@ def make_train_step(
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
         ema: Keep an exponential moving average of the parameters, from their first values on: after each step
             `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it.
+        watch: Names or globs of modules (`"layers.*"`), whose norms are metrics: `grad_norm/MODULE`, before clipping, and
+            `update_norm/MODULE`. `fit` logs them.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
             changes speed and memory, and no number beyond rounding.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
@@ -122,6 +125,7 @@ def make_train_step(
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
         ema=ema,
+        watch=watch,
         split_activations=split_activations,
         compile_cache=compile_cache,
     )

@@ -47,6 +47,7 @@ class StepOptions:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     ema: float | None = None
+    watch: str | Sequence[str] | None = None
     split_activations: bool = True
     compile_cache: str | os.PathLike[str] | None = None
 
@@ -104,16 +105,23 @@ class StepOptions:
     @property
     def label(self) -> str:
         """What `trainable` says, as one text; empty without it."""
-        globs = () if self.trainable is None else self._globs()
-        return ", ".join(globs)
+        return ", ".join(self._globs("trainable", "netD.**"))
 
-    def _globs(self) -> list[str]:
-        given: object = [self.trainable] if isinstance(self.trainable, str) else self.trainable
+    @property
+    def watched(self) -> list[str]:
+        """The modules of `watch`."""
+        return self._globs("watch", "layers.*")
+
+    def _globs(self, option: str, example: str) -> list[str]:
+        given: object = getattr(self, option)
+        if given is None:
+            return []
+        given = [given] if isinstance(given, str) else given
         globs = [glob for glob in cast(list[object], given) if isinstance(glob, str)] if _is_list(given) else []
         if not globs or len(globs) < len(cast(list[object], given)):
             raise TypeError(
-                f'{caller()}: trainable must be a name or a glob of parameters, such as "netD.**", or a list of '
-                f"these, got {self.trainable!r}."
+                f'{caller()}: {option} must be a name or a glob, such as "{example}", or a list of these, got '
+                f"{getattr(self, option)!r}."
             )
         return globs
 
@@ -126,7 +134,7 @@ class StepOptions:
         if self.trainable is None:
             return None
         found: set[str] = set()
-        for glob in self._globs():
+        for glob in self._globs("trainable", "netD.**"):
             if not (own := set(filter(make_matcher(glob), held.trainable))):
                 frozen = [name for name in held.frozen if make_matcher(glob)(name)]
                 why = f"{', '.join(frozen[:4])} does not require gradients" if frozen else "none has such a name"
@@ -162,5 +170,12 @@ class StepOptions:
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        own = {"optimizer_plan": None, "trainable": None, "ema": None, "clip_grad_norm": None, "clip_grad_value": None}
+        own = {
+            "watch": None,
+            "optimizer_plan": None,
+            "trainable": None,
+            "ema": None,
+            "clip_grad_norm": None,
+            "clip_grad_value": None,
+        }
         return dataclasses.replace(self, remat="none", accumulate_steps=1, **own)

@@ -46,6 +46,7 @@ from torch_shard._train.prove import GradientStep, prove
 from torch_shard._train.stats import StepStats, stats_of
 from torch_shard._train.step import Step
 from torch_shard._train.update import Update
+from torch_shard._train.watch import norms_of, watched_modules
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class TrainStep(Step):
             raise ValueError(f"{self.caller}: no parameter of {type(model).__name__} has requires_grad=True.")
         self._update = Update(optimizer, self._held, self._trained, options)
         self.optimizer: Any = self._update.optimizer
+        self._watched = watched_modules(options.watched, self._held.training(self._trained).trainable)
         self._donated = False
         self._store(self.layers.groups(model) if self.layers.scan is not False else [])
 
@@ -303,6 +305,7 @@ class TrainStep(Step):
                 num_batches=state.num_batches + 1,
             )
             metrics = {"loss": out.loss, "grad_norm": norm, **out.metrics}
+            metrics |= norms_of(self._watched, grads, lambda name: updated[name] - held[name])
             if skip_grad_norm is None:
                 return new, metrics
             check = check_step(out.loss, grads, norm, skip_grad_norm=skip_grad_norm, buffers=buffers)
