@@ -18,7 +18,7 @@ def loss_fn(model, x):
 
 def make(model, watch, **options):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mesh, plan = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"*.0.weight": P("model")}, default=P())
+    mesh, plan = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"**.0.weight": P("model")}, default=P())
     return ts.make_train_step(model, loss_fn, sgd, mesh=mesh, plan=plan, watch=watch, **options)
 
 
@@ -47,4 +47,4 @@ def test_norms_are_torchs(tmp_path):
 ])  # fmt: skip
 def test_bad_names_are_refused(watch, error, says):
     with pytest.raises(error, match=says):
-        make(nn.Sequential(nn.Linear(6, 6)), watch)
+        make(nn.Sequential(nn.Sequential(nn.Linear(6, 6))), watch)

@@ -85,8 +85,8 @@ def make_train_step(
         clip_grad_value: Clamp each entry of the gradients to at most this, as `clip_grad_value_` does.
         ema: Keep an exponential moving average of the parameters, from their first values on: after each step
             `ema * average + (1 - ema) * parameter`. `step.averaged(state)` and `step.export(state, ema=True)` have it.
-        watch: Names or globs of modules (`"layers.*"`), whose norms are metrics: `grad_norm/MODULE`, before clipping, and
-            `update_norm/MODULE`. `fit` logs them.
+        watch: Names or globs of modules (`"layers.*"`), whose norms are metrics, which `fit` logs: `grad_norm/MODULE`,
+            before clipping, and `update_norm/MODULE`.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
             changes speed and memory, and no number beyond rounding.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
-import jax.numpy as jnp
 
 from torch_shard._common.caller import caller
 from torch_shard._sharding import make_matcher
@@ -49,6 +48,6 @@ def norms_of(
     """
     found: dict[str, jax.Array] = {}
     for module, names in modules.items():
-        found[f"grad_norm/{module}"] = global_norm([jnp.asarray(grads[name]) for name in names])
+        found[f"grad_norm/{module}"] = global_norm([grads[name] for name in names])
         found[f"update_norm/{module}"] = global_norm([change(name) for name in names])
     return found
