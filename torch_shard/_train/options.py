@@ -170,12 +170,14 @@ class StepOptions:
 
     def for_evaluation(self) -> "StepOptions":
         """The same for a step without a backward pass, which takes a batch as it comes."""
-        own = {
-            "watch": None,
-            "optimizer_plan": None,
-            "trainable": None,
-            "ema": None,
-            "clip_grad_norm": None,
-            "clip_grad_value": None,
-        }
-        return dataclasses.replace(self, remat="none", accumulate_steps=1, **own)
+        return dataclasses.replace(
+            self,
+            optimizer_plan=None,
+            trainable=None,
+            remat="none",
+            accumulate_steps=1,
+            clip_grad_norm=None,
+            clip_grad_value=None,
+            ema=None,
+            watch=None,
+        )
