@@ -42,7 +42,7 @@ def test_norms_are_torchs(tmp_path):
 
 
 @pytest.mark.parametrize(("watch", "error", "says"), [
-    ("layers.*", ValueError, r"watch has 'layers\.\*', which is no module with parameters that are trained"),
+    ("layers.*", ValueError, r"watch has 'layers\.\*', which is not a module with parameters that are trained"),
     (3, TypeError, "watch must be a name or a glob"),
 ])  # fmt: skip
 def test_bad_names_are_refused(watch, error, says):

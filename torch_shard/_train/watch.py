@@ -29,7 +29,7 @@ def watched_modules(globs: Iterable[str], params: Iterable[str]) -> dict[str, li
         own = {module: names for module, names in within.items() if make_matcher(glob)(module)}
         if not own:
             raise ValueError(
-                f"{caller()}: watch has {glob!r}, which is no module with parameters that are trained. There are "
+                f"{caller()}: watch has {glob!r}, which is not a module with parameters that are trained. There are "
                 f"{', '.join(list(within)[:8])}{', ...' * (len(within) > 8)}."
             )
         found |= own
