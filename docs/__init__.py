@@ -1,0 +1,1 @@
+"""Sources of the documentation, and what makes its pages."""
