@@ -56,7 +56,8 @@ def _run(
     takes = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {"position_ids": positions} if "position_ids" in takes else {}
     options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **options)
+    options["cache" if "cache" in takes else "past_key_values"] = cache  # "cache" from transformers 5.24 on
+    out = model(input_ids=ids, attention_mask=mask, use_cache=True, return_dict=True, **options)
     keys, values = contents(cache)
     return {"logits": out.logits[:, -1].float(), "keys": keys, "values": values}
 
