@@ -27,6 +27,7 @@ SECTIONS = {  # and the simulated devices of each
     "communication": 8,
     "paper": 1,
     "dispatch": 1,
+    "generation": 1,
     "gpu": 1,
     "tpu": 1,
     "scale": 1,

@@ -144,9 +144,29 @@ def attention(
             seed = (torch.ops.torch_shard.seed(),) if dropout_p else ()
             return _Attention.apply(seen, scale, dropout_p, q, k, v, *seed)  # pyright: ignore
     with annotated(**{WHY: why or _unknown(attn_mask)}):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        mask = attn_mask if attn_mask is None else _as_autocast_has_it(attn_mask)
+        return _in_full(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _in_full(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *args: Any,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """PyTorch's own formula, in which queries alone are scaled, and not keys too: those of a cache are many."""
+    kwargs: dict[str, Any] = {"enable_gqa": enable_gqa}
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point() or not q.shape[-1]:
+        return F.scaled_dot_product_attention(q, k, v, mask, *args, scale=scale, **kwargs)
+    wide = torch.float32 if q.dtype in LOWER else q.dtype  # as PyTorch computes it
+    mask = mask.to(wide) if mask is not None and mask.dtype == q.dtype else mask
+    with autocast_only():
+        q_scaled = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        out = F.scaled_dot_product_attention(q_scaled, k.to(wide), v.to(wide), mask, *args, scale=1.0, **kwargs)
+        return out.to(q.dtype)
 
 
 def _seen(mask: torch.Tensor | None, is_causal: bool, size: tuple[int, int]) -> Seen | None:
