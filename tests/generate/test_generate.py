@@ -80,6 +80,35 @@ def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
     step(state, IDS)  # the state was only read
 
 
+@pytest.mark.parametrize("spec", [P("model"), P()], ids=["split", "whole"])
+def test_keys_and_values_are_split_as_the_batch_and_the_heads_are(spec):
+    model = decoder()
+    rules = {f"model.layers.*.self_attn.{name}_proj.weight": spec for name in "qkv"}
+    options = {"mesh": make_mesh((2, 2)), "plan": ts.ShardingPlan(rules, default=P())}
+    found = ts.generate(model, IDS, attention_mask=MASK, max_new_tokens=3, pad_token_id=0, **options)
+    assert found.tolist() == of_hf(model, max_new_tokens=3).tolist()
+    from torch_shard._generate.generate import _of_model, _Same
+
+    prefill, _ = _of_model(model, options["mesh"], _Same(options["plan"]))
+    first = prefill.run(prefill.init(), IDS[:, :4], torch.ones(2, 6, dtype=torch.int64), torch.arange(4).expand(2, 4))
+    heads = 1 if spec else 2
+    assert {array.sharding.shard_shape(array.shape) for array in first["keys"]} == {(1, heads, 6, 8)}
+    assert {array.sharding.shard_shape(array.shape) for array in first["values"]} == {(1, heads, 6, 8)}
+
+
+def test_a_model_in_bfloat16():
+    model = decoder().bfloat16()
+    found = ts.generate(model, IDS, attention_mask=MASK, max_new_tokens=9, pad_token_id=0)
+    assert found.tolist() == of_hf(model, max_new_tokens=9).tolist()
+
+
+def test_a_model_that_asks_for_the_length_is_refused():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, rope_parameters=scaling)).eval()
+    with pytest.raises(NotImplementedError, match=r"generate: .*Use model\.generate"):
+        ts.generate(model, IDS, max_new_tokens=4, pad_token_id=0)
+
+
 def test_a_row_ends_with_eos_and_is_padded():
     model = decoder()
     plain = of_hf(model, max_new_tokens=8)

@@ -79,6 +79,15 @@ with tempfile.TemporaryDirectory() as own:
         make(), None, **twins, steps=2, checkpointer=ts.Checkpointer("/tmp", every=3 + rank)))
     refused("^Checkpointer.save: directory differs", lambda: ts.Checkpointer(own).save(state))
 
+import transformers
+torch.manual_seed(0)
+small = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=16)
+gpt = transformers.GPT2LMHeadModel(small)
+gpt.generation_config.eos_token_id, ids = None, torch.tensor([[1, 2], [3, 4]])
+made = ts.generate(gpt.eval(), ids, max_new_tokens=3, mesh=mesh, pad_token_id=0)
+wanted = gpt.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=3, pad_token_id=0)
+assert made.tolist() == wanted.tolist()
+
 mine = model(seed=rank)
 mine.register_buffer("odd", torch.tensor([-0.0, float("nan"), rank]).bfloat16())
 mine.register_buffer("wide", torch.tensor(2**40 + rank))

@@ -115,6 +115,7 @@ def test_lower_gives_the_program() -> None:
         (lambda m, x: {"loss": m(x).mean(), "guard": 1}, ValueError, "the step itself reports guard"),
         (lambda m, x: (m(x).mean(), {"loss": x}), ValueError, "the step itself reports loss"),
         (lambda m, x: m(x).detach().mean(), ValueError, "does not depend on any trainable parameter"),
+        (lambda m, x: (loss := m(x).mean(), loss.backward())[0], RuntimeError, r"has called backward\(\) on the loss"),
         (
             lambda m, x: m(x).mean() + torch.special.airy_ai(x).mean(),
             NotImplementedError,

@@ -1,4 +1,4 @@
-"""Arguments under a name of an earlier version: an error that gives the new one."""
+"""Arguments under a name of an earlier version, or of another library: an error that gives the name here."""
 
 import functools
 from collections.abc import Callable
@@ -9,17 +9,17 @@ T = TypeVar("T")
 
 
 def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Refuse keyword arguments of the decorated function that have another name now.
+    """Refuse keyword arguments that have another name in the decorated function.
 
     Args:
-        **names: The new name of each.
+        **names: The name of each here.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             if found := kwargs.keys() & names.keys():
-                news = ", ".join(f"{old}= is now {names[old]}=" for old in sorted(found))
+                news = ", ".join(f"{old}= is called {names[old]}=" for old in sorted(found))
                 raise TypeError(f"{function.__qualname__}: {news}.")
             return function(*args, **kwargs)
 

@@ -86,7 +86,7 @@ class Prefill(ApplyStep):
         refuse_values(program)
 
         def prefill(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> PyTree:
-            check_names(self.caller, state, self._held.all)
+            check_names(state, self._held.all)
             return program.run(state.key, state.tensors, batch, closure).metrics["outputs"]
 
         return jax.jit(prefill, compiler_options=program.compiler_options(self.mesh))
@@ -122,7 +122,7 @@ class Decode(ApplyStep):
         refuse_values(program)
 
         def decode(state: TrainState, given: list[Any], closure: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            check_names(self.caller, state, self._held.all)
+            check_names(state, self._held.all)
             tensors = state.tensors
             held = {name: tensors.in_program(name) for name in tensors}  # rows of stacks are taken once, not per token
             _, mask, positions, filled, *cache = given[:-1]

@@ -112,7 +112,7 @@ def generate(
     prefill, decode = _programs(model_or_step, mesh, plan)
     if state is None:
         state = prefill.init()
-    check_state("generate", state)
+    check_state(state)
     stops, pad = _ends(model, eos_token_id, pad_token_id)
 
     ids, mask, num_new = _in_buckets(input_ids, mask, int(max_new_tokens), pad)

@@ -212,9 +212,17 @@ def _hooks(name: str, parameter: torch.Tensor) -> list[Callable[..., object]]:
 
 def _derivatives(loss: torch.Tensor, leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
     """Gradients; by `backward` where some may land in `.grad` only, which costs the capture a node for each."""
-    if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
-    loss.backward()
+    try:
+        if all(leaf.grad is None for leaf in leaves) and not runs_user_backward([loss]):
+            return torch.autograd.grad(loss, leaves, allow_unused=True)
+        loss.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{caller()}: loss_fn has called backward() on the loss that it returns, or on a part of it. Leave "
+            "backward(), optimizer.step() and zero_grad() out: the step does this with the loss that loss_fn returns."
+        ) from error
     return [leaf.grad for leaf in leaves]
 
 

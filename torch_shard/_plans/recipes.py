@@ -35,8 +35,12 @@ SMALL = 2**16
 
 
 @error_prefix("plans.replicated")
-def replicated() -> ShardingPlan:
+def replicated(model: torch.nn.Module | None = None, mesh: Mesh | None = None) -> ShardingPlan:
     """A plan that keeps every entry whole on each device: data parallelism.
+
+    Args:
+        model: Not needed: taken so that all recipes may be called alike.
+        mesh: Likewise.
 
     Example:
         >>> import torch_shard as ts

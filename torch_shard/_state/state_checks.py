@@ -11,12 +11,13 @@ from typing import cast
 import jax
 from jax.core import Tracer
 
+from torch_shard._common.caller import caller
 from torch_shard._common.validate import check_kind
 from torch_shard._sharding import Stacks
 from torch_shard._state.state import KINDS, TrainState
 
 
-def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> None:
+def check_state(state: TrainState, *, only_shapes: bool = False) -> None:
     """Refuse what is not a state, one that is used up, and shapes of one, unless they are accepted.
 
     Raises:
@@ -27,20 +28,22 @@ def check_state(who: str, state: TrainState, *, only_shapes: bool = False) -> No
     hint = "step.init(seed=0) gives one, and each step the next: state, metrics = step(state, batch)."
     check_kind("state", state, TrainState, hint=hint)
     if isinstance(cast(object, state.step), jax.ShapeDtypeStruct) and not only_shapes:
-        raise TypeError(f"{who}: the state has shapes and no values, which step.lower and step.preview take. {hint}")
+        raise TypeError(
+            f"{caller()}: the state has shapes and no values, which step.lower and step.preview take. {hint}"
+        )
     if isinstance(state.step, Tracer):
         raise NotImplementedError(
-            f"{who}: the state is traced by a jax.jit or another transform around the call. A step is a "
+            f"{caller()}: the state is traced by a jax.jit or another transform around the call. A step is a "
             "compiled program by itself: call it outside."
         )
     if isinstance(cast(object, state.step), jax.Array) and state.step.is_deleted():
         raise ValueError(
-            f"{who}: this state was donated to an earlier call of the step. Go on with the state that "
+            f"{caller()}: this state was donated to an earlier call of the step. Go on with the state that "
             "the call returned: state, metrics = step(state, batch)."
         )
     if gone := _paths(state, lambda leaf: isinstance(leaf, jax.Array) and leaf.is_deleted()):
         raise ValueError(
-            f"{who}: arrays of this state are gone, as another state that shares them was donated to a step: "
+            f"{caller()}: arrays of this state are gone, as another state that shares them was donated to a step: "
             f"{', '.join(gone)}. A step reuses all arrays of its state. {_COPY}"
         )
 
@@ -71,7 +74,7 @@ def _paths(state: TrainState, chosen: Callable[[object], bool]) -> list[str]:
     return [jax.tree_util.keystr(path).removeprefix(".") for path, leaf in leaves if chosen(leaf)]
 
 
-def check_names(who: str, state: TrainState, names: Iterable[str]) -> None:
+def check_names(state: TrainState, names: Iterable[str]) -> None:
     """Refuse the state of another model.
 
     Raises:
@@ -80,6 +83,6 @@ def check_names(who: str, state: TrainState, names: Iterable[str]) -> None:
     found = state.tensors
     if missing := [name for name in names if name not in found]:
         raise ValueError(
-            f"{who}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
+            f"{caller()}: the state lacks {', '.join(missing)}, so that it is of another model. Give one that "
             "step.init or Checkpointer.restore made for this model."
         )

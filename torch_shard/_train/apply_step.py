@@ -125,7 +125,7 @@ class ApplyStep(Step):
                 f"{self.caller}: call apply(state, batch) or apply(batch), got {len(state_and_batch)} arguments."
             )
         state = state_and_batch[0] if len(state_and_batch) == 2 else self.init()
-        check_state(self.caller, state)
+        check_state(state)
         program, arrays = self._prepare(state_and_batch[-1], state)
         loss, outputs = program(self._normal(state), arrays)
         self._in_flight.follow(loss)
@@ -137,7 +137,7 @@ class ApplyStep(Step):
         is_split = any(not sharding.is_fully_replicated for sharding in batch_shardings)
 
         def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            check_names(self.caller, state, self._held.all)
+            check_names(state, self._held.all)
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
             by_rows = NamedSharding(self.mesh, PartitionSpec(self.layout.row_axes))

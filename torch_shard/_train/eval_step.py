@@ -52,7 +52,7 @@ class EvalStep(Step):
         Returns:
             `loss` and the metrics of `loss_fn`.
         """
-        check_state(self.caller, state)
+        check_state(state)
         program, arrays = self._prepare(batch, state)
         metrics = program(self._normal(state), arrays)
         self._in_flight.follow(metrics["loss"])
@@ -63,7 +63,7 @@ class EvalStep(Step):
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
-            check_names(self.caller, state, self._held.all)
+            check_names(state, self._held.all)
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 

@@ -21,7 +21,7 @@ from torch_shard._train.options import StepOptions
 from torch_shard._train.train_step import TrainStep
 
 
-@renamed(cast="mixed_precision")
+@renamed(cast="mixed_precision", max_grad_norm="clip_grad_norm", gradient_accumulation_steps="accumulate_steps")
 @public
 def make_train_step(
     model: torch.nn.Module,

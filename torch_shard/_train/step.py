@@ -404,13 +404,13 @@ class Step:
             (('cpu', 'cuda', 'tpu'), 2)
         """
         state = self._state_structs() if state is None else state
-        check_state(self.caller, state, only_shapes=True)
+        check_state(state, only_shapes=True)
         program, arrays = self._prepare(batch, state, only_shapes=True)
         return program.export(self._normal(with_key(state)), arrays, platforms)
 
     def _lowered(self, state: TrainState, batch: PyTree) -> tuple[jax.stages.Lowered, list[jax.Array]]:
         """The lowered program, and the shapes of the batch that it takes."""
-        check_state(self.caller, state, only_shapes=True)
+        check_state(state, only_shapes=True)
         program, arrays = self._prepare(batch, state, only_shapes=True)
         return program.lower(self._normal(with_key(state)), arrays), arrays
 

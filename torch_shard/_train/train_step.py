@@ -228,7 +228,7 @@ class TrainStep(Step):
                 state was donated to an earlier step.
         """
         check_skip_grad_norm(skip_grad_norm)
-        check_state(self.caller, state)
+        check_state(state)
         check_apart(self.caller, state)
         self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
@@ -347,7 +347,7 @@ class TrainStep(Step):
             >>> float(optimizer.state[model.weight]["step"])
             1.0
         """
-        check_state(self.caller, state)
+        check_state(state)
         unreached = [set(program.without_grad) for program in self.programs]
         without = sorted(set[str]().union(*unreached))
         return self._update.state_dict(self._own(state)[0].opt_state, without=without)
@@ -402,8 +402,8 @@ class TrainStep(Step):
             >>> step.prove(step.init(seed=0), torch.ones(8, 4)).raise_if_different()
         """
         check_skip_grad_norm(skip_grad_norm)
-        check_state(self.caller, state)
-        check_names(self.caller, state, self._held.all)
+        check_state(state)
+        check_names(state, self._held.all)
         return prove(self, as_arrays(state), batch, skip_grad_norm)
 
     @error_prefix("stats")
@@ -431,8 +431,8 @@ class TrainStep(Step):
             >>> [row.name for row in stats.rows], stats.rows[1].output.zeros > 0
             (['0', '1', 'Sequential'], True)
         """
-        check_state(self.caller, state)
-        check_names(self.caller, state, self._held.all)
+        check_state(state)
+        check_names(state, self._held.all)
         return stats_of(self, as_arrays(state), batch if isinstance(batch, ShardedBatch) else self.put(batch))
 
     def evaluation(self) -> EvalStep:
@@ -463,11 +463,11 @@ class TrainStep(Step):
             >>> float(evaluate(step.averaged(state), torch.ones(8, 4))["loss"]) < float(metrics["loss"])
             True
         """
-        check_state(self.caller, state)
+        check_state(state)
         ema = self._update.average(self._own(state)[0].opt_state)
         return dataclasses.replace(state, params=Stacks.merged(*_without(state.params, ema), ema))
 
-    @error_prefix(None)
+    @error_prefix("export")
     def export(self, state: TrainState, *, ema: bool = False) -> torch.nn.Module:
         """An ordinary torch module on the CPU with the values of `state`; ties and `requires_grad` as in the model.
 
@@ -483,8 +483,8 @@ class TrainStep(Step):
         """
         check_kind("ema", ema, bool)
         state = self.averaged(state) if ema else state
-        check_state(self.caller, state)
-        check_names(self.caller, state, self._held.all)
+        check_state(state)
+        check_names(state, self._held.all)
         model = with_values(self.model, to_host_by_name(state.tensors))
         for name, buffer, persistent in (made for program in self.programs for made in program.made_buffers):
             path, _, leaf = name.rpartition(".")
