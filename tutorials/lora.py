@@ -1,9 +1,9 @@
 # %% [markdown]
 # # LoRA fine-tuning: from a DataLoader to `from_pretrained`
 #
-# A Llama with LoRA adapters of `peft`, trained on a `(batch, model)` mesh by the optimizer of torch that the script has,
-# and saved as `peft` saves it. The adapters alone are trained: `peft` has taken `requires_grad` from the rest, and a step
-# heeds that.
+# A Llama with LoRA adapters of `peft`, trained on a `(batch, model)` mesh by the optimizer of torch that the script
+# has, and saved as `peft` saves it. The adapters alone are trained: `peft` has taken `requires_grad` from the rest, and
+# a step heeds that.
 #
 # It simulates eight devices on the CPU. On a machine with accelerators, leave the first line out.
 
@@ -24,7 +24,8 @@ import torch_shard as ts
 # %% [markdown]
 # ## The script
 #
-# A small model stands for one of `from_pretrained`. Model, adapters, data, optimizer and schedule are as they are in torch.
+# A small model stands for one of `from_pretrained`. Model, adapters, data, optimizer and schedule are as they are in
+# torch.
 
 # %%
 torch.manual_seed(0)
@@ -60,8 +61,8 @@ print(f"loss {first:.3f} before, {last:.3f} after; {step.report()}")
 # %% [markdown]
 # ## Back to transformers
 #
-# `export` gives the model of `peft` with the trained values. `save_pretrained` writes the adapters, and `from_pretrained`
-# reads them on any machine.
+# `export` gives the model of `peft` with the trained values. `save_pretrained` writes the adapters, and
+# `from_pretrained` reads them on any machine.
 
 # %%
 folder = tempfile.mkdtemp()
@@ -75,4 +76,6 @@ row = texts[:1]
 with torch.no_grad():
     mine, theirs = trained.eval()(input_ids=row, labels=row).loss, again(input_ids=row, labels=row).loss
 kept = all(torch.equal(value, before[name]) for name, value in base.state_dict().items() if name in before)
-assert torch.equal(mine, theirs) and kept and last < 0.8 * first
+assert torch.equal(mine, theirs)
+assert kept
+assert last < 0.8 * first
