@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, Case, chosen
+from tests.tables.cases import BATCH, Case, chosen, make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -112,15 +113,42 @@ def test_transforms_of_torch_func_keep_their_meaning(kind: type[nn.Module]) -> N
     torch.testing.assert_close(by_element, torch.stack([loss(x, params), loss(2 * x, params)]), **CLOSE)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
-def test_the_graph_does_not_grow_with_the_sequence(kind: type[nn.Module]) -> None:
+def test_the_graph_does_not_grow_with_the_sequence(kind: type[nn.Module], autocast: bool) -> None:
     net = kind(4, 5, num_layers=2, bidirectional=True)
 
     def gradient(x: torch.Tensor) -> Any:
-        return torch.autograd.grad(net(x)[0].square().sum(), list(net.parameters())), None
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return torch.autograd.grad(net(x)[0].square().sum(), list(net.parameters())), None
 
     short, long = (capture(gradient, [Spec((length, 2, 4), torch.float32)], keep=keeps_whole) for length in (8, 64))
     assert short.num_nodes == long.num_nodes
+
+
+@pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
+@pytest.mark.parametrize("mode", ["autocast", "params"])
+def test_long_sequences_in_bfloat16_are_as_near_to_float32_as_torch_is(kind: type[nn.Module], mode: str) -> None:
+    torch.manual_seed(0)
+    net, x = kind(8, 16), torch.randn(200, 8, 8) + 0.5
+
+    def loss_fn(net: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        out = net(x)[0].float()
+        return out.square().mean(), {f"{i}": out[-1, 0, i] for i in range(8)}
+
+    def gradients(dtype: torch.dtype | None) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            loss = loss_fn(net, x)[0]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+
+    mesh, plan = make_mesh((1, 2)), ts.ShardingPlan({}, default=P())
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": mode, "batch_spec": P(None, "batch")}
+    step = ts.make_train_step(net, loss_fn, optax.sgd(1.0), mesh=mesh, plan=plan, **options)
+    state, _ = step(step.init(), x)
+    after = step.export(state).parameters()
+    found = torch.cat([(p - q).detach().flatten() for p, q in zip(net.parameters(), after, strict=True)])
+    exact, rounded = gradients(None), gradients(torch.bfloat16)
+    assert (found - exact).norm() <= 1.5 * (rounded - exact).norm() + 2**-9 * exact.norm()
 
 
 def test_dropout_between_layers_draws_anew() -> None:

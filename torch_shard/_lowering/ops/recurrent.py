@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as torch_pytree
 
+from torch_shard._capture import autocast_only
+from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.axes import vary_like
 from torch_shard._common.overrides import instead_of, is_plain
 from torch_shard._common.types import PyTree
@@ -197,8 +200,18 @@ def _of_packed(kind: str, data: torch.Tensor, packed: Lengths, *others: Any) -> 
     return out.flatten(0, 1), *last
 
 
+def _narrowed(values: PyTree, dtype: torch.dtype) -> PyTree:
+    """What autocast gives cuDNN: all that is floating point in the lower precision."""
+    lower = (torch.float32, *LOWER)
+    return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.dtype in lower else t, values)
+
+
 def _replacing(kind: str, composite: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            with autocast_only():
+                return call(*_narrowed(args, dtype), **_narrowed(kwargs, dtype))
         if len(args) == 9 and isinstance(args[1], Lengths):
             return _of_packed(kind, *args)
         return _net(kind, *args) if not kwargs and _fits(args) else composite(*args, **kwargs)
@@ -212,8 +225,18 @@ for _kind in NUM_GATES:
 
 
 def _own(h, w_hh, bias):
-    product = h @ w_hh.T
+    product = _product(h, w_hh.T)
     return product if bias is None else product + bias
+
+
+def _product(x, weight):
+    """In the precision of the weight, added up as wide as `x`."""
+    return jnp.matmul(x.astype(weight.dtype), weight, preferred_element_type=x.dtype)
+
+
+def _wide(x):
+    """What goes from step to step: in bfloat16 it would lose what is small beside the rest."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _lstm(pre, c):
@@ -249,20 +272,20 @@ def _states(kind, gates, state, weights, reverse, mask):
         given, there = given
         new = cell(state, given)
         new = new if there is None else _held(there, new, state)
-        return new, new
+        return new, tuple(n.astype(gates.dtype) for n in new)
 
     def cell(state, given):
         own = _own(state[0], w_hh, bias)
         if kind == "lstm":
             _, _, _, o, c = _lstm(given + own, state[1])
             h = o * jnp.tanh(c)
-            return (h if projection is None else h @ projection.T, c)
+            return (h if projection is None else _product(h, projection.T), c)
         if kind == "gru":
             _, z, n, _ = _gru(given, own)
             return ((state[0] - n) * z + n,)
         return (jnp.tanh(given + own) if kind == "rnn_tanh" else jax.nn.relu(given + own),)
 
-    start = vary_like(tuple(state), gates, list(weights))
+    start = vary_like(tuple(map(_wide, state)), gates, list(weights))
     return jax.lax.scan(step, start, (gates, mask), reverse=reverse)[1]
 
 
@@ -287,18 +310,18 @@ def recurrence_backward(kind, gates, state, weights, reverse, mask, outputs, gra
 def _gradients(kind, gates, state, weights, reverse, mask, outputs, grads):
     w_hh, bias, projection = split_weights(kind, state, weights)
     before = [_shifted(s, steps, reverse) for s, steps in zip(state, outputs, strict=True)]
-    own = _own(before[0], w_hh, bias)
+    own = _own(_wide(before[0]), w_hh, bias)
     back = {"lstm": _lstm_back, "gru": _gru_back}.get(kind, _rnn_back)
     factors, step = back(kind, gates, own, before, outputs, w_hh, projection)
-    start = vary_like(tuple(jnp.zeros_like(s) for s in state), list(grads), factors, w_hh, projection)
+    start = vary_like(tuple(jnp.zeros_like(_wide(s)) for s in state), list(grads), factors, w_hh, projection)
 
     def masked_step(later, given):
         given, there = given
         earlier, found = step(later, given)
-        if there is None:
-            return earlier, found
-        passed = tuple(map(jnp.add, later, given[0]))
-        return _held(there, earlier, passed), _held(there, found, map(jnp.zeros_like, found))
+        if there is not None:
+            passed = tuple(map(jnp.add, later, given[0]))
+            earlier, found = _held(there, earlier, passed), _held(there, found, map(jnp.zeros_like, found))
+        return earlier, tuple(value.astype(gates.dtype) for value in found)
 
     grad_state, (grad_given, grad_own, *for_projection) = jax.lax.scan(
         masked_step, start, ((tuple(grads), factors), mask), reverse=not reverse
@@ -309,7 +332,7 @@ def _gradients(kind, gates, state, weights, reverse, mask, outputs, grads):
     if projection is not None:
         grad_h, h = for_projection[0], factors[-1]
         grad_weights.append(jnp.einsum("tbp,tbh->ph", grad_h, h))
-    return grad_given, *grad_state, *grad_weights
+    return grad_given, *(g.astype(s.dtype) for g, s in zip(grad_state, state, strict=True)), *grad_weights
 
 
 def _shifted(first, steps, reverse):
@@ -327,10 +350,10 @@ def _lstm_back(kind, gates, own, before, outputs, w_hh, projection):
     def step(later, given):
         (grad_h, grad_c), (by_c, by_h, h_to_c, f, _) = given
         grad_out = grad_h + later[0]
-        grad_h = grad_out if projection is None else grad_out @ projection
+        grad_h = grad_out if projection is None else _product(grad_out, projection)
         grad_c = grad_c + later[1] + grad_h * h_to_c
         grad = jnp.concatenate([jnp.concatenate([grad_c] * 3, -1) * by_c, grad_h * by_h], -1)
-        return (grad @ w_hh, grad_c * f), (grad, grad, *(() if projection is None else (grad_out,)))
+        return (_product(grad, w_hh), grad_c * f), (grad, grad, *(() if projection is None else (grad_out,)))
 
     return factors, step
 
@@ -345,7 +368,7 @@ def _gru_back(kind, gates, own, before, outputs, w_hh, projection):
         grad_n = grad_h * by_n
         first_two = [grad_n * by_r, grad_h * by_z]
         grad_own = jnp.concatenate([*first_two, grad_n * r], -1)
-        return (grad_h * z + grad_own @ w_hh,), (jnp.concatenate([*first_two, grad_n], -1), grad_own)
+        return (grad_h * z + _product(grad_own, w_hh),), (jnp.concatenate([*first_two, grad_n], -1), grad_own)
 
     return factors, step
 
@@ -357,6 +380,6 @@ def _rnn_back(kind, gates, own, before, outputs, w_hh, projection):
     def step(later, given):
         (grad_h,), (factor,) = given
         grad = (grad_h + later[0]) * factor
-        return (grad @ w_hh,), (grad, grad)
+        return (_product(grad, w_hh),), (grad, grad)
 
     return factors, step
