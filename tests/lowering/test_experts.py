@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import optax
+import optax
 import pytest
 import torch
 import transformers
@@ -122,3 +123,28 @@ def test_arithmetic_on_a_tpu_does_not_grow_with_the_number_of_experts(kind: str)
     needed = 2 * slots_here * products * 128 * 256
     assert needed <= flops[0] <= 1.3 * needed  # half a block more of each expert
     assert flops[1] <= 1.3 * needed
+
+
+@pytest.mark.parametrize("product", ["experts", "grouped_mm"])
+def test_autocast_takes_them_as_products(product: str) -> None:
+    experts, ids = make_experts(), ROUTES["spread"]()
+    x, weights, ends = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape), torch.tensor([TOKENS] * EXPERTS).int()
+
+    def loss_fn(experts: MixtralExperts, x: torch.Tensor) -> torch.Tensor:
+        by_group = torch.nn.functional.grouped_mm
+        out = experts(x, ids, weights) if product == "experts" else by_group(x, experts.gate_up_proj.mT, offs=ends)
+        return out.float().square().mean()
+
+    options: dict[str, Any] = {"mesh": ts.make_mesh(batch=1), "plan": ts.plans.replicated()}
+    step = ts.make_train_step(experts, loss_fn, optax.sgd(0.1), compute_dtype=torch.bfloat16, **options)
+    state = step.init()
+    text = step.lower(state, x).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line or "ragged_dot" in line]
+    assert products
+    assert not [line for line in products if "xf32>, tensor" in line]
+    exact = (
+        experts(x, ids, weights).square().mean()
+        if product == "experts"
+        else (x @ experts.gate_up_proj[0].T).square().mean()
+    )
+    assert float(step(state, x)[1]["loss"]) == pytest.approx(exact.item(), rel=2**-6)  # bfloat16

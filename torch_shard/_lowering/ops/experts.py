@@ -119,6 +119,8 @@ def experts_interface(interface: Any, name: str) -> Forward:
         if activation is None or not _fits(module, x, ids, weights):
             return found(module, x, ids, weights)
         up, down = (torch.clone(each) for each in (module.gate_up_proj, module.down_proj))  # as precision has them
+        if torch.is_autocast_enabled("cpu"):  # products, as in HF's loop over experts
+            up, down = (each.to(torch.get_autocast_dtype("cpu")) for each in (up, down))
         return _Experts.apply(activation, x, ids, weights, up, down)  # pyright: ignore
 
     return forward

@@ -1,14 +1,18 @@
 """Products of groups: one matrix per group of rows, columns or summands (mixtures of experts)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._common.overrides import instead_of_operator
+from torch_shard._common.overrides import instead_of, instead_of_operator
 from torch_shard._lowering.ops.registry import lowers
 
 aten = torch.ops.aten
+
+_FUNCTION: Any = vars(torch)["_grouped_mm"]  # behind torch.nn.functional.grouped_mm
 
 
 @torch.library.custom_op("torch_shard::grouped_mm", mutates_args=())
@@ -40,6 +44,14 @@ def grouped_mm(
             f"{tuple(y.shape)} {'without' if offs is None else 'with'} offs."
         )
     return torch.ops.torch_shard.grouped_mm(x, y, offs, out_dtype or x.dtype)
+
+
+@instead_of(_FUNCTION)
+def grouped_mm_of_autocast(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """A product like others for autocast, which PyTorch's own lists have forgotten."""
+    if torch.is_autocast_enabled("cpu"):
+        mat_a, mat_b = (each.to(torch.get_autocast_dtype("cpu")) for each in (mat_a, mat_b))
+    return _FUNCTION(mat_a, mat_b, *args, **options)
 
 
 # The ragged dim is the summed one: (M, K), (K, N) -> (G, M, N), as in the gradient of the groups' matrices.
