@@ -1,7 +1,7 @@
 """Generating tokens: our two programs against the loop of transformers on the CPU, and against JAX by hand for TPUs.
 
-The first is timed, in turn, from a state that lies on the mesh, as a training run has it: Python is what is saved, so
-that the ratio grows with the products, which XLA runs on one core of a CPU where there is one row. The second is counted by
+The first is timed, in turn, from a state that lies on the mesh, as a training run has it. What is saved is Python, so
+the ratio grows with the products, which XLA runs on one core of a CPU where there is one row. The second is counted by
 TPU's compiler, for one token: one iteration of the loop of `ts.generate`.
 """
 
