@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
+from torch_shard._cost.exposed import exposed_cycles
 from torch_shard._cost.hlo import Hlo, Instruction, arrays_of
 from torch_shard._cost.total import costs_of
 
@@ -29,6 +30,7 @@ class Counts:
     Attributes:
         cycles: With those of kernels.
         kernel_cycles: Of these, what is estimated for kernels.
+        exposed: Cycles of communication that the schedule does not hide.
         wire: Bytes received from other devices.
         temporaries: Bytes held, beside arguments and results.
         traffic: Bytes read from the device's memory and written to it.
@@ -38,6 +40,7 @@ class Counts:
 
     cycles: float
     kernel_cycles: float
+    exposed: float
     wire: float
     temporaries: float
     traffic: float
@@ -45,13 +48,14 @@ class Counts:
     host_memory: float = 0.0
 
 
-def counts_of(compiled: jax.stages.Compiled) -> Counts:
+def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite") -> Counts:
     """Read a compiled program."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     costs, kernels = costs_of(text), kernel_flops(Hlo(text)) / (FLOPS_PER_CYCLE * REACHED)
     return Counts(
         cycles=sum(cost.cycles or 0 for cost in costs) + kernels,
         kernel_cycles=kernels,
+        exposed=exposed_cycles(text, device_kind),
         wire=sum(cost.received_bytes for cost in costs),
         temporaries=memory.temp_size_in_bytes,
         traffic=sum(cost.memory_bytes for cost in costs),

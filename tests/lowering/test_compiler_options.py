@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
+import torch_shard as ts
+from torch_shard._lowering.compiler_options import WHOLE, compiler_options, cut_add_pad, safe_pads
 
 NO_OPTION = {"xla_cpu_no_such_option": False}
 NO_FUSION = {"xla_disable_hlo_passes": "fusion"}
@@ -52,3 +53,17 @@ def test_without_fusions_a_pad_stands_alone() -> None:
     text = jax.jit(cut_add_pad, compiler_options=NO_FUSION).lower(*args).compile().as_text()
     (pad,) = [line for line in text.splitlines() if " pad(" in line]
     assert "pad(%param" in pad
+
+
+def test_on_tpus_collectives_are_whole_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    several, single = (ts.make_mesh(topology="v5e:2x2", batch=size) for size in (4, 1))
+    assert compiler_options([], several) == WHOLE
+    assert compiler_options([], single) is None
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_jf_spmd_threshold_for_windowed_einsum_mib=0")
+    assert compiler_options([], several) is None
+
+
+def test_an_option_that_a_tpus_compiler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "WHOLE", {"xla_jf_no_such_option": "1"})
+    monkeypatch.setattr(MODULE, "_KNOWS_WHOLE", {})
+    assert compiler_options([], ts.make_mesh(topology="v5e:2x2", batch=4)) is None

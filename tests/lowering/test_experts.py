@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import optax
-import optax
 import pytest
 import torch
 import transformers

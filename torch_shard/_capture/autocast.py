@@ -17,7 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 from torch_shard._capture.provenance import current_user_line
 from torch_shard._common.autocast_policy import FLOAT32, LOWER
-from torch_shard._common.overrides import instead_of_attribute
+from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.patching import patched
 from torch_shard._common.types import PyTree
 
@@ -46,6 +46,48 @@ def widened(func: Callable[..., object], args: PyTree, kwargs: PyTree) -> tuple[
     if not active or func not in _float32_functions():
         return args, kwargs
     return torch_pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in LOWER else t, (args, kwargs))
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCast:
+    """A tensor that several products read, in the lower precision of an autocast region.
+
+    PyTorch casts it for each of them, so that gradients by way of each are brought to float32 before they are added: on
+    a mesh each is then summed over devices by itself. Cast once, they are added as they are computed.
+    """
+
+    wide: torch.Tensor
+    version: int
+    narrow: torch.Tensor
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Tell whether it is this tensor's, which nobody has written to since."""
+        return tensor is self.wide and tensor._version == self.version
+
+
+@functools.cache
+def _products() -> frozenset[Callable[..., object]]:
+    convolutions = [getattr(owner, f"conv{dims}d") for owner in (torch, F) for dims in (1, 2, 3)]
+    matmuls = [torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm]
+    return frozenset([F.linear, *matmuls, *convolutions])
+
+
+def cast_once(func: Callable[..., object], args: PyTree, last: SharedCast | None) -> tuple[PyTree, SharedCast | None]:
+    """The arguments of a product, of which the first is cast once for products that follow one another.
+
+    Args:
+        func: Any torch call.
+        args: Its arguments by position.
+        last: The latest cast.
+    """
+    if func not in _products() or not args or _ACTIVE.depth == 0 or not torch.is_autocast_enabled("cpu"):
+        return args, last
+    x, *others = args
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32 or x.is_leaf or is_transformed([x]):
+        return args, last
+    if last is None or not last.is_of(x):
+        last = SharedCast(x, x._version, x.to(torch.get_autocast_dtype("cpu")))
+    return (last.narrow, *others), last
 
 
 @contextlib.contextmanager

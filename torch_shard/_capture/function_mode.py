@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture.autocast import widened
+from torch_shard._capture.autocast import SharedCast, cast_once, widened
 from torch_shard._capture.calls import current_watcher
 from torch_shard._capture.guards import ModuleFlags
 from torch_shard._capture.module_paths import annotated
@@ -70,6 +70,8 @@ class CaptureMode(TorchFunctionMode):
         """Named axes that the capture depends on, with their sizes."""
         self.uses_grad = False
         """Whether the callable has read or written `.grad`."""
+        self.last_cast: SharedCast | None = None
+        """The latest argument of a product, cast by autocast; forgotten where modules with children begin and end."""
         self.held: list[object] = []
         """What operators of the graph name by number, until the graph is complete and its nodes hold it."""
 
@@ -95,6 +97,7 @@ class CaptureMode(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             func = self._set_data
         args, kwargs = widened(func, args, kwargs)
+        args, self.last_cast = cast_once(func, args, self.last_cast)
         _refuse_lost_writes(func, kwargs)
         _refuse_other_devices(func, args, kwargs)
         with annotated(where=self._where()) if self.explains else contextlib.nullcontext():
@@ -183,13 +186,19 @@ class CaptureMode(TorchFunctionMode):
                 self.side_effects.note(module.named_modules(), entries=False)
                 self._modules[id(module)] = (weakref.ref(module), self.side_effects.training(module))
             self._running.append(module)
+            self._forget_cast(module)
             self._scopes.append(annotated(module=self.path(module)))
             self._scopes[-1].__enter__()
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if _INNERMOST.capture_mode is self:
             self._running.pop()
+            self._forget_cast(module)
             self._scopes.pop().__exit__(None, None, None)
+
+    def _forget_cast(self, module: nn.Module) -> None:
+        if module._modules:
+            self.last_cast = None
 
     def modules(self) -> ModuleFlags:
         """The modules that ran, with their training flags."""

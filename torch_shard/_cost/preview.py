@@ -18,6 +18,7 @@ from rich.text import Text
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
 from torch_shard._cost.collectives import KINDS
+from torch_shard._cost.exposed import exposed_cycles
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._cost.saved import saved_bytes
 from torch_shard._cost.total import Cost, costs_of
@@ -65,6 +66,8 @@ class Preview:
         compiled: JAX's own compiled program; None if it does not fit.
         refused: What the compiler said where it does not fit; else empty.
         notes: What `step.report()` says of the program: which layers are loops, which attention has no kernel.
+        exposed: Cycles in which a TPU waits for other devices: communication that the compiler's schedule does not
+            hide behind arithmetic, at the published speed of the links. Zero on other devices.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -88,6 +91,7 @@ class Preview:
     compiled: jax.stages.Compiled | None
     refused: str = ""
     notes: tuple[str, ...] = ()
+    exposed: int = 0
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -144,6 +148,7 @@ class Preview:
         reduce_scatters: int | None = None,
         all_to_alls: int | None = None,
         cycles: float | None = None,
+        exposed: float | None = None,
     ) -> None:
         """Refuse a step that takes more than a budget, for a user's own tests.
 
@@ -155,6 +160,7 @@ class Preview:
             reduce_scatters: See there.
             all_to_alls: See there.
             cycles: By the TPU compiler's estimate.
+            exposed: Cycles in which a TPU waits for other devices.
 
         Raises:
             AssertionError: It takes more; the modules that take most of it are named, and parameters that are not
@@ -169,6 +175,7 @@ class Preview:
             ("reduce-scatters", reduce_scatters, found["reduce-scatter"], _by_kind("reduce-scatter")),
             ("all-to-alls", all_to_alls, found["all-to-all"], _by_kind("all-to-all")),
             ("cycles", cycles, self.cycles, _by_cycles),
+            ("cycles of communication that is waited for", exposed, self.exposed, _by_received),
         ]
         lines = [
             f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}."
@@ -224,6 +231,9 @@ class Preview:
                 table.add_row(kind, f"{number:,}", _size(received))
         table.add_section()
         table.add_row("all", f"{sum(self.collectives.values()):,}", _size(self.collective_bytes))
+        if self.exposed:
+            share = self.exposed / (self.cycles + self.exposed)
+            table.caption = f"{self.exposed / 1e6:.1f} Mcycles of them are waited for, {share:.0%} of the step's"
         return table
 
     def _modules_table(self) -> Table:
@@ -294,7 +304,9 @@ def preview_of(
     saved = min(int(saved_bytes(text)), found.temporaries)
     memory = PreviewMemory(**parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak)
     widest = tuple(_widest(costs, modules))
-    return Preview(about, memory, limit, tuple(modules.by_module(costs)), widest, whole, compiled, notes=said)
+    exposed = exposed_cycles(text, getattr(device, "device_kind", ""))
+    by_module = tuple(modules.by_module(costs))
+    return Preview(about, memory, limit, by_module, widest, whole, compiled, notes=said, exposed=exposed)
 
 
 def _bytes_of(tree: PyTree) -> int:

@@ -57,17 +57,24 @@ def costs_of(text: str) -> list[Cost]:
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
     """
-    walk = _Walk(Hlo(text))
+    walk = Walk(Hlo(text))
     return list(walk.computation(walk.hlo.entry, 1))
 
 
-class _Walk:
+class Walk:
+    """A program, instruction by instruction.
+
+    Args:
+        hlo: It.
+    """
+
     def __init__(self, hlo: Hlo) -> None:
         self.hlo, self._traffic = hlo, Traffic(hlo)
         self._seen: set[tuple[str | None, ...]] = set()
         self._sums: dict[tuple[str, str], float] = {}
 
     def computation(self, name: str, times: float) -> Iterator[Cost]:
+        """Costs of the instructions of a computation that runs so often."""
         for instruction in self.hlo.computations[name]:
             if instruction.op in _FREE or instruction.op.endswith(("-done", "-update")):
                 continue
@@ -88,9 +95,7 @@ class _Walk:
 
     def _own(self, instruction: Instruction, times: float) -> Cost:
         called = self.hlo.called(instruction) if instruction.op == "fusion" else []
-        cycles = _cycles(instruction)
-        if cycles is None and called:
-            cycles = int(sum(self._sum(name, "cycles") for name in called)) or None
+        cycles = self.cycles(instruction)
         largest = max(instruction.results, key=lambda array: array.num_bytes, default=None)
         return Cost(
             self.hlo.label(instruction),
@@ -101,6 +106,13 @@ class _Walk:
             memory_bytes=self._traffic.of(instruction) * times,
             largest=(0.0, "") if largest is None else (largest.num_bytes, f"{largest.dtype}{list(largest.shape)}"),
         )
+
+    def cycles(self, instruction: Instruction) -> int | None:
+        """Of one run, by the compiler."""
+        cycles = _cycles(instruction)
+        if cycles is None and instruction.op == "fusion":
+            cycles = int(sum(self._sum(name, "cycles") for name in self.hlo.called(instruction))) or None
+        return cycles
 
     def _sum(self, computation: str, what: str) -> float:
         """Flops or cycles of all that is fused into a computation."""

@@ -224,8 +224,8 @@ class LossProgram:
         return [name for name in found if isinstance(name, str)]
 
     def compiler_options(self, mesh: jax.sharding.Mesh) -> dict[str, str | int | bool] | None:
-        """XLA options that the program needs to be right on these devices."""
-        return compiler_options([graph for _, graph in self._graphs], {device.platform for device in mesh.devices.flat})
+        """XLA options for the program on these devices."""
+        return compiler_options([graph for _, graph in self._graphs], mesh)
 
     def run(
         self,

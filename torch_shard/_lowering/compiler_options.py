@@ -1,10 +1,12 @@
-"""XLA options without which a program would be wrong; the compiler is asked whether it needs and has them."""
+"""XLA options without which a program would be wrong, or slower; the compiler is asked whether it has them."""
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.fx import GraphModule
 
 Options = dict[str, str | int | bool]
@@ -18,10 +20,47 @@ _MAY_PAD = {"aten::constant_pad_nd", "torch_shard::ctc_backward", "torch_shard::
 _WAYS: tuple[Options, ...] = ({"xla_cpu_use_fusion_emitters": False}, {}, {"xla_disable_hlo_passes": "fusion"})
 
 
-def compiler_options(graphs: Sequence[GraphModule], platforms: set[str]) -> Options | None:
-    """XLA options that a program of these graphs needs to be right on these platforms, for a top-level `jax.jit`."""
+WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+"""XLA:TPU cuts products whose factors are gathered, or whose results are summed, into pieces that travel meanwhile.
+
+Whole, they take fewer cycles, bytes and memory in all, with what the schedule leaves exposed of them: docs/tpu.md.
+"""
+
+
+def compiler_options(graphs: Sequence[GraphModule], mesh: Mesh) -> Options | None:
+    """XLA options for a program of these graphs on these devices, for a top-level `jax.jit`."""
+    platforms = {device.platform for device in mesh.devices.flat}
+    if platforms == {"tpu"}:
+        return whole_collectives(mesh)
     names = {getattr(node.target, "_name", "").split(".")[0] for graph in graphs for node in graph.graph.nodes}
     return safe_pads() if platforms == {"cpu"} and names & _MAY_PAD else None
+
+
+def whole_collectives(mesh: Mesh) -> Options | None:
+    """What lets XLA:TPU not cut collectives, where several devices have any; None where the user has set it."""
+    (name,) = WHOLE
+    if mesh.size == 1 or any(name in os.environ.get(flags, "") for flags in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")):
+        return None
+    version = mesh.devices.flat[0].client.platform_version
+    if version not in _KNOWS_WHOLE:
+        _KNOWS_WHOLE[version] = _compiles(WHOLE, mesh)
+    return WHOLE if _KNOWS_WHOLE[version] else None
+
+
+_KNOWS_WHOLE: dict[str, bool] = {}
+"""By version of the compiler."""
+
+
+def _compiles(options: Options, mesh: Mesh) -> bool:
+    """Tell whether a compiler has these options."""
+    number = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    try:
+        jax.jit(jax.numpy.negative, compiler_options=options).lower(number).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
 
 
 @functools.cache

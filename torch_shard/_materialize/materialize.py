@@ -145,7 +145,7 @@ class _Initialiser:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._values = dict(zip(placeholders, construction.graph.closure, strict=True))
         self._slices = dict(zip(construction.tensors, cut(graph), strict=True))
-        self._options = compiler_options([graph], {device.platform for device in mesh.devices.flat})
+        self._options = compiler_options([graph], mesh)
         self._programs: dict[object, Callable[..., jax.Array]] = {}
         self._hashes = [_hash(name) for name in construction.tensors]
 

@@ -25,6 +25,9 @@ from torch_shard._sharding import LossFn
 
 SHOWN = 6
 
+FEW = 16
+"""So many repeated layers run one by one on TPUs; benchmarks/tpu.py has cycles and times to compile of both ways."""
+
 ScanLayers = bool | Literal["auto"]
 """Choice of whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
 Remat = Literal["none", "dots", "block"]
@@ -46,6 +49,7 @@ class LayerOptions:
         specs: How the parameters and buffers are split, by name: layers that are split differently stay apart.
         cuts: Which of them are kept in how many pieces, along which dim from the end; these alike.
         uses: How some are split where they are used, if that is less than where they are kept.
+        why_none: Why no layers become loops, where none are to.
     """
 
     scan: ScanLayers = "auto"
@@ -53,6 +57,20 @@ class LayerOptions:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     cuts: tuple[tuple[str, Cut], ...] = ()
     uses: tuple[tuple[str, PartitionSpec], ...] = ()
+    why_none: str = "scan_layers=False"
+
+    def decided(self, model: nn.Module, platform: str) -> "LayerOptions":
+        """The same, with `"auto"` decided for a model on these devices: on TPUs, few layers run one by one.
+
+        XLA:TPU then overlaps and fuses across layers, and nothing is stacked; it takes longer to compile.
+        """
+        if self.scan != "auto" or self.remat != "none" or platform != "tpu":
+            return self
+        count = sum(len(group.members) for group in self.groups(model) if group.refused is None)
+        if not 0 < count <= FEW:
+            return self
+        why = f"on TPU up to {FEW} layers, here {count}, are faster one by one; scan_layers=True makes loops"
+        return dataclasses.replace(self, scan=False, why_none=why)
 
     @property
     def notes(self) -> EntryNotes:

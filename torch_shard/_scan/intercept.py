@@ -63,10 +63,14 @@ class LayerInterceptor:
                 mine = current_mode() is capture_mode and not in_transform()
                 if group is None or not mine or self._layer:
                     return original(module, *args, **kwargs)
+                capture_mode.last_cast = None  # each layer casts what it reads
                 if self.restart:
                     with untraced():
                         return original(module, *args, **kwargs)
-                return self._call(group, module, functools.partial(original, module, *args, **kwargs))
+                try:
+                    return self._call(group, module, functools.partial(original, module, *args, **kwargs))
+                finally:
+                    capture_mode.last_cast = None
 
             return forward
 

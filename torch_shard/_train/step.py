@@ -73,7 +73,9 @@ class Step:
         )
         self._held = holdings(model)
         self._trained = options.trained(self._held)
-        self.layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
+        platform = options.mesh.devices.flat[0].platform
+        layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
+        self.layers = layers.decided(model, platform)
         self.layout = options.batch_layout()
         check_activations(self.plan, self.layout.row_axes)
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
@@ -359,7 +361,7 @@ class Step:
     def _why_none(self) -> str:
         """Say why no layers were looked at."""
         if not self.layers.wanted:
-            return "No layers are loops: scan_layers=False."
+            return f"No layers are loops: {self.layers.why_none}."
         return f"No layers repeat: there are no {self.layers.least} numbered siblings that look alike."
 
     def _normal(self, state: TrainState) -> TrainState:

@@ -1,0 +1,62 @@
+"""Communication that a TPU waits for, in programs of plain JAX whose schedule is plain to see."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_cycles
+from torch_shard._cost.total import costs_of
+
+KIND = "TPU v5 lite"
+SHIFT = [(i, (i + 1) % 4) for i in range(4)]
+
+
+def compiled(fn: Any, out_specs: Any) -> str:
+    """The program of a function of rows, split over four devices, and a matrix."""
+    mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
+    shapes = (((8192, 1024), P("batch")), ((1024, 1024), P()))
+    given = [jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(mesh, spec)) for s, spec in shapes]
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("batch"), P()), out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped).lower(*given).compile().as_text() or ""
+
+
+def travel(text: str) -> float:
+    """Cycles of all collectives, one after the other."""
+    return sum(cost.received_bytes for cost in costs_of(text)) / BYTES_PER_CYCLE[KIND]
+
+
+def test_what_is_needed_at_once_is_waited_for() -> None:
+    text = compiled(lambda x, w: jax.lax.psum(x, "batch"), P())
+    assert exposed_cycles(text, KIND) == pytest.approx(travel(text), rel=1e-3)
+    assert exposed_cycles(text, "cpu") == 0
+
+
+def test_what_travels_beside_products_is_not() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gathered = jax.lax.all_gather(x, "batch", tiled=True)
+        for _ in range(20):
+            x = jnp.tanh(x @ w)
+        return x, gathered
+
+    text = compiled(fn, (P("batch"), P()))
+    assert travel(text) > 0
+    assert exposed_cycles(text, KIND) == 0
+
+
+def test_a_loop_waits_in_each_iteration() -> None:
+    def fn(length: int) -> Any:
+        def body(x: jax.Array, w: jax.Array) -> jax.Array:
+            step = lambda x, _: (jax.lax.ppermute(jnp.tanh(x @ w), "batch", SHIFT), None)  # noqa: E731
+            return jax.lax.scan(step, x, None, length=length)[0]
+
+        return body
+
+    short, long = (exposed_cycles(compiled(fn(length), P("batch")), KIND) for length in (3, 9))
+    assert short > 0
+    assert long == pytest.approx(3 * short, rel=0.01)

@@ -1,0 +1,136 @@
+"""Communication that a TPU waits for: what the compiler's schedule does not hide behind arithmetic.
+
+The program is followed in the order of its schedule, with one clock of arithmetic (XLA:TPU's `estimated_cycles`) and
+one for the links of each group of devices. A collective that is started and ended apart travels while the clock goes
+on; one that is not apart, or not done when its result is needed, is waited for.
+"""
+
+import dataclasses
+
+from torch_shard._cost.collectives import KINDS, collective_of, identity
+from torch_shard._cost.hlo import Hlo, Instruction
+from torch_shard._cost.total import Walk
+
+BYTES_PER_CYCLE = {"TPU v4": 95, "TPU v5 lite": 67, "TPU v5": 114, "TPU v6 lite": 128}
+"""That a device receives along one axis of the torus, both ways together, by kind of device.
+
+Source: "Inter-chip interconnect" of each in Google Cloud's documentation, over the frequency of its cores.
+"""
+
+_ONE_BY_ONE = ("-done", "-update")
+
+
+def exposed_cycles(text: str, device_kind: str) -> int:
+    """Cycles that one device waits for others.
+
+    Args:
+        text: As `jax.stages.Compiled.as_text()` gives it.
+        device_kind: As JAX names the device; zero for those that are not known.
+    """
+    rate = BYTES_PER_CYCLE.get(device_kind)
+    if rate is None:
+        return 0
+    hlo = Hlo(text)
+    return int(_Schedule(hlo, rate).run(hlo.entry).waited)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """What has passed in one computation.
+
+    Attributes:
+        now: Cycles, with those that were waited for.
+        waited: Those.
+        free: When the links of a group of devices are free again.
+        ends: When what was started is done, by its name.
+    """
+
+    now: float = 0.0
+    waited: float = 0.0
+    free: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    ends: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    def start(self, name: str, group: str, cycles: float) -> None:
+        """Let something travel."""
+        self.free[group] = self.ends[name] = max(self.now, self.free.get(group, 0.0)) + cycles
+
+    def wait(self, name: str) -> None:
+        """Wait until it is there."""
+        late = max(self.ends.pop(name, 0.0) - self.now, 0.0)
+        self.now, self.waited = self.now + late, self.waited + late
+
+
+class _Schedule:
+    def __init__(self, hlo: Hlo, rate: float) -> None:
+        self.hlo, self._rate, self._walk = hlo, rate, Walk(hlo)
+        self._seen: dict[str, _Clock] = {}
+
+    def run(self, computation: str) -> _Clock:
+        if computation in self._seen:
+            return self._seen[computation]
+        clock = self._seen[computation] = _Clock()
+        instructions = self.hlo.computations[computation]
+        last = {chain: i for i, instr in enumerate(instructions) for chain, _ in self._travels(instr)}
+        for number, instruction in enumerate(instructions):
+            self._step(clock, instruction, number, last)
+        for name in list(clock.ends):
+            clock.wait(name)
+        return clock
+
+    def _step(self, clock: _Clock, instruction: Instruction, number: int, last: dict[str, int]) -> None:
+        op = instruction.op
+        if op == "while" or op in ("call", "conditional"):
+            times = self.hlo.trips(instruction) if op == "while" else 1
+            for called in self._inner(instruction):
+                inner = self.run(called)
+                clock.now, clock.waited = clock.now + times * inner.now, clock.waited + times * inner.waited
+            return
+        if op.endswith(_ONE_BY_ONE):
+            if op.endswith("-done"):
+                clock.wait(self._started(instruction))
+            return
+        travels = self._travels(instruction)
+        for chain, moved in travels:
+            if chain not in clock.ends:
+                clock.start(chain, *moved)
+        clock.now += self._walk.cycles(instruction) or 0
+        if not op.endswith("-start"):
+            for chain, _ in travels:
+                if last[chain] == number:
+                    clock.wait(chain)
+
+    def _inner(self, instruction: Instruction) -> list[str]:
+        if instruction.op == "while":
+            return [instruction.find(r"body=%?([\w.\-]+)") or ""]
+        return self.hlo.called(instruction)[:2]
+
+    def _started(self, done: Instruction) -> str:
+        return next(iter(done.operands), "")
+
+    def _travels(self, instruction: Instruction) -> list[tuple[str, tuple[str, float]]]:
+        """What goes over the wire: a name, by which its end is known, its group of devices, and cycles."""
+        if instruction.kind in KINDS:
+            return [(self._name(instruction, instruction), self._moved(instruction))]
+        if instruction.op not in ("fusion", "async-start"):
+            return []
+        found: list[tuple[str, tuple[str, float]]] = []
+        for called in self.hlo.called(instruction):
+            scatters = "all-reduce-scatter" in called
+            for inner in self.hlo.computations[called]:
+                if inner.kind in KINDS:
+                    found.append((self._name(instruction, inner), self._moved(inner, scatters=scatters)))
+                elif inner.op == "fusion":
+                    found += self._travels(inner)
+        return found
+
+    def _name(self, outer: Instruction, collective: Instruction) -> str:
+        """Of a part of a chain, that of the chain; else of the instruction that stands in the schedule."""
+        key = identity(collective)
+        return ":".join(map(str, key)) if "chain" in key else outer.name
+
+    def _moved(self, collective: Instruction, *, scatters: bool = False) -> tuple[str, float]:
+        group = collective.find(r"(?:replica_groups|source_target_pairs)=((?:mesh\[[^\]]*\]\s*)?\S+)")
+        is_scatter = scatters and collective.op == "all-reduce"
+        num_bytes = collective_of(self.hlo, collective, scatters=is_scatter).num_bytes
+        ways = 1 if collective.kind == "collective-permute" else 2  # of a ring
+        return group or "", num_bytes * 2 / ways / self._rate
