@@ -128,6 +128,26 @@ def test_loops_can_be_asked_for_and_refused() -> None:
         run(model, remat="all")
 
 
+@pytest.mark.parametrize(
+    ("depth", "choice", "loops"),
+    [(16, {}, False), (17, {}, True), (4, {"scan_layers": True}, True), (4, {"remat": "block"}, True)],
+)
+def test_few_layers_run_one_by_one_on_tpus(depth: int, choice: dict[str, Any], loops: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)))
+    batch = tuple(torch.empty(8, 8, device="meta") for _ in range(2))
+    for mesh in (ts.make_mesh(topology="v5e:2x2", batch=4), make_mesh((4, 1))):
+        step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=mesh, plan=EVERYWHERE, **choice)
+        step.lower(step.structs, batch)  # nothing is compiled
+        is_tpu = mesh.devices.flat[0].platform == "tpu"
+        assert ("one loop" in step.report()) is (loops or not is_tpu)
+        if is_tpu and not loops:
+            assert step.report() == (
+                "No layers are loops: on TPU up to 16 layers, here 16, are faster one by one; scan_layers=True makes "
+                "loops."
+            )
+
+
 class CountingOn(Block):
     """Multiplies by the number of earlier calls, of all models' steps."""
 
