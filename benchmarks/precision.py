@@ -14,7 +14,7 @@ from torch_shard._demo.text import draw_batch, read_corpus
 
 SIDES: dict[str, dict[str, Any]] = {
     "float32": {},
-    'bfloat16, mixed_precision="autocast"': {"compute_dtype": torch.bfloat16},
+    'bfloat16, mixed_precision="autocast"': {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"},
     'bfloat16, mixed_precision="params"': {"compute_dtype": torch.bfloat16, "mixed_precision": "params"},
 }
 

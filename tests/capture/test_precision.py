@@ -120,9 +120,8 @@ def test_no_activation_between_layers_is_wide() -> None:
     assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xbf16>" in text  # what the loop saves
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xf32>" not in text
-    autocast = ts.make_train_step(
-        Language(), next_token, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=PLAN, compute_dtype=torch.bfloat16
-    )
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"}
+    autocast = ts.make_train_step(Language(), next_token, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=PLAN, **options)
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xf32>" in autocast.lower(autocast.structs, batch).as_text(), wide
 
 

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Attend, str]] = {
         lambda *qkv: causal(*qkv, dropout_p=1.0),
         f"it drops of {16 * LONG * LONG} weights (dropout_p=1), blocks of fewer than",
     ),
-    "bias": (biased, "its mask adds numbers to the scores (torch.float32; the biases of T5 and ALiBi)"),
+    "bias": (biased, "its mask adds numbers to the scores (torch.bfloat16; the biases of T5 and ALiBi)"),
     "trained": (trained, "its mask is trained"),
     "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: key padding (B, 1, 1, S), a "),
     "broadcast": (

@@ -236,11 +236,12 @@ def test_packed_sequences_train_as_in_eager_torch(caplog: pytest.LogCaptureFixtu
     ((tokens, lengths), target) = batch()
     _, metrics = step(step.init(), ((tokens, lengths.clamp(max=3)), target))
     assert np.isnan(metrics["loss"])
-    half = ts.make_eval_step(
-        model, case.loss_fn, mesh=step.mesh, plan=case.plan, compute_dtype=torch.bfloat16
-    )  # not our operator, but what it stands for
-    found = half(step.init(), ((tokens, lengths), target))["loss"]
-    torch.testing.assert_close(float(found), case.loss_fn(model, ((tokens, lengths), target)).item(), rtol=0.03, atol=0)
+    for mode in ("autocast", "params"):
+        options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": mode}
+        half = ts.make_eval_step(model, case.loss_fn, mesh=step.mesh, plan=case.plan, **options)
+        found = half(step.init(), ((tokens, lengths), target))["loss"]
+        wanted = case.loss_fn(model, ((tokens, lengths), target)).item()
+        torch.testing.assert_close(float(found), wanted, rtol=0.03, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,9 @@ class Widened(Block):
 
 def test_loops_compute_in_the_dtypes_of_the_unrolled_program() -> None:
     case = Case("widened", lambda: Stack(Widened), regression(WIDTH, out=WIDTH), {})
-    losses, state, step = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16)
-    wanted, unrolled, _ = _trained(case, optax.sgd(0.1), (4, 2), compute_dtype=torch.bfloat16, scan_layers=False)
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"}
+    losses, state, step = _trained(case, optax.sgd(0.1), (4, 2), **options)
+    wanted, unrolled, _ = _trained(case, optax.sgd(0.1), (4, 2), **options, scan_layers=False)
     assert _loops(step) == FORTH_AND_BACK
     np.testing.assert_allclose(losses, wanted, rtol=2e-3)  # XLA rounds to bfloat16 less often in one of them
     for name, value in unrolled.params.items():

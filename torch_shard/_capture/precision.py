@@ -19,7 +19,7 @@ from torch_shard._common.types import PyTree
 
 MixedPrecision = Literal["autocast", "params"]
 
-_ALL = frozenset({*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear"})
+_ALL = frozenset({*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear", "_grouped_mm"})
 
 _ABOUT = frozenset(
     {"__get__", "__set__", "__delete__", "size", "stride", "dim", "numel", "data_ptr", "is_floating_point", "backward"}
@@ -65,7 +65,10 @@ class Precision:
 @contextlib.contextmanager
 def _cast_parameters(dtype: torch.dtype) -> Iterator[None]:
     def cast_inputs(module: nn.Module, args: PyTree) -> PyTree:  # which these modules check before they compute
-        return _mapped(args, _is_wide, dtype) if isinstance(module, nn.RNNBase | nn.RNNCellBase) else None
+        if not isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            return None
+        packed = nn.utils.rnn.PackedSequence  # a tuple of more than its data
+        return tuple(arg.to(dtype) if isinstance(arg, packed) else _mapped(arg, _is_wide, dtype) for arg in args)
 
     hook = nn.modules.module.register_module_forward_pre_hook(cast_inputs)
     try:

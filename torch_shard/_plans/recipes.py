@@ -39,8 +39,8 @@ def replicated(model: torch.nn.Module | None = None, mesh: Mesh | None = None) -
     """A plan that keeps every entry whole on each device: data parallelism.
 
     Args:
-        model: Not needed: taken so that all recipes may be called alike.
-        mesh: Likewise.
+        model: Taken so that all recipes may be called alike; it may be left out.
+        mesh: Where the model will lie; it may be left out too.
 
     Example:
         >>> import torch_shard as ts

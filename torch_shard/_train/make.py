@@ -35,7 +35,7 @@ def make_train_step(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "autocast",
+    mixed_precision: MixedPrecision = "params",
     scan_layers: ScanLayers = "auto",
     remat: Remat | int = "none",
     accumulate_steps: int = 1,
@@ -70,9 +70,9 @@ def make_train_step(
         local_batches: True if each process gives only the rows of its own devices; False if each gives the whole batch.
             See the guide on data of several hosts.
         compute_dtype: `torch.bfloat16` for mixed precision; parameters and optimizer keep their dtype.
-        mixed_precision: What is in `compute_dtype`. `"autocast"`: the factors of products, by the policy of
-            `torch.autocast("cuda")`. `"params"`: every parameter where it is used, and so all activations, like
-            FSDP2's `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32.
+        mixed_precision: What is in `compute_dtype`. `"params"`: every parameter where it is used, and so all
+            activations, like FSDP2's `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32.
+            `"autocast"`: the factors of products, by the policy of `torch.autocast("cuda")`.
         scan_layers: Run repeated layers as one loop, so that the time to compile does not grow with depth. `"auto"`:
             three layers or more that are proved to be one program, on TPU with `remat="none"` more than 16, as fewer
             are faster one by one there; True: two or more, and an error if there is no loop; False: never.
@@ -144,7 +144,7 @@ def make_eval_step(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "autocast",
+    mixed_precision: MixedPrecision = "params",
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> EvalStep:
@@ -206,7 +206,7 @@ def make_apply(
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None,
     local_batches: bool = False,
     compute_dtype: torch.dtype | None = None,
-    mixed_precision: MixedPrecision = "autocast",
+    mixed_precision: MixedPrecision = "params",
     scan_layers: ScanLayers = "auto",
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> ApplyStep:

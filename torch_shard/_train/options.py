@@ -40,7 +40,7 @@ class StepOptions:
     batch_spec: PartitionSpec | Mapping[str, PartitionSpec] | None = None
     local_batches: bool = False
     compute_dtype: torch.dtype | None = None
-    mixed_precision: MixedPrecision = "autocast"
+    mixed_precision: MixedPrecision = "params"
     scan_layers: ScanLayers = "auto"
     remat: Remat | int = "none"
     accumulate_steps: int = 1
