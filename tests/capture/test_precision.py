@@ -1,6 +1,7 @@
 """Whole activations in bfloat16: against eager torch with parameters that are cast, and by what the program holds."""
 
 from collections.abc import Callable
+from typing import Any
 
 import optax
 import pytest
