@@ -30,6 +30,7 @@ SECTIONS = {  # and the simulated devices of each
     "generation": 1,
     "gpu": 1,
     "tpu": 1,
+    "tpu_options": 1,
     "scale": 1,
     "ops": 8,
     "checkpoints": 8,

@@ -142,7 +142,9 @@ def compiled(name: str, sizes: Sizes) -> jax.stages.Compiled:
     recipe = RECIPES[name]
     model = sizes.model(recipe.fused)
     mesh = ts.make_mesh(topology=TOPOLOGY, **recipe.axes)
-    step = ts.make_train_step(model, models.token_loss, optax.adamw(1e-3), mesh=mesh, **recipe.options(model, mesh))
+    step = ts.make_train_step(
+        model, models.token_loss, optax.adamw(1e-3), mesh=mesh, scan_layers=True, **recipe.options(model, mesh)
+    )
     batch = tuple(torch.empty(sizes.rows, sizes.length, dtype=torch.int64, device="meta") for _ in range(2))
     return step.lower(step.structs, batch).compile()
 

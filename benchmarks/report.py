@@ -74,7 +74,7 @@ def _by_subject(rows: list[Row]) -> str:
     subjects = _subjects(rows)
     columns = list(dict.fromkeys(measured for own in subjects.values() for measured in own))
     lines = [[subject, *(_ratio(own.get(column)) for column in columns)] for subject, own in subjects.items()]
-    return markdown_table(["ours ÷ rival", *columns], lines)
+    return markdown_table(["", *columns], lines)
 
 
 def _ratio(row: Row | None) -> str:

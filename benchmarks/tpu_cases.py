@@ -18,16 +18,20 @@ from benchmarks.tpu_llama import Llama
 from benchmarks.tpu_mixtral import Mixtral
 from benchmarks.tpu_resnet import ResNet
 
-PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
+PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 """Of our step: float32 parameters, activations in bfloat16, as the rivals have them."""
 
 SCANNED, UNROLLED = "layers in a loop", "layers one by one"
 """How a rival runs them."""
 
-OURS, ONE_BY_ONE, WHOLE_COLLECTIVES = "ours", f"ours, {UNROLLED}", "ours, collectives whole"
-"""Our sides: as it is, with layers one by one (`scan_layers=False`), and compiled with collectives that are not cut."""
+OURS, AUTOCAST, IN_LOOPS = "ours", 'mixed_precision="autocast"', "scan_layers=True"
+"""Our sides: by default, and with options that a user may set."""
 
-UNCUT = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    AUTOCAST: {"mixed_precision": "autocast"},
+    IN_LOOPS: {"scan_layers": True},
+}
 
 ByHand = Callable[[Mesh], tuple[Rival, Values]]
 
@@ -68,9 +72,9 @@ class TpuCase:
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
-    def sides(self) -> tuple[str, ...]:
-        """Of ours; the last is the one that targets are about."""
-        return (OURS, WHOLE_COLLECTIVES if len(self.axes) > 1 else ONE_BY_ONE)
+    def others(self) -> tuple[str, ...]:
+        """Our sides that are not the default's, where they are other programs."""
+        return (AUTOCAST,) if self.options.get("remat") == "block" else (AUTOCAST, IN_LOOPS)
 
     @property
     def mesh(self) -> Mesh:
@@ -80,7 +84,7 @@ class TpuCase:
     def step(self, side: str = OURS) -> ts.TrainStep:
         """One of ours."""
         model, mesh = self.model(), self.mesh
-        options = PRECISION | self.options | ({"scan_layers": False} if side == ONE_BY_ONE else {})
+        options = PRECISION | self.options | OPTIONS[side]
         plan = self.recipe(model, mesh)
         return ts.make_train_step(model, self.loss_fn, self.optimizer, mesh=mesh, plan=plan, **options)
 
@@ -162,7 +166,7 @@ def llama(quick: bool, remat: str) -> TpuCase:
         over_both,
         {name: by_hand(own) for name, own in rivals.items()},
         options={"remat": remat},
-        targets=targets if remat == "block" else targets | {"cycles": 1.10, "traffic": 1.25},
+        targets=targets if remat == "block" else targets | {"traffic": 1.25},
     )
 
 
@@ -194,7 +198,7 @@ def gpt(quick: bool) -> TpuCase:
         tokens(16 if quick else 64, sizes.length),
         replicated,
         {UNROLLED: by_hand(sizes), SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
-        targets={"cycles": 1.00, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
+        targets={"cycles": 1.05, "wire": 1.00, "temporaries": 1.10, "traffic": 1.10},
     )
 
 
@@ -258,7 +262,7 @@ def mixtral(quick: bool) -> TpuCase:
         over_both,
         {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
-        targets={"cycles": 1.15, "wire": 1.10},
+        targets={"cycles": 1.10, "wire": 1.10},
     )
 
 

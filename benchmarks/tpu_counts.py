@@ -47,6 +47,11 @@ class Counts:
     compile_s: float = 0.0
     host_memory: float = 0.0
 
+    @property
+    def time(self) -> float:
+        """Cycles, with those of waiting."""
+        return self.cycles + self.exposed
+
 
 def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite") -> Counts:
     """Read a compiled program."""
