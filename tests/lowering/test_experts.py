@@ -147,3 +147,36 @@ def test_autocast_takes_them_as_products(product: str) -> None:
         else (x @ experts.gate_up_proj[0].T).square().mean()
     )
     assert float(step(state, x)[1]["loss"]) == pytest.approx(exact.item(), rel=2**-6)  # bfloat16
+
+
+def test_a_loop_gathers_the_experts_of_one_layer_and_not_the_stack() -> None:
+    """Under TPU's compiler, which took the whole stack to every device, in each iteration."""
+
+    def received(layers: int) -> int:
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=128,
+            num_experts=16,
+            num_experts_per_tok=2,
+        )
+        with torch.device("meta"):
+            model = transformers.Qwen3MoeForCausalLM(config)
+        mesh = ts.make_mesh(topology="v5e:2x4", batch=4, model=2)
+        step = ts.make_train_step(
+            model,
+            lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
+            optax.sgd(0.1),
+            mesh=mesh,
+            plan=ts.plans.fsdp_tp(model, mesh),
+            compute_dtype=torch.bfloat16,
+            scan_layers=True,
+        )
+        return step.preview(torch.empty(8, 16, dtype=torch.int64, device="meta")).collective_bytes
+
+    assert received(6) <= 3 * received(2)  # it was 5.8 times as much

@@ -171,6 +171,21 @@ def test_what_does_not_divide_is_listed_with_its_bytes_and_strict_refuses_it(cap
         ts.plans.fsdp_tp(odd(), mesh, strict=True)
 
 
+def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.ones(4, 8, 8))
+
+    mesh, said = make_mesh((4, 2)), r"plans.fsdp_tp: 0 and 1 more hold experts, .* plans.expert\(model, mesh, tp="
+    with caplog.at_level(logging.WARNING, "torch_shard"):
+        ts.plans.fsdp_tp(nn.Sequential(Experts(), Experts(), nn.Linear(8, 8)), mesh)
+        assert re.search(said, caplog.text)
+        caplog.clear()
+        ts.plans.fsdp_tp(nn.Linear(8, 8), mesh)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

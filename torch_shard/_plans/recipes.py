@@ -3,6 +3,7 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import logging
 import math
 from collections.abc import Collection
 from typing import cast
@@ -29,6 +30,8 @@ from torch_shard._plans.layers import experts_of, kernels_of, layers_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import Padded, Pieces, ShardingPlan, check_mesh
+
+logger = logging.getLogger(__name__)
 
 SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
@@ -175,9 +178,23 @@ def fsdp_tp(
     model = _check(model, mesh, strict, fsdp=fsdp, tp=tp)
     check_kind("sequence", sequence, bool)
     check_kind("pad_vocab", pad_vocab, bool)
+    _tell_of_experts(model)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, pad_vocab=pad_vocab)
     activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
     return plan_of(model, decisions, strict=strict, activations=activations)
+
+
+def _tell_of_experts(model: torch.nn.Module) -> None:
+    """Say that there is a better recipe for experts than splitting the features of each."""
+    found = [path for path, layer in layers_of(model) if experts_of(layer)]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        logger.warning(
+            "plans.fsdp_tp: %s%s hold experts, whose features are split. plans.expert(model, mesh, tp=...) gives each "
+            "device whole experts of its own instead, and less goes over the wire.",
+            found[0],
+            more,
+        )
 
 
 @error_prefix("plans.expert")

@@ -24,6 +24,17 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
+def _in_use(plan: ResolvedPlan, name: str, rows: Sequence[str]) -> PartitionSpec | None:
+    """How an entry is split where it is used, where that has to be said.
+
+    Kernels of convolutions and matrices of experts are taken whole, or by expert, and gathered for it: without a word,
+    XLA would gather those of all layers of a loop in each iteration, and then take one.
+    """
+    found, own = spec_in_use(plan[name], rows), plan[name].spec
+    is_split = len(plan.entries[name].shape) > 2 and any(own)
+    return own if found is None and is_split else found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Every option of a step, checked when it is made.
@@ -163,7 +174,7 @@ class StepOptions:
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
         rows = self.batch_layout().row_axes
         padded = {name for name, kept in plan.kept.items() if kept.cut is None}
-        used = ((name, spec_in_use(plan[name], rows)) for name in names if name not in padded)
+        used = ((name, _in_use(plan, name, rows)) for name in names if name not in padded)
         uses = tuple((name, spec) for name, spec in used if spec is not None)
         # layers differ where any of the two does
         return LayerOptions(self.scan_layers, self.remat, tuple(specs), cuts, uses)

@@ -354,8 +354,9 @@ class Step:
             return "Nothing was compiled yet."
         layers = [line for program in self.programs for line in program.report] or [self._why_none()]
         more = [line for program in self.programs for line in program.chosen]
-        stored = ((name, describe_spec(self.plan[name].spec), spec) for name, spec in self.layers.uses)
-        more += [f"{name}: stored as {own}, gathered to {describe_spec(used)} in use." for name, own, used in stored]
+        kept = ((name, self.plan[name].spec, spec) for name, spec in self.layers.uses)
+        moved = ((name, describe_spec(own), describe_spec(used)) for name, own, used in kept if own != used)
+        more += [f"{name}: stored as {own}, gathered to {used} in use." for name, own, used in moved]
         return "\n".join(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
