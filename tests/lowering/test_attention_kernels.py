@@ -69,6 +69,32 @@ def test_splash_equals_eager_torch(name: str, kind: str) -> None:
         np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
 
 
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(3.0, False), (0.0, True), (3.0, True)])
+def test_splash_with_a_soft_cap_and_sinks_equals_eager_torch(name: str, cap: float, has_sinks: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, LENGTH, 128) for heads in (4, 2, 2))
+    given = [q, k, v, *([2 * torch.randn(4)] if has_sinks else [])]
+    weights = torch.randn(2, 4, LENGTH, 128)
+    leaves = [x.clone().requires_grad_() for x in given]
+    many = [x.repeat_interleave(2, 1) for x in leaves[1:3]]
+    scores = leaves[0] @ many[0].mT * 0.1
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores.masked_fill(~Seen(*BANDS[name]).mask(LENGTH, LENGTH), -torch.inf)
+    sinks = [sink[:, None, None].expand(2, 4, LENGTH, 1) for sink in leaves[3:]]
+    wanted = torch.cat([scores, *sinks], -1).softmax(-1)[..., :LENGTH] @ many[1]
+    gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return splash(q, k, v, (), sinks, scale=0.1, band=BANDS[name], cap=cap, interpret=True)
+
+    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in given))
+    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
+    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
+        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+
+
 class Block(torch.nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()

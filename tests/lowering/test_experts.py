@@ -3,17 +3,30 @@
 import functools
 from typing import Any
 
+import numpy as np
 import optax
 import pytest
 import torch
 import transformers
 from jax.sharding import PartitionSpec as P
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 import torch_shard as ts
+from torch_shard._capture.trace import Spec, capture
+from torch_shard._lowering.ops import keeps_whole
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
 TOKENS, WIDTH, EXPERTS = 24, 8, 4
+
+OURS = torch.ops.torch_shard.experts.default
+
+
+def targets(fn: Any, given: list[torch.Tensor]) -> set[Any]:
+    specs = [Spec(tuple(x.shape), x.dtype) for x in given]
+    return {node.target for node in capture(lambda *x: ([fn(*x)], None), specs, keep=keeps_whole).module.graph.nodes}
+
 
 ROUTES = {
     "spread": lambda: torch.rand(TOKENS, EXPERTS).topk(2).indices,
@@ -38,7 +51,23 @@ def make_experts(**fields: Any) -> MixtralExperts:
     return experts
 
 
-def value_and_gradients(experts: MixtralExperts, ids: torch.Tensor) -> tuple[Any, Any]:
+def make_clamped(kind: str = "interleaved") -> torch.nn.Module:
+    """Experts with biases and transposed matrices, many of whose inner values are clamped."""
+    config = transformers.GptOssConfig(
+        hidden_size=WIDTH,
+        intermediate_size=12,
+        num_local_experts=EXPERTS,
+        experts_implementation="grouped_mm",
+    )
+    torch.manual_seed(0)
+    experts = (GptOssExperts if kind == "interleaved" else OpenAIPrivacyFilterExperts)(config)
+    experts.limit = 1.25
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def value_and_gradients(experts: torch.nn.Module, ids: torch.Tensor) -> tuple[Any, Any]:
     """Ours and HF's: the result, and gradients by tokens, weights and both matrices."""
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
     wanted = torch.randn(TOKENS, WIDTH)
@@ -50,7 +79,9 @@ def value_and_gradients(experts: MixtralExperts, ids: torch.Tensor) -> tuple[Any
         return (out * wanted).sum(), out
 
     given = [x, weights, *(p.detach() for p in experts.parameters())]
-    (_, out), grads = ts.jax_jit(ts.jax_value_and_grad(fn, argnums=(0, 1, 2, 3), has_aux=True))(*given)
+    if not isinstance(getattr(experts, "act_fn", None), torch.nn.ReLU):
+        assert OURS in targets(lambda *args: fn(*args)[1], given)
+    (_, out), grads = ts.jax_jit(ts.jax_value_and_grad(fn, argnums=tuple(range(len(given))), has_aux=True))(*given)
     leaves = [t.clone().requires_grad_() for t in given]
     loss, expected = fn(*leaves)
     return (out.cpu(), *(g.cpu() for g in grads)), (expected.detach(), *torch.autograd.grad(loss, leaves))
@@ -64,8 +95,51 @@ def test_value_and_gradients_equal_eager_torch(route: str, act: str) -> None:
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-def test_tokens_of_no_expert_get_nothing() -> None:
-    experts, ids = make_experts(), torch.arange(TOKENS)[:, None] % (EXPERTS + 1)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", ["interleaved", "in halves"])
+def test_biases_and_clamped_gates_equal_eager_torch(kind: str, route: str) -> None:
+    found, wanted = value_and_gradients(make_clamped(kind), ROUTES[route]())
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("axis", ["batch", "model"])
+def test_biases_on_a_mesh(axis: str) -> None:
+    """Tokens over one axis and experts over the other, with the plan or without it."""
+    experts, ids = make_clamped(), ROUTES["spread"]()
+    x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
+
+    def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return experts(*batch).square().sum()
+
+    batch = x, ids, weights
+    loss_fn(experts, batch).backward()
+    plan = ts.ShardingPlan({"*": P("model")} if axis == "model" else {}, default=P())
+    step = ts.make_train_step(experts, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(batch=2, model=2), plan=plan)
+    before = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    state, _ = step(step.init(), batch)
+    for name, parameter in experts.named_parameters():
+        grad = parameter.grad
+        assert grad is not None
+        moved = before[name] - torch.tensor(np.asarray(state.params[name]))
+        torch.testing.assert_close(moved, grad, rtol=2e-5, atol=2e-5 * grad.abs().max().item(), msg=name)
+
+
+def test_other_experts_stay_as_they_are() -> None:
+    class Other(GptOssExperts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return gate_up[..., ::2] * gate_up[..., 1::2]
+
+    experts = make_clamped()
+    experts.__class__ = Other
+    ids = ROUTES["spread"]()
+    given = [torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)]
+    assert OURS not in targets(lambda x, weights: experts(x, ids, weights), given)
+
+
+@pytest.mark.parametrize("make", [make_experts, make_clamped])
+def test_tokens_of_no_expert_get_nothing(make: Any) -> None:
+    experts, ids = make(), torch.arange(TOKENS)[:, None] % (EXPERTS + 1)
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
     out = ts.jax_jit(lambda x, weights: experts(x, ids, weights))(x, weights).cpu()
     assert not out[EXPERTS :: EXPERTS + 1].any()
@@ -73,8 +147,9 @@ def test_tokens_of_no_expert_get_nothing() -> None:
     torch.testing.assert_close(out[kept], experts(x[kept], ids[kept], weights[kept]).detach(), **CLOSE)
 
 
-def test_derivative_of_a_derivative() -> None:
-    experts, ids = make_experts(), ROUTES["spread"]()
+@pytest.mark.parametrize("make", [make_experts, make_clamped])
+def test_derivative_of_a_derivative(make: Any) -> None:
+    experts, ids = make(), ROUTES["spread"]()
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
@@ -124,14 +199,14 @@ def test_arithmetic_on_a_tpu_does_not_grow_with_the_number_of_experts(kind: str)
     assert flops[1] <= 1.3 * needed
 
 
-@pytest.mark.parametrize("product", ["experts", "grouped_mm"])
+@pytest.mark.parametrize("product", ["experts", "grouped_mm", "clamped"])
 def test_autocast_takes_them_as_products(product: str) -> None:
-    experts, ids = make_experts(), ROUTES["spread"]()
+    experts, ids = make_clamped() if product == "clamped" else make_experts(), ROUTES["spread"]()
     x, weights, ends = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape), torch.tensor([TOKENS] * EXPERTS).int()
 
-    def loss_fn(experts: MixtralExperts, x: torch.Tensor) -> torch.Tensor:
+    def loss_fn(experts: Any, x: torch.Tensor) -> torch.Tensor:
         by_group = torch.nn.functional.grouped_mm
-        out = experts(x, ids, weights) if product == "experts" else by_group(x, experts.gate_up_proj.mT, offs=ends)
+        out = experts(x, ids, weights) if product != "grouped_mm" else by_group(x, experts.gate_up_proj.mT, offs=ends)
         return out.float().square().mean()
 
     options: dict[str, Any] = {"mesh": ts.make_mesh(batch=1), "plan": ts.plans.replicated()}
@@ -143,7 +218,7 @@ def test_autocast_takes_them_as_products(product: str) -> None:
     assert not [line for line in products if "xf32>, tensor" in line]
     exact = (
         experts(x, ids, weights).square().mean()
-        if product == "experts"
+        if product != "grouped_mm"
         else (x @ experts.gate_up_proj[0].T).square().mean()
     )
     assert float(step(state, x)[1]["loss"]) == pytest.approx(exact.item(), rel=2**-6)  # bfloat16

@@ -148,6 +148,22 @@ def test_few_layers_run_one_by_one_on_tpus(depth: int, choice: dict[str, Any], l
             )
 
 
+class Conditioned(Stack):
+    """Uses a part of its first block once more at the end, as diffusers' DiT does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0].norm(super().forward(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_of_layers_are_used_outside_of_them_wherever_the_model_lives(device: str) -> None:
+    with torch.device(device):
+        model, batch = Conditioned(), (torch.ones(8, WIDTH), torch.ones(8, WIDTH))
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    step.lower(step.structs, batch)
+    assert step.report().splitlines()[0] == f"blocks.0 to blocks.{DEPTH - 1}: one loop, {DEPTH} iterations"
+
+
 class CountingOn(Block):
     """Multiplies by the number of earlier calls, of all models' steps."""
 

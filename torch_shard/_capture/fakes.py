@@ -146,10 +146,10 @@ def tracer() -> Any:
 
 
 def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
-    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping)."""
+    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping), but for those of a model."""
     if isinstance(tensor, FakeTensor):
         return tensor.fake_mode is mode
-    return tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor)
+    return is_functorch_wrapped_tensor(tensor) or (tensor.device.type == "meta" and tensor not in _LEFT)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

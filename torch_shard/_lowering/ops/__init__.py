@@ -7,6 +7,7 @@ covers is refused by name. An operator of our own is one file too: declaration, 
 
 from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     attention,
+    attention_written,
     block_draws,
     constraints,
     conv,

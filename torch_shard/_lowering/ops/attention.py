@@ -7,6 +7,9 @@ larger blocks, in about the time of PyTorch's own form.
 All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax. Dropout drops
 the weights that it would drop there: see `block_draws`.
 
+Scores may have a soft cap, `cap * tanh(scores / cap)`, 0 for none; and each head a sink, a number among the scores of
+all queries that takes its part of the weights and has no value (`attention_written` is where models have these).
+
 Shapes: B batch, N heads, T queries, S keys, D width of a head.
 """
 
@@ -41,6 +44,8 @@ def _attention(
     band: list[int],
     seed: list[torch.Tensor],
     dropout: float,
+    cap: float,
+    sinks: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -61,66 +66,81 @@ def _backward(
     band: list[int],
     seed: list[torch.Tensor],
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cap: float,
+    sinks: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
 
 @_backward.register_fake
 def _backward_shapes(
-    grad: torch.Tensor, saved: list[torch.Tensor], *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: torch.Tensor, saved: list[torch.Tensor], *args: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = map(torch.empty_like, saved[:3])
-    return q, k, v
+    sinks = args[-1]
+    return q, k, v, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
 
 
-class _Attention(torch.autograd.Function):
-    """`(Seen, scale, dropout, q_BNTD, k_BKSD, v_BKSD, *seed) -> out_BNTD`; k and v may have fewer heads."""
+class OurAttention(torch.autograd.Function):
+    """`(Seen, scale, dropout, cap, q_BNTD, k_BKSD, v_BKSD, *seed, *sinks_N) -> out_BNTD`; K divides N.
+
+    There is a seed with dropout, and there are sinks or none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, seen: Seen, scale: float, dropout: float, *tensors: torch.Tensor) -> torch.Tensor:
-        q, k, v, *seed = tensors
+    def forward(ctx: Any, seen: Seen, scale: float, dropout: float, cap: float, *tensors: torch.Tensor) -> torch.Tensor:
+        (q, k, v), at = tensors[:3], 3 + bool(dropout)
+        seed, sinks = list(tensors[3:at]), list(tensors[at:])
         segments = [numbers.expand(len(q), -1) for numbers in seen.segments]
         band = [-1 if size is None else size for size in (seen.before, seen.after)]
-        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band, seed, dropout)
-        ctx.band, ctx.scale, ctx.dropout = band, scale, dropout
-        ctx.save_for_backward(q, k, v, out, log_total, *seed, *segments)
+        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band, seed, dropout, cap, sinks)
+        ctx.band, ctx.scale, ctx.dropout, ctx.cap = band, scale, dropout, cap
+        ctx.counts = (3, 2, len(seed), len(sinks), len(segments))
+        ctx.save_for_backward(q, k, v, out, log_total, *seed, *sinks, *segments)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,), (q, k, v, *results) = grads, ctx.saved_tensors
-        at = 2 + bool(ctx.dropout)
-        seed, segments = results[2:at], results[at:]
-        none = (None,) * 3, (None,) * len(seed)
+        given = iter(ctx.saved_tensors)
+        qkv, results, seed, sinks, segments = ([next(given) for _ in range(count)] for count in ctx.counts)
+        none = (None,) * 4, (None,) * len(seed)
         if not torch.is_grad_enabled():
-            saved, about = [q, k, v, *results[:2]], (segments, ctx.scale, ctx.band, seed, ctx.dropout)
-            return *none[0], *torch.ops.torch_shard.attention_backward(grad, saved, *about), *none[1]
-        needed = ctx.needs_input_grad[3:6]  # for a derivative of this derivative
-        wanted = [t for t, need in zip((q, k, v), needed, strict=True) if need]
+            about = (segments, ctx.scale, ctx.band, seed, ctx.dropout, ctx.cap, sinks)
+            *found, of_sinks = torch.ops.torch_shard.attention_backward(grads[0], [*qkv, *results], *about)
+            return *none[0], *found, *none[1], *([of_sinks] * len(sinks))
+        needed = [need for i, need in enumerate(ctx.needs_input_grad[4:]) if not 3 <= i < 3 + len(seed)]
+        wanted = [t for t, need in zip((*qkv, *sinks), needed, strict=True) if need]
         before, after = limits(ctx.band)
-        mask = Seen(before, after, tuple(segments)).mask(q.shape[2], k.shape[2])
-        out = _written_out(q, k, v, mask, seed, scale=ctx.scale, dropout=ctx.dropout)
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return *none[0], *(next(found) if need else None for need in needed), *none[1]
+        mask = Seen(before, after, tuple(segments)).mask(qkv[0].shape[2], qkv[1].shape[2])
+        out = _written_out(qkv, mask, seed, sinks, scale=ctx.scale, dropout=ctx.dropout, cap=ctx.cap)
+        given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))  # for a derivative of this one
+        found = [next(given) if need else None for need in needed]
+        return *none[0], *found[:3], *none[1], *found[3:]
 
 
 def _written_out(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: list[torch.Tensor],
     mask: torch.Tensor,
     seed: list[torch.Tensor],
+    sinks: list[torch.Tensor],
     *,
     scale: float,
     dropout: float,
+    cap: float,
 ) -> torch.Tensor:
     """The same in operators that PyTorch has derivatives of."""
-    if not seed:
+    q, k, v = qkv
+    if not seed and not sinks and not cap:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    weights = (q @ k.mT * scale).masked_fill(~mask, -torch.inf).softmax(-1)
+    scores = q @ k.mT * scale
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask, -torch.inf)
+    more = [sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1) for sink in sinks]
+    weights = torch.cat([scores, *more], -1).softmax(-1)[..., : scores.shape[-1]]
     weights = torch.where(mask.any(-1, keepdim=True), weights, 0)
-    return weights * torch.ops.torch_shard.kept(seed[0], weights.shape, dropout) / (1 - dropout) @ v
+    if seed:
+        weights = weights * torch.ops.torch_shard.kept(seed[0], weights.shape, dropout) / (1 - dropout)
+    return weights @ v
 
 
 @instead_of(F.scaled_dot_product_attention)
@@ -135,16 +155,16 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention`, in our form where it pays; autocast runs it in the lower precision."""
-    q, k, v = map(_as_autocast_has_it, (query, key, value))
+    q, k, v = map(as_autocast_has_it, (query, key, value))
     with autocast_only():
-        why = _undroppable(dropout_p, q.shape[:-1].numel() * k.shape[-2]) or _refusal(q, k, v, grouped=enable_gqa)
+        why = _undroppable(dropout_p, q.shape[:-1].numel() * k.shape[-2]) or refusal(q, k, v, grouped=enable_gqa)
         seen = None if why else _seen(attn_mask, is_causal, (q.shape[-2], k.shape[-2]))
         if seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             seed = (torch.ops.torch_shard.seed(),) if dropout_p else ()
-            return _Attention.apply(seen, scale, dropout_p, q, k, v, *seed)  # pyright: ignore
-    with annotated(**{WHY: why or _unknown(attn_mask)}):
-        mask = attn_mask if attn_mask is None else _as_autocast_has_it(attn_mask)
+            return OurAttention.apply(seen, scale, dropout_p, 0.0, q, k, v, *seed)  # pyright: ignore
+    with annotated(**{WHY: why or unknown(attn_mask)}):
+        mask = attn_mask if attn_mask is None else as_autocast_has_it(attn_mask)
         return _in_full(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -175,7 +195,7 @@ def _seen(mask: torch.Tensor | None, is_causal: bool, size: tuple[int, int]) -> 
     return None if is_causal else seen_through(mask, size)
 
 
-def _unknown(mask: torch.Tensor | None) -> str:
+def unknown(mask: torch.Tensor | None) -> str:
     """Say of which kind a mask is that is not known."""
     if mask is None:
         return ""
@@ -192,7 +212,7 @@ def _unknown(mask: torch.Tensor | None) -> str:
     )
 
 
-def _as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
+def as_autocast_has_it(tensor: torch.Tensor) -> torch.Tensor:
     is_cast = torch.is_autocast_enabled("cpu") and tensor.dtype in (torch.float32, *LOWER)
     return tensor.to(torch.get_autocast_dtype("cpu")) if is_cast else tensor
 
@@ -204,7 +224,7 @@ def _undroppable(dropout_p: float, num_weights: int) -> str:
     return ""
 
 
-def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool) -> str:
+def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool) -> str:
     """Say why our form would not mean the same as PyTorch's, or would not pay; empty if it does."""
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -220,25 +240,27 @@ def _refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool
 
 
 @lowers(torch.ops.torch_shard.attention.default)
-def lowered(q, k, v, segments, scale, band, seed, dropout):
+def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
-    segments = tuple(segments)
-    kernel = None if dropout else kernel_for(q, k, v, segments, scale=scale, band=limits(band))
+    segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
+    kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
         kept = kept_in(q, k, seed, dropout)
-        return in_blocks(q, k, v, segments, scale=scale, band=limits(band), kept=kept)
-    return kernel.forward(q, k, v, segments), jnp.zeros(q.shape[:-1], jnp.float32)
+        return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks)
+    return kernel.forward(q, k, v, segments, sinks), jnp.zeros(q.shape[:-1], jnp.float32)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default)
-def lowered_backward(grad, saved, segments, scale, band, seed, dropout):
+def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks):
     """A kernel runs forward once more: what it keeps for itself is no output of the first run."""
-    (q, k, v), segments = saved[:3], tuple(segments)
-    kernel = None if dropout else kernel_for(q, k, v, segments, scale=scale, band=limits(band))
+    (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
+    kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
         kept = kept_in(q, k, seed, dropout)
-        return in_blocks_backward(grad, saved, segments, scale=scale, band=limits(band), kept=kept)
-    return kernel.backward(grad, q, k, v, segments)
+        found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks)
+    else:
+        found = kernel.backward(grad, q, k, v, segments, sinks)
+    return found if sinks else (*found, jnp.zeros(0, q.dtype))
 
 
 def limits(band):

@@ -1,6 +1,7 @@
 """Attention in blocks of queries, in plain JAX: the form for all devices, where no kernel is to be had.
 
-A band is how many keys before its own place and after it a query sees; None for all.
+A band is how many keys before its own place and after it a query sees; None for all. A cap is a soft cap of the scores,
+0 for none; sinks are none, or one array with a number for each head, which is among the scores of each of its queries.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
@@ -29,12 +30,21 @@ def _by_key_head(x, num_heads):
     return x.reshape(len(x), num_heads, -1, *x.shape[2:])
 
 
-def _scores(q, k, segments, block, *, scale, band):
-    """Scores of a block in float32, -inf where a query does not see a key."""
+def _scores(q, k, segments, block, *, scale, band, cap):
+    """Scores of a block in float32, -inf where a query does not see a key; and the derivative by their soft cap."""
     queries, keys = block
     scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=jnp.float32)
     seen = _seen(scores.shape, segments, block, band=band)
-    return scale * scores if seen is None else jnp.where(seen, scale * scores, -jnp.inf)
+    scores, slope = scale * scores, 1
+    if cap:
+        bent = jnp.tanh(scores / cap)
+        scores, slope = cap * bent, 1 - bent * bent
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf), slope
+
+
+def _sink(sinks, num_heads):
+    """The sinks as scores of a block, (1, K, N / K, 1, 1)."""
+    return sinks[0].astype(jnp.float32).reshape(1, num_heads, -1, 1, 1)
 
 
 def _seen(shape, segments, block, *, band):
@@ -48,7 +58,7 @@ def _seen(shape, segments, block, *, band):
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def in_blocks(q, k, v, segments, *, scale, band, kept=None):
+def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=()):
     """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros.
 
     `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them.
@@ -56,10 +66,12 @@ def in_blocks(q, k, v, segments, *, scale, band, kept=None):
     grouped = _by_key_head(q, k.shape[1])
     outs, totals = [], []
     for queries, keys in _blocks(q.shape[2], k.shape[2], band):
-        scores = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band)
+        scores, _ = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band, cap=cap)
         highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+        highest = jnp.maximum(highest, _sink(sinks, k.shape[1])) if sinks else highest
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, -1, keepdims=True)
+        total = total + jnp.exp(_sink(sinks, k.shape[1]) - highest) if sinks else total
         total = jnp.where(total == 0, 1, total)
         weights = weights if kept is None else weights * kept(queries, keys)
         out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys])
@@ -69,8 +81,8 @@ def in_blocks(q, k, v, segments, *, scale, band, kept=None):
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def in_blocks_backward(grad, saved, segments, *, scale, band, kept=None):
-    """Gradients of q, k and v, of `saved = (q, k, v, out, log_total)`.
+def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, sinks=()):
+    """Gradients of q, k, v and the sinks, of `saved = (q, k, v, out, log_total)`.
 
     Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`.
     """
@@ -81,13 +93,20 @@ def in_blocks_backward(grad, saved, segments, *, scale, band, kept=None):
     grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for queries, keys in _blocks(shape[2], k.shape[2], band):
         rows = (..., queries, slice(None))
-        scores = _scores(q, k, segments, (queries, keys), scale=scale, band=band)
+        scores, slope = _scores(q, k, segments, (queries, keys), scale=scale, band=band, cap=cap)
         weights = jnp.exp(scores - log_total[..., queries, None])
         grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=jnp.float32)
         factors = 1 if kept is None else kept(queries, keys)
-        grad_scores = (scale * weights * (factors * grad_weights - along[rows])).astype(q.dtype)
+        grad_scores = (scale * slope * weights * (factors * grad_weights - along[rows])).astype(q.dtype)
         grad_qs.append(jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys]))
         grad_k = grad_k.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", grad_scores, q[rows]))
         dropped = (weights * factors).astype(v.dtype)
         grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", dropped, grad[rows]))
-    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v
+    of_sinks = [_gradient_of_sinks(sink, along, log_total, k.shape[1]) for sink in sinks]
+    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v, *of_sinks
+
+
+def _gradient_of_sinks(sink, along, log_total, num_heads):
+    """A sink takes from the weights, and with them from what they bring along, by its own weight."""
+    taken = -jnp.exp(_sink([sink], num_heads)[..., 0] - log_total) * along[..., 0]
+    return taken.sum((0, 3)).reshape(sink.shape).astype(sink.dtype)

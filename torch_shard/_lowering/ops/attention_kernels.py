@@ -3,7 +3,8 @@
 A kernel works on one device, so that rows and heads are split over the mesh by hand: rows as the batch is, heads over
 all other axes, if they divide. Kernels multiply in half precision, so that float32 stays with the blocks.
 
-A band is how many keys before its own place and after it a query sees; None for all.
+A band is how many keys before its own place and after it a query sees; None for all. A cap is a soft cap of the scores,
+0 for none; sinks are none, or one array with a number for each head, which is among the scores of each of its queries.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 Sources: jax.experimental.pallas.ops.tpu.splash_attention, jax.nn.dot_product_attention.
@@ -26,7 +27,7 @@ LANES, LARGEST = 128, 512
 """Splash attention takes blocks of a multiple of so many queries and keys, and of no more."""
 
 
-def splash(q, k, v, segments, *, scale, band, interpret=False):
+def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
     """Splash attention of `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -54,10 +55,12 @@ def splash(q, k, v, segments, *, scale, band, interpret=False):
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
-    run: Callable[..., jax.Array] = jax.vmap(kernel)  # pyright: ignore[reportAssignmentType]
-    out = run(q, k, v, kernels.SegmentIds(*segments)) if segments else run(q, k, v)
+    of_rows = (kernels.SegmentIds(*segments) if segments else None, *(sink.astype(jnp.float32) for sink in sinks))
+    run: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))  # pyright: ignore
+    out = run(q, k, v, *of_rows)
     out = out[:, :, : shape[2]]
     return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
 
@@ -76,9 +79,11 @@ def _padded(x, dim, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def cudnn(q, k, v, segments, *, scale, band):
-    """Attention by cuDNN, of the same arguments; without segments."""
+def cudnn(q, k, v, segments, sinks=(), *, scale, band, cap=0):
+    """Attention by cuDNN, of the same arguments; without segments, sinks and a cap."""
     assert not segments
+    assert not cap
+    assert not sinks
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     before, after = band
     local = None if before is None else (before, 0)
@@ -88,22 +93,25 @@ def cudnn(q, k, v, segments, *, scale, band):
     return jnp.swapaxes(out, 1, 2)
 
 
-def kernel_for(q, k, v, segments, *, scale, band):
+def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
     """The kernel for such arrays on the devices of the step, as an `OnMesh`; None where there is none."""
     rows = current_rows()
     if rows is None or manual_axes() or rows.platform not in KERNELS:
         return None
-    if why_no_kernel(rows.platform, (q, k, v), segments, band):
+    if why_no_kernel(rows.platform, (q, k, v), segments, band, is_plain=not cap and not sinks):
         return None
-    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band))
+    return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band, cap=cap))
 
 
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}
 """By the platform of the devices."""
 
 
-def why_no_kernel(platform, qkv, segments, band):
-    """Say why the kernel of a platform does not take such arrays; empty if it does."""
+def why_no_kernel(platform, qkv, segments, band, *, is_plain=True):
+    """Say why the kernel of a platform does not take such arrays; empty if it does.
+
+    Scores are plain without a soft cap and sinks.
+    """
     q, k, v = qkv
     takes = (jnp.bfloat16,) if platform == "tpu" else (jnp.bfloat16, jnp.float16)
     if q.dtype not in takes:
@@ -113,7 +121,9 @@ def why_no_kernel(platform, qkv, segments, band):
         )
     if k.shape[2] < q.shape[2] and band != (None, None):
         return f"it has fewer keys ({k.shape[2]}) than queries ({q.shape[2]}), and sees them by place"
-    return "" if platform == "tpu" else _why_not_cudnn(q, v, segments, band)
+    if platform == "tpu":
+        return ""
+    return _why_not_cudnn(q, v, segments, band) if is_plain else "cuDNN's takes no soft cap of the scores and no sinks"
 
 
 def _why_not_cudnn(q, v, segments, band):
@@ -146,31 +156,39 @@ class OnMesh:
 
     Args:
         rows: How the rows lie.
-        kernel: `(q_BNTD, k_BKSD, v_BKSD, segments) -> out_BNTD` on one device, differentiable.
+        kernel: `(q_BNTD, k_BKSD, v_BKSD, segments, sinks) -> out_BNTD` on one device, differentiable.
     """
 
     def __init__(self, rows, kernel):
         self._rows, self._kernel = rows, kernel
 
-    def _pulled(self, q, k, v, segments):
-        return jax.vjp(lambda *qkv: self._kernel(*qkv, segments), q, k, v)
+    def _pulled(self, q, k, v, segments, sinks):
+        return jax.vjp(lambda q, k, v, sinks: self._kernel(q, k, v, segments, sinks), q, k, v, sinks)
 
-    def forward(self, q, k, v, segments):
+    def forward(self, q, k, v, segments, sinks=()):
         """The output, by the very kernel that `backward` runs again: where both stand together, XLA keeps one."""
         split = self._split(q)
-        out = self._mapped(lambda *given: self._pulled(*given)[0], [split] * 3, segments, split)
-        return out(q, self._spread(k, q), self._spread(v, q), segments)
+        out = self._mapped(lambda *given: self._pulled(*given)[0], [split] * 3, (segments, sinks), split)
+        return out(q, self._spread(k, q), self._spread(v, q), segments, tuple(sinks))
 
-    def backward(self, grad, q, k, v, segments):
-        """Gradients of q, k and v."""
+    def backward(self, grad, q, k, v, segments, sinks=()):
+        """Gradients of q, k and v, and of the sinks if there are any."""
         split = self._split(q)
-        grads = self._mapped(lambda g, *given: self._pulled(*given)[1](g), [split] * 4, segments, (split,) * 3)
-        of_q, *others = grads(grad, q, self._spread(k, q), self._spread(v, q), segments)
-        return of_q, *(x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
 
-    def _mapped(self, fn, splits, segments, out_specs):
-        of_rows = PartitionSpec(splits[0][0])
-        in_specs = (*splits, (of_rows,) * len(segments))
+        def pull(grad, *given):
+            *found, of_sinks = self._pulled(*given)[1](grad)
+            return *found, tuple(jax.lax.psum(g, split[0]) if split[0] else g for g in of_sinks)
+
+        out_specs = (*(split,) * 3, (PartitionSpec(split[1]),) * len(sinks))
+        grads = self._mapped(pull, [split] * 4, (segments, sinks), out_specs)
+        given = q, self._spread(k, q), self._spread(v, q), segments, tuple(sinks)
+        of_q, *others, of_sinks = grads(grad, *given)
+        others = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
+        return of_q, *others, *(g.astype(sink.dtype) for g, sink in zip(of_sinks, sinks, strict=True))
+
+    def _mapped(self, fn, splits, others, out_specs):
+        (segments, sinks), of_rows, of_heads = others, PartitionSpec(splits[0][0]), PartitionSpec(splits[0][1])
+        in_specs = (*splits, (of_rows,) * len(segments), (of_heads,) * len(sinks))
         fn = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
         return jax.shard_map(fn, mesh=self._rows.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -56,14 +56,14 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
 
 
 def _of_ours(node: Node, rows: RowSplit) -> str:
-    q, k, v, segments, _, band, _, dropout = args_of(node)
+    q, k, v, segments, _, band, _, dropout, cap, sinks = args_of(node)
     if dropout:
         return (
             f"runs in blocks of queries, without a kernel: it drops weights (dropout_p={dropout:g}), which kernels do "
             "not. Set its dropout to 0 (Hugging Face: attention_dropout, attention_probs_dropout_prob)."
         )
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
-    if why := why_no_kernel(rows.platform, structs, segments, limits(band)):
+    if why := why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks):
         return f"runs in blocks of queries, without a kernel: {why}."
     if whole := undivided(rows, shape_of(q)):
         return f"has its kernel, but does not divide over the mesh ({whole}): devices compute the same."
@@ -79,7 +79,7 @@ def _is_written_out(node: Node) -> bool:
 
 def _of_written(node: Node) -> str:
     if any(aten_name(source) == "tanh" for source in _before(node)):
-        return "it is written out, with a soft cap of the scores, which kernels do not take"
+        return "it is written out, with a soft cap of the scores, in a form that is not known"
     return (
         "it is written out as softmax and products. Use torch.nn.functional.scaled_dot_product_attention ("
         'Hugging Face: attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False)'

@@ -4,6 +4,8 @@
 as in the gradients of the experts' matrices. Here the rows of each expert are taken in blocks of one size, as many as
 it has; a block that reaches beyond them is followed by the next expert's, or not read, and counts nothing in a sum.
 
+Biases are none, or those of both products, (E, H) and (E, D).
+
 Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F, B rows of a block.
 A slot is one of the T * K pairs of a token and its expert.
 """
@@ -31,6 +33,31 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """How the first product of an expert becomes its inner values, and how its matrices lie.
+
+    Attributes:
+        activation: Of the gate, one of `ACTIVATIONS`; or "clamped", that of gpt-oss.
+        numbers: Of "clamped", the factor within the sigmoid, and the limit of both halves.
+        interleaved: Whether gate and up are every other feature, and not the first half and the second.
+        transposed: Whether the matrices are (E, D, H) and (E, F, D), and not (E, H, D) and (E, D, F).
+    """
+
+    activation: str
+    numbers: tuple[float, ...] = ()
+    interleaved: bool = False
+    transposed: bool = False
+
+    def canonical(self, up: jax.Array, down: jax.Array, *biases: jax.Array) -> tuple[jax.Array, ...]:
+        """Matrices `up_EHD, down_EDF` with the first half for the gate, and biases, of those of a model."""
+        up, down = (jnp.swapaxes(x, 1, 2) if self.transposed else x for x in (up, down))
+        if not self.interleaved:
+            return up, down, *biases
+        up, *rest = (jnp.concatenate([x[:, ::2], x[:, 1::2]], 1) for x in (up, *biases[:1]))
+        return up, down, *rest, *biases[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,57 +154,72 @@ def run_blocks(
     return jax.lax.scan(of_expert, written, (slots.starts, slots.ends, experts))
 
 
-def gated(pre_BH: jax.Array, activation: str) -> jax.Array:
+def gated(pre_BH: jax.Array, gate: Gate) -> jax.Array:
     """The inner values of experts: the first half through the activation, times the second."""
-    gate, up = jnp.split(pre_BH, 2, -1)
-    wide = jnp.promote_types(gate.dtype, jnp.float32)
-    return ACTIVATIONS[activation](gate.astype(wide)).astype(gate.dtype) * up
+    first, up = jnp.split(pre_BH, 2, -1)
+    wide = jnp.promote_types(first.dtype, jnp.float32)
+    if gate.activation != "clamped":
+        return ACTIVATIONS[gate.activation](first.astype(wide)).astype(first.dtype) * up
+    alpha, limit = gate.numbers
+    first, up = first.astype(wide), up.astype(wide)
+    first, up = (jnp.where(x > limit, limit, x) for x in (first, up))  # at the limit, the gradient goes through
+    up = jnp.where(up < -limit, -limit, up)
+    return ((up + 1) * first * jax.nn.sigmoid(alpha * first)).astype(pre_BH.dtype)
 
 
-def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, activation: str) -> jax.Array:
-    """`x_TD, weights_TK, up_EHD, down_EDF` to the sum over each token's experts that are here, (T, D)."""
-    x_TD, weights_TK, up_EHD, down_EDF = tensors
-    narrow, num_choices = x_TD.astype(up_EHD.dtype), weights_TK.shape[1]
+def _plus(product: jax.Array, *bias: jax.Array) -> jax.Array:
+    return (product + bias[0]).astype(product.dtype) if bias else product
 
-    def step(expert: tuple[jax.Array, jax.Array], chosen: jax.Array, _: jax.Array) -> tuple[jax.Array, tuple[()]]:
-        up_HD, down_DF = expert
-        inner = gated(narrow[chosen // num_choices] @ up_HD.T, activation)
-        return inner @ down_DF.T, ()
 
-    row = jnp.zeros(x_TD.shape[1:], up_EHD.dtype)
-    found, _ = run_blocks(slots, (up_EHD, down_EDF), (row, ()), step)
+def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, gate: Gate) -> jax.Array:
+    """`x_TD, weights_TK, up, down, *biases` to the sum over each token's experts that are here, (T, D)."""
+    x_TD, weights_TK, *given = tensors
+    matrices = gate.canonical(*given)
+    narrow, num_choices = x_TD.astype(matrices[0].dtype), weights_TK.shape[1]
+
+    def step(expert: tuple[jax.Array, ...], chosen: jax.Array, _: jax.Array) -> tuple[jax.Array, tuple[()]]:
+        up_HD, down_DF, *biases = expert
+        inner = gated(_plus(narrow[chosen // num_choices] @ up_HD.T, *biases[:1]), gate)
+        return _plus(inner @ down_DF.T, *biases[1:]), ()
+
+    row = jnp.zeros(x_TD.shape[1:], narrow.dtype)
+    found, _ = run_blocks(slots, matrices, (row, ()), step)
     return jnp.sum(slots.read(found) * weights_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
 def experts_backward(
-    grad_TD: jax.Array, tensors: tuple[jax.Array, ...], slots: Slots, activation: str
+    grad_TD: jax.Array, tensors: tuple[jax.Array, ...], slots: Slots, gate: Gate
 ) -> tuple[jax.Array, ...]:
-    """Gradients by `x_TD, weights_TK, up_EHD, down_EDF`; of the first two, what the experts here give.
+    """Gradients by `x_TD, weights_TK, up, down, *biases`; of the first two, what the experts here give.
 
     The weight of a slot stands behind the product with `down`, so that its gradient is the product of the inner values
     with the gradient that comes to them, and that product need not be computed again.
     """
-    x_TD, weights_TK, up_EHD, down_EDF = tensors
-    dtype, num_choices = up_EHD.dtype, weights_TK.shape[1]
+    x_TD, weights_TK, *given = tensors
+    matrices, pull_matrices = jax.vjp(gate.canonical, *given)
+    dtype, num_choices = matrices[0].dtype, weights_TK.shape[1]
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow, grad, weights = x_TD.astype(dtype), grad_TD.astype(dtype), weights_TK.reshape(-1)
 
-    def step(expert: tuple[jax.Array, jax.Array], chosen: jax.Array, is_own: jax.Array) -> tuple[PyTree, PyTree]:
-        up_HD, down_DF = expert
+    def step(expert: tuple[jax.Array, ...], chosen: jax.Array, is_own: jax.Array) -> tuple[PyTree, PyTree]:
+        up_HD, down_DF, *biases = expert
         x_BD, grad_BD = narrow[chosen // num_choices], grad[chosen // num_choices]
         weight_B1 = jnp.where(is_own, weights[chosen], 0)[:, None]
-        inner_BF, pull = jax.vjp(functools.partial(gated, activation=activation), x_BD @ up_HD.T)
+        pre_BH = _plus(x_BD @ up_HD.T, *biases[:1])
+        inner_BF, pull = jax.vjp(functools.partial(gated, gate=gate), pre_BH)
         back_BF = jnp.matmul(grad_BD, down_DF, preferred_element_type=wide)
         grad_weight = jnp.sum(inner_BF.astype(wide) * back_BF, axis=-1)
+        grad_weight += sum(jnp.sum((grad_BD * bias).astype(wide), axis=-1) for bias in biases[1:])
         (pre_BH,) = pull((back_BF * weight_B1).astype(dtype))
         grad_up = jnp.einsum("bh,bd->hd", pre_BH, x_BD, preferred_element_type=wide)
         weighted_BD = (grad_BD * weight_B1).astype(dtype)
         grad_down = jnp.einsum("bd,bf->df", weighted_BD, inner_BF, preferred_element_type=wide)
-        return (pre_BH @ up_HD, grad_weight), (grad_up, grad_down)
+        of_biases = (jnp.sum(x, 0, dtype=wide) for x in (pre_BH, weighted_BD)[: len(biases)])
+        return (pre_BH @ up_HD, grad_weight), (grad_up, grad_down, *of_biases)
 
     rows = jnp.zeros(x_TD.shape[1:], dtype), jnp.zeros((), wide)
-    sums = jnp.zeros(up_EHD.shape[1:], wide), jnp.zeros(down_EDF.shape[1:], wide)
-    (grad_x, grad_weights), (grad_up, grad_down) = run_blocks(slots, (up_EHD, down_EDF), (rows, sums), step)
+    sums = tuple(jnp.zeros(x.shape[1:], wide) for x in matrices)
+    (grad_x, grad_weights), found = run_blocks(slots, matrices, (rows, sums), step)
+    of_matrices = pull_matrices(tuple(g.astype(x.dtype) for g, x in zip(found, matrices, strict=True)))
     grad_x = jnp.sum(slots.read(grad_x), axis=1, dtype=wide)
-    found = grad_x, slots.read(grad_weights), grad_up, grad_down
-    return tuple(g.astype(tensor.dtype) for g, tensor in zip(found, tensors, strict=True))
+    return grad_x.astype(x_TD.dtype), slots.read(grad_weights).astype(weights_TK.dtype), *of_matrices

@@ -4,13 +4,17 @@ HF's models sort all tokens by expert, whole on each device, and then leave grou
 stay split over the axes of the batch, and experts over the others: a device sorts its own tokens, runs its own experts
 on them (see `expert_blocks`), and one sum over the axes of the experts gives each token its result.
 
+Experts may have biases, matrices that lie transposed, and the clamped gate of gpt-oss: see `Gate`.
+
 Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F.
 """
 
 import functools
+import hashlib
+import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +27,7 @@ from torch import nn
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces
-from torch_shard._lowering.ops.expert_blocks import experts_backward, experts_forward, sort_slots
+from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
 
@@ -32,15 +36,20 @@ Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 @torch.library.custom_op("torch_shard::experts", mutates_args=())
 def _experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: list[torch.Tensor],
+    activation: str,
+    numbers: list[float],
+    interleaved: bool,
+    transposed: bool,
 ) -> torch.Tensor:
     raise NotImplementedError("only captured, never run")
 
 
 @_experts.register_fake
-def _shape(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str
-) -> torch.Tensor:
+def _shape(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
@@ -50,10 +59,12 @@ def _backward(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    matrices: list[torch.Tensor],
     activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers: list[float],
+    interleaved: bool,
+    transposed: bool,
+) -> list[torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
 
@@ -63,47 +74,66 @@ def _backward_shapes(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weights.new_empty(weights.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+    matrices: list[torch.Tensor],
+    *_: object,
+) -> list[torch.Tensor]:
+    return [given.new_empty(given.shape) for given in (x, weights, *matrices)]
 
 
 class _Experts(torch.autograd.Function):
-    """`(activation, x_TD, ids_TK, weights_TK, up_EHD, down_EDF) -> out_TD`."""
+    """`(about, x_TD, ids_TK, weights_TK, up, down, *biases) -> out_TD`; about holds the fields of a `Gate`."""
 
     @staticmethod
-    def forward(ctx: Any, activation: str, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.activation = activation
+    def forward(ctx: Any, about: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.about = about
         ctx.save_for_backward(*tensors)
-        return torch.ops.torch_shard.experts(*tensors, activation)
+        x, ids, weights, *matrices = tensors
+        return torch.ops.torch_shard.experts(x, ids, weights, matrices, *about)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, ids, weights, up, down = ctx.saved_tensors
+        x, ids, weights, *matrices = ctx.saved_tensors
         needed = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != 1]
         if torch.is_grad_enabled():  # for a derivative of this derivative
-            wanted = [t for t, need in zip((x, weights, up, down), needed, strict=True) if need]
-            out = _by_grouped_products(x, ids, weights, up, down, ctx.activation)
+            wanted = [t for t, need in zip((x, weights, *matrices), needed, strict=True) if need]
+            out = _by_grouped_products(x, ids, weights, matrices, _gate(*ctx.about))
             given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))
             found = [next(given) if need else None for need in needed]
         else:
-            each = torch.ops.torch_shard.experts_backward(*grads, x, ids, weights, up, down, ctx.activation)
+            each = torch.ops.torch_shard.experts_backward(grads[0], x, ids, weights, matrices, *ctx.about)
             found = [grad if need else None for grad, need in zip(each, needed, strict=True)]
         return None, found[0], None, *found[1:]
 
 
+def _gate(activation: str, numbers: Sequence[float], interleaved: bool, transposed: bool) -> Gate:
+    return Gate(activation, tuple(numbers), interleaved, transposed)
+
+
 def _by_grouped_products(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, matrices: list[torch.Tensor], gate: Gate
 ) -> torch.Tensor:
     """The same in operators that PyTorch has derivatives of."""
-    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}[activation]
+    up, down, *biases = matrices
+    up, down = (up, down) if gate.transposed else (up.mT, down.mT)
     expert, order = ids.flatten().sort(stable=True)
     token, ends = order // ids.shape[1], (expert[:, None] <= torch.arange(len(up))).sum(0).to(torch.int32)
-    gate, inner = F.grouped_mm(x[token].to(up.dtype), up.mT, offs=ends).chunk(2, -1)
-    out = F.grouped_mm(act(gate) * inner, down.mT, offs=ends) * weights.flatten()[order, None]
+    own, is_here = expert.clamp(max=len(up) - 1), (expert < len(up))[:, None]
+    pre = F.grouped_mm(x[token].to(up.dtype), up, offs=ends)
+    pre = (pre + biases[0][own]).to(up.dtype) if biases else pre
+    first, inner = (pre[..., ::2], pre[..., 1::2]) if gate.interleaved else pre.chunk(2, -1)
+    out = F.grouped_mm(_inner(first, inner, gate), down, offs=ends)
+    out = torch.where(is_here, out + biases[1][own], 0).to(out.dtype) if biases else out
+    out = out * weights.flatten()[order, None]
     return torch.zeros(x.shape, dtype=out.dtype).index_add(0, token, out).to(x.dtype)
+
+
+def _inner(first: torch.Tensor, up: torch.Tensor, gate: Gate) -> torch.Tensor:
+    if gate.activation == "clamped":
+        alpha, limit = gate.numbers
+        first = first.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * first * torch.sigmoid(alpha * first)
+    act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+    return act[gate.activation](first) * up
 
 
 @instead_of_attribute("transformers.integrations.moe.ExpertsInterface", "__getitem__")
@@ -115,13 +145,13 @@ def experts_interface(interface: Any, name: str) -> Forward:
         return found
 
     def forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        activation = _activation(module, moe)
-        if activation is None or not _fits(module, x, ids, weights):
+        about = _about(module, moe)
+        if about is None or not _fits(module, x, ids, weights):
             return found(module, x, ids, weights)
-        up, down = (torch.clone(each) for each in (module.gate_up_proj, module.down_proj))  # as precision has them
+        matrices = [torch.clone(each) for each in _matrices(module)]  # as precision has them
         if torch.is_autocast_enabled("cpu"):  # products, as in HF's loop over experts
-            up, down = (each.to(torch.get_autocast_dtype("cpu")) for each in (up, down))
-        return _Experts.apply(activation, x, ids, weights, up, down)  # pyright: ignore
+            matrices[:2] = (each.to(torch.get_autocast_dtype("cpu")) for each in matrices[:2])
+        return _Experts.apply(about, x, ids, weights, *matrices)  # pyright: ignore
 
     return forward
 
@@ -129,15 +159,44 @@ def experts_interface(interface: Any, name: str) -> Forward:
 _NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
 """By the names of the classes of activations, PyTorch's and HF's."""
 
+_GATES = {"4d10025d": True, "2356ccb3": False}
+"""Of gates that are clamped, by the first digits of the SHA-256 of their source, whether they are interleaved.
 
-def _activation(module: Any, moe: Any) -> str | None:
-    """The activation of gated experts that are nothing else; None if they are."""
-    flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-    is_known = [getattr(module, flag, None) for flag in flags] == [True, True, False, False, False, False]
-    act = getattr(module, "act_fn", None)
-    if not is_known or type(module)._apply_gate is not moe._default_apply_gate or _is_hooked(act):
+The first is that of gpt-oss.
+"""
+
+
+def _about(module: Any, moe: Any) -> tuple[str, tuple[float, ...], bool, bool] | None:
+    """The fields of a `Gate` of gated experts that are nothing else; None if they are."""
+    flags = ("has_gate", "has_post_expert_norm", "_is_expert_parallel")
+    transposed = getattr(module, "is_transposed", None)
+    is_known = [getattr(module, flag, None) for flag in flags] == [True, False, False] and isinstance(transposed, bool)
+    if not is_known or "_apply_gate" in vars(module):
         return None
-    return _NAMES.get(type(act).__name__)
+    apply_gate = type(module)._apply_gate
+    if apply_gate is moe._default_apply_gate:
+        act = getattr(module, "act_fn", None)
+        name = None if _is_hooked(act) else _NAMES.get(type(act).__name__)
+        return None if name is None else (name, (), False, transposed)
+    numbers = tuple(getattr(module, name, None) for name in ("alpha", "limit"))
+    interleaved = _GATES.get(_digest(getattr(apply_gate, "__code__", None)))
+    if interleaved is None or not all(isinstance(number, float | int) for number in numbers):
+        return None
+    return "clamped", tuple(map(float, numbers)), interleaved, transposed  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def _digest(code: Any) -> str:
+    """Of a source, its first digits; empty if it is not to be had."""
+    try:
+        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:8]
+    except (OSError, TypeError):
+        return ""
+
+
+def _matrices(module: Any) -> list[torch.Tensor]:
+    biases = [module.gate_up_proj_bias, module.down_proj_bias] if module.has_bias else []
+    return [module.gate_up_proj, module.down_proj, *biases]
 
 
 def _is_hooked(module: Any) -> bool:
@@ -145,18 +204,20 @@ def _is_hooked(module: Any) -> bool:
 
 
 def _fits(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
-    up, down = module.gate_up_proj, module.down_proj
-    num_experts, hidden, width = up.shape
+    up, down, *biases = matrices = _matrices(module)
+    num_experts, hidden, width = up.mT.shape if module.is_transposed else up.shape
+    wanted = (num_experts, hidden // 2, width) if module.is_transposed else (num_experts, width, hidden // 2)
     return (
         x.ndim == 2
         and x.numel() > 0
         and ids.shape == weights.shape == (len(x), ids.shape[-1])
         and x.shape[1] == width
-        and down.shape == (num_experts, width, hidden // 2)
+        and down.shape == wanted
+        and [bias.shape for bias in biases] == [(num_experts, hidden), (num_experts, width)][: len(biases)]
         and num_experts == module.num_experts
-        and up.dtype == down.dtype
+        and len({matrix.dtype for matrix in matrices}) == 1
         and all(t.is_floating_point() for t in (x, weights, up))
-        and not is_transformed([x, ids, weights, up, down])
+        and not is_transformed([x, ids, weights, *matrices])
     )
 
 
@@ -173,35 +234,39 @@ def _split(num_tokens: int, num_experts: int) -> tuple[jax.sharding.Mesh | None,
 
 
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
-def experts(x, ids, weights, up, down, activation):
+def experts(x, ids, weights, matrices, *about):
     """Of each token, the sum over the axes of the experts."""
-    mesh, rows, over = _split(len(x), len(up))
-    up, down = _put_together(up, mesh, over), _put_together(down, mesh, over)
+    num_experts, gate = len(matrices[0]), _gate(*about)
+    mesh, rows, over = _split(len(x), num_experts)
+    matrices = tuple(_put_together(each, mesh, over) for each in matrices)
 
-    def run(x, ids, weights, up, down):
-        here = sort_slots(ids, _first(over, len(up)), len(up), num_experts)
-        return _sum(experts_forward((x, weights, up, down), here, activation), over)
+    def run(x, ids, weights, *matrices):
+        num_here = len(matrices[0])
+        here = sort_slots(ids, _first(over, num_here), num_here, num_experts)
+        return _sum(experts_forward((x, weights, *matrices), here, gate), over)
 
-    num_experts = len(up)
     tokens, of_experts = PartitionSpec(rows), PartitionSpec(over)
-    return _mapped(run, mesh, (tokens, tokens, tokens, of_experts, of_experts), tokens)(x, ids, weights, up, down)
+    specs = (*(tokens,) * 3, *(of_experts,) * len(matrices))
+    return _mapped(run, mesh, specs, tokens)(x, ids, weights, *matrices)
 
 
 @lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
-def backward(grad, x, ids, weights, up, down, activation):
+def backward(grad, x, ids, weights, matrices, *about):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
-    mesh, rows, over = _split(len(x), len(up))
-    up, down = _put_together(up, mesh, over), _put_together(down, mesh, over)
-    num_experts = len(up)
+    num_experts, gate = len(matrices[0]), _gate(*about)
+    mesh, rows, over = _split(len(x), num_experts)
+    matrices = tuple(_put_together(each, mesh, over) for each in matrices)
 
-    def run(grad, x, ids, weights, up, down):
-        here = sort_slots(ids, _first(over, len(up)), len(up), num_experts)
-        found = experts_backward(grad, (x, weights, up, down), here, activation)
-        return tuple(_sum(g, axes) for g, axes in zip(found, (over, over, rows, rows), strict=True))
+    def run(grad, x, ids, weights, *matrices):
+        num_here = len(matrices[0])
+        here = sort_slots(ids, _first(over, num_here), num_here, num_experts)
+        found = experts_backward(grad, (x, weights, *matrices), here, gate)
+        sums = (over, over, *(rows,) * len(matrices))
+        return tuple(_sum(g, axes) for g, axes in zip(found, sums, strict=True))
 
-    tokens, of_experts = PartitionSpec(rows), PartitionSpec(over)
-    specs = (*(tokens,) * 4, of_experts, of_experts)
-    return _mapped(run, mesh, specs, (tokens, tokens, of_experts, of_experts))(grad, x, ids, weights, up, down)
+    tokens, of_experts = PartitionSpec(rows), (PartitionSpec(over),) * len(matrices)
+    specs = (*(tokens,) * 4, *of_experts), (tokens, tokens, *of_experts)
+    return _mapped(run, mesh, *specs)(grad, x, ids, weights, *matrices)
 
 
 def _put_together(stack, mesh, over):

@@ -51,12 +51,12 @@ def give_each_once(node: Node) -> None:
     once = [_once(k, node), _once(v, node)]
     if None in once:
         return
-    values = (node.meta["val"][0], *(x.meta["val"] for x in once if x is not None))
+    values = (node.meta["val"][0], *(x.meta["val"] for x in once if x is not None), *node.meta["val"][3:])
     found = new_before(node, target_of(node), (grad, [q, *once, *results], *rest), values)
     for user in list(node.users):
         index = args_of(user)[1]
         part = new_before(user, operator.getitem, (found, index), values[index])  # pyright: ignore[reportArgumentType]
-        if index:
+        if index in (1, 2):
             times = shape_of(user)[1] // shape_of(part)[1]
             part = call_before(user, ours.first_of_each.default, (part, times), shape_of(user))
         user.replace_all_uses_with(part)
