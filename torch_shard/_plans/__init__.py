@@ -4,6 +4,7 @@ from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
+from torch_shard._plans.layers import experts_of, is_table, layers_of, product_of
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 from torch_shard._plans.to_dtensor import to_dtensor
 from torch_shard._plans.to_hf import to_hf
@@ -11,6 +12,7 @@ from torch_shard._plans.to_logical import to_logical
 
 __all__ = [
     "expert",
+    "experts_of",
     "from_accelerate",
     "from_dtensor",
     "from_hf",
@@ -18,6 +20,9 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "hsdp",
+    "is_table",
+    "layers_of",
+    "product_of",
     "replicated",
     "to_dtensor",
     "to_hf",
