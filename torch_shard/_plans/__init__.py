@@ -1,5 +1,6 @@
 """Recipes for plans, by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.decisions import quietly
 from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
@@ -23,6 +24,7 @@ __all__ = [
     "is_table",
     "layers_of",
     "product_of",
+    "quietly",
     "replicated",
     "to_dtensor",
     "to_hf",

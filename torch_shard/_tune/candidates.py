@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
-from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, replicated, tp
+from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, quietly, replicated, tp
 from torch_shard._sharding import ShardingPlan
 
 Make = Callable[[nn.Module, Mesh], ShardingPlan]
@@ -36,16 +36,19 @@ class Recipe:
     optimizer_plan: Make | None = None
 
 
+# A vocabulary that does not divide is padded, or the largest table would be whole on each device.
+_tp, _fsdp_tp = (functools.partial(recipe, pad_vocab=True) for recipe in (tp, fsdp_tp))
+
 RECIPES: dict[str, Recipe] = {
     "replicated": Recipe(DATA, replicated),
     "replicated + ZeRO-1": Recipe(DATA, replicated, fsdp),
     "fsdp": Recipe(DATA, fsdp),
     "hsdp": Recipe(HYBRID, hsdp),
     "hsdp + ZeRO-1": Recipe(HYBRID, hsdp, functools.partial(fsdp, fsdp=("batch", "replica"))),
-    "tp": Recipe(BOTH, tp),
-    "tp + ZeRO-1": Recipe(BOTH, tp, fsdp_tp),
-    "fsdp_tp": Recipe(BOTH, fsdp_tp),
-    "fsdp_tp(sequence)": Recipe(BOTH, functools.partial(fsdp_tp, sequence=True)),
+    "tp": Recipe(BOTH, _tp),
+    "tp + ZeRO-1": Recipe(BOTH, _tp, _fsdp_tp),
+    "fsdp_tp": Recipe(BOTH, _fsdp_tp),
+    "fsdp_tp(sequence)": Recipe(BOTH, functools.partial(_fsdp_tp, sequence=True)),
     "expert": Recipe(BOTH, expert),
     "expert(tp)": Recipe(BOTH, functools.partial(expert, tp="model")),
 }
@@ -108,9 +111,11 @@ class Candidate:
             mesh: With these axes.
         """
         recipe = RECIPES[self.recipe]
-        made: dict[str, Any] = {"mesh": mesh, "plan": recipe.plan(model, mesh)}
-        if recipe.optimizer_plan is not None:
-            made["optimizer_plan"] = recipe.optimizer_plan(model, mesh)
+        made: dict[str, Any] = {"mesh": mesh}
+        with quietly():
+            made["plan"] = recipe.plan(model, mesh)
+            if recipe.optimizer_plan is not None:
+                made["optimizer_plan"] = recipe.optimizer_plan(model, mesh)
         if "replica" in self.sizes:
             made["batch_spec"] = PartitionSpec(("replica", "batch"))
         how = {"remat": self.remat, "scan_layers": self.scan_layers, "accumulate_steps": self.accumulate_steps}

@@ -145,8 +145,8 @@ class Pruning:
             shards = sorted({family.data_shards for family in asked})
             raise ValueError(
                 f"{caller()}: the batch divides over no mesh: its leaves have {', '.join(map(str, self._rows))} rows, "
-                f"and the meshes of these devices split rows over {', '.join(map(str, shards))}. Choose a batch of which "
-                "one of these is a divisor."
+                f"and the meshes of these devices split rows over {', '.join(map(str, shards))}. Choose a batch "
+                "of which one of these is a divisor."
             )
         reasons = "\n".join(f"  {pruned.what}: {pruned.why}" for pruned in self.pruned[:8])
         raise ValueError(f"{caller()}: no candidate is left:\n\n{reasons}")

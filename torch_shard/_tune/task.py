@@ -204,8 +204,9 @@ def _nothing_fits(search: Search, minutes: float) -> str:
         )
     least = min(sizes, key=lambda candidate: sizes[candidate].memory)
     found, parts = sizes[least], search.estimates[least].memory
+    limit = (found.limit or 0) / GIB
     return (
-        f"{caller()}: none of the {len(sizes)} candidates that were compiled fits into {(found.limit or 0) / GIB:.2f} GiB. "
-        f"The smallest is {least}, with {found.memory / GIB:.2f} GiB; by arithmetic, in GiB: {parts}. Take more "
-        "devices, a smaller batch, or compute_dtype=torch.bfloat16."
+        f"{caller()}: none of the {len(sizes)} candidates that were compiled fits into {limit:.2f} GiB. The smallest is "
+        f"{least}, with {found.memory / GIB:.2f} GiB; by arithmetic, in GiB: {parts}. Take more devices, a smaller "
+        "batch, or compute_dtype=torch.bfloat16."
     )
