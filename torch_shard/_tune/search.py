@@ -6,7 +6,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch_shard._tune.arithmetic import Estimate
 from torch_shard._tune.cache import Cache, Measured
@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 HOPELESS = 1.5
 """A candidate whose estimate, corrected by those of its kind, is this many times the best so far is not compiled."""
+
+PROMISING = 1.05
+"""Another way to run layers is tried where it is likely to be no longer than this many times the best so far."""
 
 NEEDED = 5 * GIB
 """Of the host's memory, for one compilation."""
@@ -118,36 +121,47 @@ class Search:
     def _is_too_late(self) -> bool:
         """Whether a compilation that starts now would end after the time."""
         took = [found.took for found in self.found.values()]
-        return time.monotonic() + (statistics.median(took) if took and self.best else 0.0) >= self.deadline
+        return time.monotonic() + (min(took) if took and self.best else 0.0) >= self.deadline
 
     def _take(self, candidate: Candidate, found: Measured) -> None:
         logger.info("tune: %s: %s", candidate, found.refused or f"{found.seconds * 1e3:.3g} ms")
         self.found[candidate] = found
 
     def _choose(self) -> Candidate | None:
-        """The one with the least estimate, corrected by what was found of its kind."""
-        factors = self._factors()
-        usual = statistics.median(factors.values()) if factors else 1.0
-        waiting = self._waiting()
-        likely = {c: self.estimates[c].seconds * factors.get(c.family, usual) for c in waiting}
-        if not likely:
-            return None
-        first = min(likely, key=likely.__getitem__)
+        """By turns a mesh and a recipe of which nothing is known, and another way to run layers where something is."""
+        waiting, likely = self._waiting(), self._likely()
+        known = {candidate.family for candidate in [*self.found, *self._running.values()]}
+        ways = [candidate for candidate in waiting if candidate.family in known]
+        new = [candidate for candidate in waiting if candidate.family not in known]
+        new = [candidate for candidate in new if candidate.scan_layers is not False] or new  # which compile faster
+        first, second = (min(found, key=likely.__getitem__, default=None) for found in (ways, new))
         best = None if self.best is None else self.found[self.best].seconds
-        if best is not None and likely[first] > HOPELESS * best:
-            for candidate, seconds in likely.items():
-                self.passed[candidate] = f"about {seconds * 1e3:.3g} ms by arithmetic, {seconds / best:.2f} x the best"
+        turn = first is not None and best is not None and len(self.found) % 2 and likely[first] <= best * PROMISING
+        order = [
+            found for found in ((first, second) if turn or second is None else (second, first)) if found is not None
+        ]
+        for candidate in order:
+            if best is None or likely[candidate] <= HOPELESS * best:
+                return candidate
+        if best is None:
             return None
-        return first
+        for candidate in waiting:
+            seconds = likely[candidate]
+            self.passed[candidate] = f"about {seconds * 1e3:.3g} ms by arithmetic, {seconds / best:.2f} x the best"
+        return None
 
-    def _factors(self) -> dict[tuple[object, ...], float]:
-        """What was found over what was estimated, of each family."""
-        pairs = [(c, found.seconds / max(self.estimates[c].seconds, 1e-12)) for c, found in self.found.items()]
-        by_family: dict[tuple[object, ...], list[float]] = {}
-        for candidate, factor in pairs:
-            if self.found[candidate].fits and factor > 0:
-                by_family.setdefault(candidate.family, []).append(factor)
-        return {family: statistics.fmean(found) for family, found in by_family.items()}
+    def _likely(self) -> dict[Candidate, float]:
+        """Estimates, corrected by what was found of meshes with recipes, and of ways to run layers."""
+        ratios = {c: f.seconds / max(self.estimates[c].seconds, 1e-12) for c, f in self.found.items() if f.fits}
+        families, ways = dict[object, float](), dict[object, float]()
+        for _ in range(3):
+            families = _means((c.family, ratio / ways.get(_way(c), 1.0)) for c, ratio in ratios.items())
+            ways = _means((_way(c), ratio / families[c.family]) for c, ratio in ratios.items())
+        usual = statistics.median(families.values()) if families else 1.0
+        return {
+            c: made.seconds * families.get(c.family, usual) * ways.get(_way(c), 1.0)
+            for c, made in self.estimates.items()
+        }
 
     def _waiting(self) -> list[Candidate]:
         """Those that may yet be compiled; what needs more than one of its family that did not fit may not."""
@@ -161,6 +175,17 @@ class Search:
                     self.passed[candidate] = f"needs no less than remat={other.remat}, which does not fit"
                     waiting.remove(candidate)
         return waiting
+
+
+def _way(candidate: Candidate) -> object:
+    return candidate.remat, candidate.scan_layers, candidate.accumulate_steps
+
+
+def _means(pairs: Iterable[tuple[object, float]]) -> dict[object, float]:
+    found: dict[object, list[float]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return {key: statistics.fmean(values) for key, values in found.items()}
 
 
 def _workers() -> int:

@@ -23,7 +23,7 @@ from torch_shard._loss import flatten_batch
 from torch_shard._plans import experts_of, layers_of
 from torch_shard._sharding import LossFn, holdings, make_mesh, memory_of
 from torch_shard._train import make_train_step
-from torch_shard._tune.arithmetic import Model
+from torch_shard._tune.arithmetic import Estimate, Model, estimate
 from torch_shard._tune.cache import Measured, describe_batch, describe_entries, versions
 from torch_shard._tune.candidates import MICROBATCHES, Candidate
 from torch_shard._tune.chips import GIB, Chip, chip_of, compute_seconds, exposed_seconds
@@ -78,13 +78,10 @@ class Task:
 
     def prune(self) -> Pruning:
         """Judge all candidates by arithmetic."""
-        names = frozenset(holdings(self.model).trainable)
-        itemsize = 4 if self.options.get("compute_dtype") is None else 2
-        about = Model(self.facts, self.model, self._num_moments, itemsize, names)
         leaves, _ = flatten_batch(self.batch)
         rows = tuple(dict.fromkeys(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)))
         return Pruning(
-            about,
+            self._known(),
             self.chip,
             memory_of(self.devices[0]),
             self.mesh,
@@ -93,6 +90,17 @@ class Task:
             rows=() if self.options.get("batch_spec") is not None else rows,
             fixed=self.options,
         )
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """What arithmetic says of one candidate."""
+        mesh = self.mesh(candidate)
+        made = candidate.options(self.model, mesh)
+        plans = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
+        return estimate(self._known(), candidate, plans[0], plans[-1], self.chip)
+
+    def _known(self) -> Model:
+        itemsize = 4 if self.options.get("compute_dtype") is None else 2
+        return Model(self.facts, self.model, self._num_moments, itemsize, frozenset(holdings(self.model).trainable))
 
     def about(self) -> dict[str, object]:
         """What all that is found depends on, beside the candidate."""
@@ -125,11 +133,9 @@ class Task:
         ordered = sorted(found, key=lambda c: (found[c].seconds, found[c].memory, str(c)))
         choices = {candidate: self._choice(candidate, search) for candidate in ordered}
         pruned = [*pruning.pruned, *(Pruned(str(c), why, "not compiled") for c, why in search.passed.items())]
-        late = "the minutes were over" if search.is_late else "the search was over"
-        left = [c for c in search.estimates if c not in search.found and c not in search.passed]
-        pruned += [
-            Pruned(str(c), f"{late}; {search.estimates[c].seconds * 1e3:.3g} ms by arithmetic", late) for c in left
-        ]
+        left = {c: made for c, made in search.estimates.items() if c not in found and c not in search.passed}
+        late = [f"no time was left; about {made.seconds * 1e3:.3g} ms by arithmetic" for made in left.values()]
+        pruned += [Pruned(str(c), why, "late") for c, why in zip(left, late, strict=True)]
         return Tuning(
             choices=tuple(choice for choice in choices.values() if choice.found and choice.found.fits),
             too_large=tuple(choice for choice in choices.values() if choice.found and not choice.found.fits),
@@ -206,7 +212,7 @@ def _nothing_fits(search: Search, minutes: float) -> str:
     found, parts = sizes[least], search.estimates[least].memory
     limit = (found.limit or 0) / GIB
     return (
-        f"{caller()}: none of the {len(sizes)} candidates that were compiled fits into {limit:.2f} GiB. The smallest is "
-        f"{least}, with {found.memory / GIB:.2f} GiB; by arithmetic, in GiB: {parts}. Take more devices, a smaller "
+        f"{caller()}: none of the {len(sizes)} candidates that were compiled fits into {limit:.2f} GiB. The smallest "
+        f"is {least}, with {found.memory / GIB:.2f} GiB; by arithmetic, in GiB: {parts}. Take more devices, a smaller "
         "batch, or compute_dtype=torch.bfloat16."
     )
