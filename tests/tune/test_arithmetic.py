@@ -47,6 +47,7 @@ def estimates(task: Task) -> dict[str, Estimate]:
     return {name: task.estimate(candidate) for name, candidate in CANDIDATES.items()}
 
 
+@pytest.mark.slow  # compiles for TPUs
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_the_state_is_what_a_step_holds(name, previews, estimates):
     memory = previews[name].memory
@@ -54,17 +55,20 @@ def test_the_state_is_what_a_step_holds(name, previews, estimates):
     assert estimates[name].memory.state == pytest.approx(found, rel=0.01)  # beside the optimizer's count of steps
 
 
+@pytest.mark.slow  # compiles for TPUs
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_memory_is_near_the_compilers(name, previews, estimates):
     ratio = estimates[name].memory.total / previews[name].memory.peak
     assert 1 / WITHIN < ratio < WITHIN
 
 
+@pytest.mark.slow  # compiles for TPUs
 def test_the_order_of_memory_is_the_compilers(previews, estimates):
     by_compiler = sorted(CANDIDATES, key=lambda name: previews[name].memory.peak)
     assert sorted(CANDIDATES, key=lambda name: estimates[name].memory.total) == by_compiler
 
 
+@pytest.mark.slow  # compiles for TPUs
 def test_flops_are_those_of_the_compiled_step(task, previews):
     products = task.facts.flops - 3.5 * task.facts.attention  # kernels have none for the compiler
     found = previews["replicated"].flops * 8
@@ -75,6 +79,7 @@ def test_to_compute_layers_again_takes_longer(estimates):
     assert estimates["block"].compute > estimates["replicated"].compute
 
 
+@pytest.mark.slow  # compiles for TPUs
 def test_bytes_received_are_near_those_of_the_compiled_step(previews, estimates):
     for name in CANDIDATES:
         # by the textbook in bfloat16; XLA adds gradients of norms in float32, and gathers some layers twice

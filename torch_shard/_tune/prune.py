@@ -141,12 +141,12 @@ class Pruning:
                 f"{parts}. About {more:.0f} such devices would hold it; so may a smaller batch, or an optimizer that "
                 "keeps less."
             )
-        if all(find_rows_fault(family, self._rows) for family in asked):
-            shards = sorted({family.data_shards for family in asked})
+        if uneven := [family for family in asked if find_rows_fault(family, self._rows)]:
+            shards = ", ".join(map(str, sorted({family.data_shards for family in uneven})))
             raise ValueError(
                 f"{caller()}: the batch divides over no mesh: its leaves have {', '.join(map(str, self._rows))} rows, "
-                f"and the meshes of these devices split rows over {', '.join(map(str, shards))}. Choose a batch "
-                "of which one of these is a divisor."
+                f"the meshes of these devices split rows over {shards}, and nothing else is left: the model does not "
+                "divide over the others. Choose a number of rows that one of these divides."
             )
         reasons = "\n".join(f"  {pruned.what}: {pruned.why}" for pruned in self.pruned[:8])
         raise ValueError(f"{caller()}: no candidate is left:\n\n{reasons}")
