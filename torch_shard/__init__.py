@@ -77,6 +77,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
         make_eval_step,
         make_train_step,
     )
+    from torch_shard._tune import Tuning, load_tuned, tune
 
     register()  # the device `jax`, and methods on torch.Tensor: all that importing this package changes
 
@@ -107,6 +108,7 @@ __all__ = [
     "ShardingPlan",
     "TrainState",
     "TrainStep",
+    "Tuning",
     "Utilization",
     "assert_replica_integrity",
     "broadcast",
@@ -139,6 +141,7 @@ __all__ = [
     "jax_vmap",
     "load_safetensors",
     "load_torch",
+    "load_tuned",
     "lowering",
     "make_apply",
     "make_eval_step",
@@ -152,6 +155,7 @@ __all__ = [
     "plans",
     "torch_view",
     "tpmap",
+    "tune",
     "unshard",
     "visualize_sharding",
     "write_report",

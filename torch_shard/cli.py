@@ -1,4 +1,4 @@
-"""The command line: `torch-shard demo`, `run`, `preview`, `inspect`, `convert`, `tutorials`."""
+"""The command line: `torch-shard demo`, `run`, `preview`, `tune`, `inspect`, `convert`, `tutorials`."""
 
 import re
 import signal
@@ -251,6 +251,49 @@ def preview(
     (console if console.is_terminal else Console(width=132)).print(found)
     if found.limit is not None and not found.fits():
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A Python file with model, loss_fn, batch and optimizer; with options, if there is one, a dict of "
+            "keyword arguments of make_train_step."
+        ),
+    ],
+    topology: Annotated[
+        str | None, typer.Option(help="Accelerators that this machine need not have, as in v5e:16x16 or h100:8.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="For the search.")] = 10,
+    cache: Annotated[Path | None, typer.Option(help="A directory that notes what was compiled.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the best choice as JSON, for ts.load_tuned.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the best three on the devices here.")] = False,
+) -> None:
+    """Find the mesh, the plan and the options with which a step takes the least time and fits.
+
+    Ctrl-C shows the best so far.
+    """
+    from rich.console import Console
+
+    from torch_shard._inspect import read_file
+    from torch_shard._interop import register
+    from torch_shard._tune import tune as find
+
+    register()
+    try:
+        given = read_file(file, ("model", "loss_fn", "optimizer", "batch"))
+        parts = [given[name] for name in ("model", "loss_fn", "optimizer", "batch")]
+        how: Any = {"topology": topology, "minutes": minutes, "cache": cache, "measure": measure}
+        found = find(*parts, **how, **given.get("options", {}))
+        if save is not None:
+            found.save(save)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    (console if console.is_terminal else Console(width=170)).print(found)
+    if save is not None:
+        typer.echo(f"written: {save}")
 
 
 @app.command()

@@ -4,7 +4,7 @@ from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
 from torch_shard._inspect.find_nan import BAD_BATCH, NanReport, batch_leaves, find_nan, read_bad_batch, replay
-from torch_shard._inspect.previewed import find_step
+from torch_shard._inspect.previewed import find_step, read_file
 
 __all__ = [
     "BAD_BATCH",
@@ -18,6 +18,7 @@ __all__ = [
     "find_nan",
     "find_step",
     "read_bad_batch",
+    "read_file",
     "replay",
     "visualize_sharding",
 ]

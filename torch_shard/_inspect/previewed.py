@@ -6,7 +6,7 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,26 @@ def find_step(target: str, mesh: Mesh, remat: Remat | int | None = None) -> tupl
     return _of_function(module, name, mesh)
 
 
-def _of_file(path: Path, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
+def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
+    """What a Python file defines.
+
+    Args:
+        path: Of the file, which is run.
+        needed: Names that it has to define.
+
+    Raises:
+        ValueError: There is none, or it lacks some.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
     found: Mapping[str, Any] = runpy.run_path(str(path))
-    if missing := [name for name in NEEDED if name not in found]:
-        raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(NEEDED)}.")
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(needed)}.")
+    return found
+
+
+def _of_file(path: Path, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:
+    found = read_file(path, NEEDED)
     model, loss_fn, batch, plan, optimizer = (found[name] for name in NEEDED)
     return make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, remat=remat or "none"), batch
 

@@ -1,9 +1,11 @@
 """Recipes for plans, by what layers are, and the plans of other libraries, read and written."""
 
+from torch_shard._plans.decisions import quietly
 from torch_shard._plans.from_accelerate import from_accelerate
 from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
+from torch_shard._plans.layers import experts_of, is_table, layers_of, product_of
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 from torch_shard._plans.to_dtensor import to_dtensor
 from torch_shard._plans.to_hf import to_hf
@@ -11,6 +13,7 @@ from torch_shard._plans.to_logical import to_logical
 
 __all__ = [
     "expert",
+    "experts_of",
     "from_accelerate",
     "from_dtensor",
     "from_hf",
@@ -18,6 +21,10 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "hsdp",
+    "is_table",
+    "layers_of",
+    "product_of",
+    "quietly",
     "replicated",
     "to_dtensor",
     "to_hf",

@@ -4,10 +4,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import collections
+import contextlib
+import contextvars
 import logging
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -22,6 +24,8 @@ from torch_shard._sharding import Padded, Pieces, ShardingPlan, describe_mesh, d
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_QUIET: contextvars.ContextVar[bool] = contextvars.ContextVar("quiet", default=False)
 
 Axes = str | tuple[str, ...]
 """One axis of a mesh, or several that split as one."""
@@ -47,6 +51,16 @@ class Decision:
         """The reason, with the fault, and with the bytes of an entry that stays whole for it."""
         held = "" if any(self.spec) or not self.fault else f"whole, {describe_bytes(entry)} on each device"
         return "; ".join(filter(None, (self.reason, self.fault, held)))
+
+
+@contextlib.contextmanager
+def quietly() -> Generator[None, None, None]:
+    """Make plans without warnings within, where many are made to be compared; their reasons say the same."""
+    token = _QUIET.set(True)
+    try:
+        yield
+    finally:
+        _QUIET.reset(token)
 
 
 def describe_bytes(entry: torch.Tensor) -> str:
@@ -158,7 +172,8 @@ def plan_of(
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
             raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))
-        logger.warning("\n".join([f"{head}.", "", *lines]))
+        if not _QUIET.get():
+            logger.warning("\n".join([f"{head}.", "", *lines]))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
     for key, (spec, reason) in with_globs(

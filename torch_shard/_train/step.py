@@ -433,10 +433,23 @@ class Step:
             A `Preview`: memory by part, collectives, arithmetic and, on TPU, cycles by module; `fits()`, and
             `assert_at_most(...)` for tests. A program that is too large has the memory alone.
         """
+        return self.previewing(batch)()
+
+    @error_prefix("preview")
+    def previewing(self, batch: PyTree) -> Callable[[], Preview]:
+        """The part of a preview that reads the model; the rest, which compiles, may be called in another thread.
+
+        Args:
+            batch: As `preview` takes it.
+        """
         state = self._state_structs()
         lowered, arrays = self._lowered(state, batch)
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
-        with self._cache.active():
-            notes = self.programs[-1].report
-            return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)
+        notes = self.programs[-1].report
+
+        def rest() -> Preview:
+            with self._cache.active():
+                return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)
+
+        return rest
