@@ -154,7 +154,9 @@ def test_what_cannot_be_is_said_at_once(name):
 
 
 def test_a_batch_that_divides_over_no_mesh_is_refused():
-    with pytest.raises(ValueError, match="tune: the batch divides over no mesh: its leaves have 3 rows, .* over 2, 4,"):
+    with pytest.raises(
+        ValueError, match=r"tune: the batch divides over no mesh: its leaves have 3 rows, .* over 2, 4,"
+    ):
         tune(nn.Linear(63, 1), torch.empty(3, 63, device="meta"))
 
 

@@ -75,7 +75,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Tuning:
-    """What `tune` has found; printed, a table.
+    """Findings of `tune`; printed, a table.
 
     Attributes:
         choices: That were compiled and fit, the fastest first.
