@@ -118,9 +118,7 @@ def loss_of(model: Attention, batch: Any) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_what_is_known_has_the_kernel_and_what_stays_says_why(
-    kind: str, options: Any, kernels: int, says: str
-) -> None:
+def test_what_is_known_has_the_kernel_and_what_stays_says_why(kind: str, options: Any, kernels: int, says: str) -> None:
     step = step_of(
         Attention(kind, **options),
         loss_of,

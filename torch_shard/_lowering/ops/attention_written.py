@@ -24,7 +24,7 @@ _KNOWN = {"587d5b52": "soft cap", "3cb759e1": "sinks"}
 
 _NOT_CONSTANT = (
     "it is written out, with a soft cap or sinks, and its mask is no constant triangle or window, but depends on the "
-    "batch. Batches without padding need no attention_mask; with causal attention, padding on the right needs none either"
+    "batch. Without padding, and with padding on the right that the loss leaves out, leave attention_mask away"
 )
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -87,8 +87,8 @@ def _why_not(
     dropout, cap, scale = (options.get(name) for name in ("dropout", "cap", "scaling"))
     if dropout and module.training:
         return (
-            f"it drops weights (dropout={dropout:g}) and is written out, with a soft cap or sinks. Set attention_dropout "
-            "to 0"
+            f"it drops weights (dropout={dropout:g}) and is written out, with a soft cap or sinks. Set its "
+            "attention_dropout to 0"
         )
     if why := refusal(*qkv, grouped=True):
         return why
