@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture import Seen, annotated, autocast_only, seen_through
+from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.attention import WHY, OurAttention, as_autocast_has_it, refusal
 
@@ -66,7 +66,8 @@ def _attend(
     sinks = (torch.clone(module.sinks),) if kind == "sinks" else ()  # as precision has them
     with autocast_only():
         why = _why_not(module, (q, k, v), sinks, {**options, "cap": cap})
-        seen = None if why else _seen(attention_mask, (q.shape[2], k.shape[2]))
+        mask = None if attention_mask is None else as_captured(attention_mask)  # also where a layer is captured alone
+        seen = None if why else _seen(mask, (q.shape[2], k.shape[2]))
         why = why or ("" if seen else _NOT_CONSTANT)
     with annotated(**{WHY: why}):
         out, weights = written(module, query, key, value, attention_mask, **options)
