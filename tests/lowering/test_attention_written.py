@@ -133,14 +133,14 @@ def test_what_is_known_has_the_kernel_and_what_stays_says_why(kind: str, options
     assert ("attention" in step.report()) == bool(says)
 
 
-@pytest.mark.parametrize("kind", ["Gemma2", "GptOss"])
-def test_models_follow_eager_torch(kind: str) -> None:
-    """Unmodified, with the window of every other layer."""
+@pytest.mark.parametrize(("kind", "layers"), [("Gemma2", 2), ("GptOss", 2), ("Gemma2", 3)])
+def test_models_follow_eager_torch(kind: str, layers: int) -> None:
+    """Unmodified, with the window of every other layer; three of them are captured each by itself."""
     own = {"Gemma2": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}}
     own |= {"GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
     config = getattr(transformers, f"{kind}Config")(
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

@@ -146,7 +146,7 @@ def tracer() -> Any:
 
 
 def _is_of_capture(mode: FakeTensorMode, tensor: torch.Tensor) -> bool:
-    """Fakes, what torch.func wraps them in, and meta tensors (the tracer's own bookkeeping), but for those of a model."""
+    """Fakes, what torch.func wraps them in, and meta tensors that are the tracer's own bookkeeping."""
     if isinstance(tensor, FakeTensor):
         return tensor.fake_mode is mode
     return is_functorch_wrapped_tensor(tensor) or (tensor.device.type == "meta" and tensor not in _LEFT)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_shard._capture import Seen, annotated, autocast_only, seen_through
+from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.attention import WHY, OurAttention, as_autocast_has_it, refusal
 
@@ -24,7 +24,7 @@ _KNOWN = {"587d5b52": "soft cap", "3cb759e1": "sinks"}
 
 _NOT_CONSTANT = (
     "it is written out, with a soft cap or sinks, and its mask is no constant triangle or window, but depends on the "
-    "batch. Batches without padding need no attention_mask; with causal attention, padding on the right needs none either"
+    "batch. Without padding, and with padding on the right that the loss leaves out, leave attention_mask away"
 )
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -66,7 +66,8 @@ def _attend(
     sinks = (torch.clone(module.sinks),) if kind == "sinks" else ()  # as precision has them
     with autocast_only():
         why = _why_not(module, (q, k, v), sinks, {**options, "cap": cap})
-        seen = None if why else _seen(attention_mask, (q.shape[2], k.shape[2]))
+        mask = None if attention_mask is None else as_captured(attention_mask)  # also where a layer is captured alone
+        seen = None if why else _seen(mask, (q.shape[2], k.shape[2]))
         why = why or ("" if seen else _NOT_CONSTANT)
     with annotated(**{WHY: why}):
         out, weights = written(module, query, key, value, attention_mask, **options)
@@ -87,8 +88,8 @@ def _why_not(
     dropout, cap, scale = (options.get(name) for name in ("dropout", "cap", "scaling"))
     if dropout and module.training:
         return (
-            f"it drops weights (dropout={dropout:g}) and is written out, with a soft cap or sinks. Set attention_dropout "
-            "to 0"
+            f"it drops weights (dropout={dropout:g}) and is written out, with a soft cap or sinks. Set its "
+            "attention_dropout to 0"
         )
     if why := refusal(*qkv, grouped=True):
         return why

@@ -169,9 +169,9 @@ The first is that of gpt-oss.
 def _about(module: Any, moe: Any) -> tuple[str, tuple[float, ...], bool, bool] | None:
     """The fields of a `Gate` of gated experts that are nothing else; None if they are."""
     flags = ("has_gate", "has_post_expert_norm", "_is_expert_parallel")
-    transposed = getattr(module, "is_transposed", None)
-    is_known = [getattr(module, flag, None) for flag in flags] == [True, False, False] and isinstance(transposed, bool)
-    if not is_known or "_apply_gate" in vars(module):
+    transposed = bool(getattr(module, "is_transposed", False))
+    is_known = [getattr(module, flag, None) for flag in flags] == [True, False, False]
+    if not is_known or not hasattr(module, "has_bias") or "_apply_gate" in vars(module):
         return None
     apply_gate = type(module)._apply_gate
     if apply_gate is moe._default_apply_gate:
