@@ -60,7 +60,7 @@ def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite") -
     return Counts(
         cycles=sum(cost.cycles or 0 for cost in costs) + kernels,
         kernel_cycles=kernels,
-        exposed=exposed_cycles(text, device_kind),
+        exposed=exposed_cycles(text, device_kind) or 0,
         wire=sum(cost.received_bytes for cost in costs),
         temporaries=memory.temp_size_in_bytes,
         traffic=sum(cost.memory_bytes for cost in costs),

@@ -34,7 +34,7 @@ def travel(text: str) -> float:
 def test_what_is_needed_at_once_is_waited_for() -> None:
     text = compiled(lambda x, w: jax.lax.psum(x, "batch"), P())
     assert exposed_cycles(text, KIND) == pytest.approx(travel(text), rel=1e-3)
-    assert exposed_cycles(text, "cpu") == 0
+    assert exposed_cycles(text, "cpu") is None
 
 
 def test_what_travels_beside_products_is_not() -> None:

@@ -20,16 +20,16 @@ Source: "Inter-chip interconnect" of each in Google Cloud's documentation, over 
 _ONE_BY_ONE = ("-done", "-update")
 
 
-def exposed_cycles(text: str, device_kind: str) -> int:
+def exposed_cycles(text: str, device_kind: str) -> int | None:
     """Cycles that one device waits for others.
 
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
-        device_kind: As JAX names the device; zero for those that are not known.
+        device_kind: As JAX names the device; None for those whose links are not known.
     """
     rate = BYTES_PER_CYCLE.get(device_kind)
     if rate is None:
-        return 0
+        return None
     hlo = Hlo(text)
     return int(_Schedule(hlo, rate).run(hlo.entry).waited)
 

@@ -67,7 +67,7 @@ class Preview:
         refused: What the compiler said where it does not fit; else empty.
         notes: What `step.report()` says of the program: which layers are loops, which attention has no kernel.
         exposed: Cycles in which a TPU waits for other devices: communication that the compiler's schedule does not
-            hide behind arithmetic, at the published speed of the links. Zero on other devices.
+            hide behind arithmetic, at the published speed of the links. None where that is not known.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -91,7 +91,7 @@ class Preview:
     compiled: jax.stages.Compiled | None
     refused: str = ""
     notes: tuple[str, ...] = ()
-    exposed: int = 0
+    exposed: int | None = None
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -175,7 +175,7 @@ class Preview:
             ("reduce-scatters", reduce_scatters, found["reduce-scatter"], _by_kind("reduce-scatter")),
             ("all-to-alls", all_to_alls, found["all-to-all"], _by_kind("all-to-all")),
             ("cycles", cycles, self.cycles, _by_cycles),
-            ("cycles of communication that is waited for", exposed, self.exposed, _by_received),
+            ("cycles of communication that is waited for", exposed, self.exposed or 0, _by_received),
         ]
         lines = [
             f"{value:,} {what}, at most {most:,.0f} allowed. Most of it: {self._most(measure)}."

@@ -63,6 +63,7 @@ class LayerInterceptor:
                 mine = current_mode() is capture_mode and not in_transform()
                 if group is None or not mine or self._layer:
                     return original(module, *args, **kwargs)
+                assert capture_mode is not None
                 capture_mode.last_cast = None  # each layer casts what it reads
                 if self.restart:
                     with untraced():

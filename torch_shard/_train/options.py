@@ -27,8 +27,8 @@ def _is_list(value: object) -> bool:
 def _in_use(plan: ResolvedPlan, name: str, rows: Sequence[str]) -> PartitionSpec | None:
     """How an entry is split where it is used, where that has to be said.
 
-    Kernels of convolutions and matrices of experts are taken whole, or by expert, and gathered for it: without a word,
-    XLA would gather those of all layers of a loop in each iteration, and then take one.
+    Kernels of convolutions and matrices of experts are taken whole, or by expert, and gathered for it. Unless it is
+    told, XLA gathers those of all layers of a loop in each iteration, and then takes one.
     """
     found, own = spec_in_use(plan[name], rows), plan[name].spec
     is_split = len(plan.entries[name].shape) > 2 and any(own)

@@ -1,7 +1,6 @@
 """How fast the chips of a mesh are, by their makers' figures; and how long what a program costs takes there."""
 
 import dataclasses
-from typing import Any
 
 from torch_shard._cost import Preview
 
@@ -69,9 +68,8 @@ def exposed_seconds(preview: Preview, chip: Chip, axes: int) -> float:
         chip: Its devices.
         axes: Number of the mesh's axes that split something, each with links of its own.
     """
-    found: Any = getattr(preview, "exposed_cycles", None)
-    if found is not None and chip.clock is not None:
-        return found / chip.clock
+    if chip.clock is not None and preview.exposed is not None:
+        return preview.exposed / chip.clock
     return preview.collective_bytes / (chip.link * max(axes, 1))
 
 

@@ -61,7 +61,7 @@ class Choice:
         budgets: Keyword arguments of `Preview.assert_at_most`: what was found, and five percent.
         candidate: In words: mesh, recipe, and how layers run.
         found: What the compiler says; None of one that was read from a file.
-        estimate: What arithmetic says; None likewise.
+        estimate: What arithmetic says; None of one that was read from a file.
         measured: Seconds of a step on the devices, if it ran there.
     """
 
