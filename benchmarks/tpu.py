@@ -21,7 +21,7 @@ from benchmarks.tpu_counts import Counts, counts_of
 PAGE = """# Under TPU's compiler
 
 Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
-numbers are the same on every machine. `python -m benchmarks --only tpu,scale --page docs/tpu.md` makes this page.
+numbers are the same on every machine. `python -m benchmarks --only tpu,tpu_options,scale --page docs/tpu.md` makes it.
 
 ## Against hand-written JAX
 
