@@ -102,7 +102,7 @@ def test_optimisers_come_in_pairs_and_metrics_count() -> None:
         compare(linear(), optimizer=optax.sgd(0.1))
 
 
-def test_compute_dtype_is_compared_with_autocast() -> None:
+def test_compute_dtype_is_compared_in_the_same_mode() -> None:
     found = compare(linear(nn.LayerNorm(2)), compute_dtype=torch.bfloat16)
     found.raise_if_different()
     assert found.tolerance > 1e-3

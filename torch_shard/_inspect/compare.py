@@ -64,8 +64,8 @@ def compare_with_torch(
         optimizer: Of optax, by default plain gradient descent with a rate of 0.01.
         torch_optimizer: Makes torch's optimiser for the same rule from a list of parameters.
         batch_spec: How each leaf of a batch is split; by default the leading dim over the mesh axis `batch`.
-        compute_dtype: `torch.bfloat16` for mixed precision; torch then runs under
-            `torch.autocast("cpu", dtype=compute_dtype)`.
+        compute_dtype: `torch.bfloat16` for mixed precision, as `make_train_step` takes it; torch then computes with
+            parameters cast alike.
 
     Returns:
         A `Comparison`: loss and metrics, each gradient, and each parameter and buffer after the steps, worst first;

@@ -158,7 +158,7 @@ def make_eval_step(
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
         local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
-        compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
+        compute_dtype: `torch.bfloat16` for mixed precision, as `make_train_step` takes it.
         mixed_precision: As `make_train_step` takes it.
         compile_cache: A directory in which compiled programs are kept for the next process.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
@@ -221,7 +221,7 @@ def make_apply(
         batch_spec: How each leaf of a batch is split (leaves of lower rank take the first entries). By default the
             leading dim over the mesh axis `batch`.
         local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
-        compute_dtype: `torch.bfloat16` for mixed precision, by the policy of `torch.autocast("cuda")`.
+        compute_dtype: `torch.bfloat16` for mixed precision, as `make_train_step` takes it.
         mixed_precision: As `make_train_step` takes it.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
             error; False, never.
