@@ -175,7 +175,7 @@ _PACKAGES = (
         "_sharding",
         "_spmd",
     ),
-    *("_state", "_train"),
+    *("_state", "_train", "_tune"),
 )
 
 

@@ -255,6 +255,7 @@ def preview(
 
 @app.command()
 def tune(
+    *,
     file: Annotated[
         Path,
         typer.Argument(

@@ -30,7 +30,7 @@ def task() -> Task:
     tokens = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
     mesh = ts.make_mesh(topology=TOPOLOGY, batch=8)
     options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
-    return Task(model, loss_fn, optax.adamw(1e-3), (tokens, tokens), list(mesh.devices.flat), options)
+    return Task(model, loss_fn, optax.adamw(1e-3), (tokens, tokens), devices=list(mesh.devices.flat), options=options)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ class Model:
     trainable: frozenset[str]
 
 
-def estimate(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, chip: Chip) -> Estimate:
+def estimate(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, *, chip: Chip) -> Estimate:
     """Estimate what a candidate takes.
 
     Args:
@@ -106,10 +106,10 @@ def estimate(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: Re
     """
     split = _split_of(model, plan)
     wire = _wire(model, candidate, plan, split)
-    compute = _compute(model, candidate, split, moments, chip)
+    compute = _compute(model, candidate, split, moments, chip=chip)
     data = sum(size for axis, size in wire.items() if axis != "model") / chip.link
     exposed = wire.get("model", 0.0) / chip.link + max(data - compute / 2, 0.0)
-    return Estimate(_memory(model, candidate, plan, moments, split), compute, wire, exposed)
+    return Estimate(_memory(model, candidate, plan, moments, split=split), compute, wire, exposed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _split_of(model: Model, plan: ResolvedPlan) -> _Split:
     return _Split(min((split + attention) / known, 1.0) if known else 0.0, tuple(rows), bool(plan.activations))
 
 
-def _compute(model: Model, candidate: Candidate, split: _Split, moments: ResolvedPlan, chip: Chip) -> float:
+def _compute(model: Model, candidate: Candidate, split: _Split, moments: ResolvedPlan, *, chip: Chip) -> float:
     """Seconds of arithmetic and of the update."""
     facts, num = model.facts, candidate.sizes.get("model", 1)
     again = {"block": facts.repeated / 3, "dots": 0.02}.get(str(candidate.remat), 0.0) if facts.layers else 0.0
@@ -178,7 +178,7 @@ def _wire(model: Model, candidate: Candidate, plan: ResolvedPlan, split: _Split)
     return {axis: float(size) for axis, size in found.items() if size}
 
 
-def _memory(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, split: _Split) -> Parts:
+def _memory(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, *, split: _Split) -> Parts:
     trainable = [name for name in plan.entries if name in model.trainable]
     parameters = sum(_local_bytes(plan, name) for name in plan.entries)
     updated = sum(_local_bytes(moments, name) for name in trainable)

@@ -25,6 +25,7 @@ def measured_choices(
     model: nn.Module,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation | torch.optim.Optimizer,
+    *,
     batch: PyTree,
 ) -> Tuning:
     """Run the best choices, and order them by the clock.
@@ -40,7 +41,7 @@ def measured_choices(
         ValueError: The model or the batch has no values.
     """
     first, others = tuning.choices[:BEST], tuning.choices[BEST:]
-    ran = [dataclasses.replace(c, measured=_seconds(c, model, loss_fn, optimizer, batch)) for c in first]
+    ran = [dataclasses.replace(c, measured=_seconds(c, model, loss_fn, optimizer, batch=batch)) for c in first]
     ran.sort(key=lambda choice: choice.measured or 0.0)
     return dataclasses.replace(tuning, choices=(*ran, *others))
 
@@ -50,6 +51,7 @@ def _seconds(
     model: nn.Module,
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation | torch.optim.Optimizer,
+    *,
     batch: PyTree,
 ) -> float:
     """The median of some steps after the first."""

@@ -88,7 +88,7 @@ class Pruning:
             if fault := find_rows_fault(candidate, self._rows):
                 self._prune(candidate, fault, "rows")
                 continue
-            made = found[candidate] = estimate(self._model, candidate, plan, moments, self._chip)
+            made = found[candidate] = estimate(self._model, candidate, plan, moments, chip=self._chip)
             if why := self._needless(candidate, found):
                 self._prune(candidate, *why)
             elif why := self._too_much(made):

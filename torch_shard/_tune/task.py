@@ -56,6 +56,7 @@ class Task:
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation | torch.optim.Optimizer,
         batch: PyTree,
+        *,
         devices: Sequence[Device],
         options: Mapping[str, Any],
     ) -> None:
@@ -96,7 +97,7 @@ class Task:
         mesh = self.mesh(candidate)
         made = candidate.options(self.model, mesh)
         plans = [made[name].resolve(self.model, mesh) for name in ("plan", "optimizer_plan") if name in made]
-        return estimate(self._known(), candidate, plans[0], plans[-1], self.chip)
+        return estimate(self._known(), candidate, plans[0], plans[-1], chip=self.chip)
 
     def _known(self) -> Model:
         itemsize = 4 if self.options.get("compute_dtype") is None else 2

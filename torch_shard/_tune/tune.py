@@ -48,7 +48,7 @@ def tune(
     minutes: float = 10,
     cache: str | os.PathLike[str] | None = None,
     measure: bool = False,
-    **options: Any,
+    **step_options: Any,
 ) -> Tuning:
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
@@ -69,8 +69,8 @@ def tune(
             files are data, of which nothing is executed.
         measure: Whether the three best are run for ten steps each, on real devices, with a model and a batch that have
             values.
-        **options: Of `make_train_step`, to be taken as they are: `compute_dtype`, `clip_grad_norm`. A choice that is
-            made here otherwise (`remat`, `scan_layers`, `accumulate_steps`) is then no choice.
+        **step_options: Of `make_train_step`, to be taken as they are: `compute_dtype`, `clip_grad_norm`. A choice that
+            is made here otherwise (`remat`, `scan_layers`, `accumulate_steps`) is then no choice.
 
     Returns:
         A `Tuning`: printed, a table; `found.best.options` for `make_train_step`; `found.save(path)`.
@@ -91,14 +91,14 @@ def tune(
     """
     model = check_module("model", model)
     check_loss_fn(loss_fn)
-    _check(minutes, measure, options, topology)
+    _check(minutes, measure, step_options, topology)
     if measure:
         _refuse_without_values(model, batch)
     directory = None if cache is None else check_directory("cache", cache)
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(devices, topology=topology, batch=-1)
     found = sorted(mesh.devices.flat, key=lambda device: device.id)
-    task = Task(model, loss_fn, optimizer, batch, found, options)
+    task = Task(model, loss_fn, optimizer, batch, devices=found, options=step_options)
     pruning = task.prune()
     known = Cache(directory, task.about())
     search = Search(task.prepare, pruning.estimates, known, deadline)
@@ -106,7 +106,7 @@ def tune(
     search.run()
     where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
     tuning = task.tuning(search, pruning, where, minutes)
-    return measured_choices(tuning, model, loss_fn, optimizer, batch) if measure else tuning
+    return measured_choices(tuning, model, loss_fn, optimizer, batch=batch) if measure else tuning
 
 
 def _check(minutes: float, measure: bool, options: Mapping[str, Any], topology: str | None) -> None:

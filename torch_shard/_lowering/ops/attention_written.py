@@ -58,22 +58,22 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: Any,
+    **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the function of this source returns: the output (B, T, N, D), and the weights."""
     q, k, v = map(as_autocast_has_it, (query, key, value))
-    cap = options.get("softcap") if kind == "soft cap" else None
+    cap = settings.get("softcap") if kind == "soft cap" else None
     sinks = (torch.clone(module.sinks),) if kind == "sinks" else ()  # as precision has them
     with autocast_only():
-        why = _why_not(module, (q, k, v), sinks, {**options, "cap": cap})
+        why = _why_not(module, (q, k, v), sinks, {**settings, "cap": cap})
         mask = None if attention_mask is None else as_captured(attention_mask)  # also where a layer is captured alone
         seen = None if why else _seen(mask, (q.shape[2], k.shape[2]))
         why = why or ("" if seen else _NOT_CONSTANT)
     with annotated(**{WHY: why}):
-        out, weights = written(module, query, key, value, attention_mask, **options)
+        out, weights = written(module, query, key, value, attention_mask, **settings)
     if seen is None:
         return out, weights
-    scale = options.get("scaling")
+    scale = settings.get("scaling")
     scale = module.head_dim**-0.5 if scale is None else scale
     with autocast_only():
         ours: Any = OurAttention.apply(seen, scale, 0.0, cap or 0.0, q, k, v, *sinks)

@@ -47,11 +47,11 @@ def grouped_mm(
 
 
 @instead_of(_FUNCTION)
-def grouped_mm_of_autocast(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def grouped_mm_of_autocast(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **others: Any) -> torch.Tensor:
     """A product like others for autocast, which PyTorch's own lists have forgotten."""
     if torch.is_autocast_enabled("cpu"):
         mat_a, mat_b = (each.to(torch.get_autocast_dtype("cpu")) for each in (mat_a, mat_b))
-    return _FUNCTION(mat_a, mat_b, *args, **options)
+    return _FUNCTION(mat_a, mat_b, *args, **others)
 
 
 # The ragged dim is the summed one: (M, K), (K, N) -> (G, M, N), as in the gradient of the groups' matrices.
