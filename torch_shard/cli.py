@@ -1,4 +1,4 @@
-"""The command line: `torch-shard demo`, `run`, `preview`, `tune`, `inspect`, `convert`, `tutorials`."""
+"""The command line: `torch-shard demo`, `run`, `preview`, `prove`, `tune`, `inspect`, `convert`, `tutorials`."""
 
 import re
 import signal
@@ -250,6 +250,51 @@ def preview(
     console = Console()
     (console if console.is_terminal else Console(width=132)).print(found)
     if found.limit is not None and not found.fits():
+        raise typer.Exit(1)
+
+
+@app.command()
+def prove(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A Python file with model, loss_fn and batch; or llama-tiny, gemma3-tiny, mixtral-tiny, qwen3-moe-tiny."
+        ),
+    ],
+    plans: Annotated[
+        str | None, typer.Option(help="Of the usual layouts, as in dp,fsdp,fsdp_tp. By default all of them.")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Sizes of the mesh axes for all. By default each layout has a mesh of its own.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps of AdamW to take.")] = 3,
+) -> None:
+    """Train a model under each of the usual plans, and compare all numbers with eager torch.
+
+    On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if a number differs.
+    """
+    sizes = None if mesh is None else _parse_sizes(mesh)
+    if sizes == {}:
+        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    from rich.console import Console
+
+    from torch_shard._demo.run import simulate_devices
+    from torch_shard._inspect import find_proved
+    from torch_shard._inspect import prove as proved
+    from torch_shard._interop import register
+    from torch_shard._sharding import make_mesh
+
+    simulate_devices()
+    register()
+    try:
+        meshes = None if sizes is None else make_mesh(None, topology=None, **sizes)
+        names = None if plans is None else [name.strip() for name in plans.split(",")]
+        found = proved(*find_proved(target), meshes=meshes, plans=names, steps=steps)
+    except (ValueError, TypeError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(found)
+    if not found.holds:
         raise typer.Exit(1)
 
 

@@ -4,19 +4,25 @@ from torch_shard._inspect.compare import compare_batches, compare_with_torch
 from torch_shard._inspect.drawing import Drawing, visualize_sharding
 from torch_shard._inspect.explain import Explanation, explain_capture
 from torch_shard._inspect.find_nan import BAD_BATCH, NanReport, batch_leaves, find_nan, read_bad_batch, replay
-from torch_shard._inspect.previewed import find_step, read_file
+from torch_shard._inspect.previewed import find_proved, find_step, read_file
+from torch_shard._inspect.proofs import Proof, Proofs
+from torch_shard._inspect.prove import prove
 
 __all__ = [
     "BAD_BATCH",
     "Drawing",
     "Explanation",
     "NanReport",
+    "Proof",
+    "Proofs",
     "batch_leaves",
     "compare_batches",
     "compare_with_torch",
     "explain_capture",
     "find_nan",
+    "find_proved",
     "find_step",
+    "prove",
     "read_bad_batch",
     "read_file",
     "replay",

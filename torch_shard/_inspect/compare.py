@@ -2,37 +2,30 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils import _pytree as torch_pytree
 
-from torch_shard._capture import MetricCalls
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
+from torch_shard._inspect.side_by_side import keeping_gradients, train_in_torch, train_on_mesh
 from torch_shard._optim import check_optimizer
 from torch_shard._sharding import LossFn, ShardingPlan, check_mesh, describe_mesh, make_mesh
-from torch_shard._state import TrainState
 from torch_shard._train import (
     ROUNDING,
     Comparison,
     Difference,
     TrainStep,
     Values,
-    array_of,
     difference_of,
-    eager_gradients,
-    eager_loss,
     in_float64,
     like_model,
     make_train_step,
-    numbers_of,
 )
 
 
@@ -116,17 +109,15 @@ def compare_batches(
     """Do as `compare_with_torch` does, with a batch for each step."""
     mine = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), mesh.devices.flat[0])
     alone = make_mesh(devices=[mine], topology=None, **dict.fromkeys(mesh.axis_names, 1))
-    optimizer = optax.chain(_keep_gradients(), optimizers[0])
 
     def train(mesh: Mesh) -> tuple[TrainStep, list[Values]]:
-        step = make_train_step(
-            model, loss_fn, optimizer, mesh=mesh, plan=plan, batch_spec=batch_spec, compute_dtype=compute_dtype
-        )
-        return step, _on_mesh(step, batches)
+        options: dict[str, Any] = {"plan": plan, "batch_spec": batch_spec, "compute_dtype": compute_dtype}
+        step = make_train_step(model, loss_fn, keeping_gradients(optimizers[0]), mesh=mesh, **options)
+        return step, train_on_mesh(step, batches)
 
     (step, on_mesh), (_, on_one) = train(mesh), train(alone)
     random = step.draws_random
-    in_torch = on_one if random else _in_torch(step, batches, optimizers[1])
+    in_torch = on_one if random else train_in_torch(step, batches, optimizers[1])
     keys = {**in_torch[-1], **on_mesh[-1]}
     rows = [difference_of(key, in_torch, None if random else on_one, on_mesh) for key in keys]
     dtypes = {t.dtype for t in model.parameters()} | ({compute_dtype} if compute_dtype else set())
@@ -146,48 +137,3 @@ def compare_batches(
         tolerance=tolerance,
         losses=tuple(float(values["loss", "loss"]) for values in in_torch),
     )
-
-
-def _keep_gradients() -> optax.GradientTransformation:
-    return optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
-
-
-def _on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
-    state, found = step.init(), []
-    # Accelerators round products of float32 by default, torch does not; metric objects count a run's own steps.
-    with jax.default_matmul_precision("highest"), MetricCalls().noted():
-        for batch in batches:
-            state, metrics = step(state, batch)
-            (kept, _) = cast(tuple[PyTree, PyTree], state.opt_state)  # of `_keep_gradients`, and of the optimizer
-            grads = {("gradient", name): array_of(grad) for name, grad in kept.items()}
-            own = {name: value for name, value in metrics.items() if name not in ("loss", "grad_norm")}
-            found.append(numbers_of(metrics["loss"], own) | grads | _held(state, state.tensors))
-    return found
-
-
-def _in_torch(
-    step: TrainStep, batches: Sequence[PyTree], make_optimizer: Callable[..., torch.optim.Optimizer]
-) -> list[Values]:
-    state = step.init()
-    model = like_model(step.export(state), step.model)
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    found = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, metrics = eager_loss(step, model, torch_pytree.tree_map(_copied, batch))
-        loss.backward()
-        grads = eager_gradients(model, state.params)
-        optimizer.step()
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        numbers = numbers_of(loss, jax.tree.map(array_of, metrics))
-        found.append(numbers | grads | _held(state, {name: held[name] for name in state.tensors}))
-    return found
-
-
-def _held(state: TrainState, tensors: Mapping[str, PyTree]) -> Values:
-    """Parameters and buffers."""
-    return {("buffer" if n in state.buffers else "parameter", n): array_of(value) for n, value in tensors.items()}
-
-
-def _copied(leaf: PyTree) -> PyTree:
-    return torch.as_tensor(leaf).clone() if isinstance(leaf, (torch.Tensor, np.ndarray)) else leaf

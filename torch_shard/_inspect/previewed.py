@@ -1,4 +1,4 @@
-"""What `torch-shard preview` is pointed at: a step of a Python file, of a function, or one of the ready examples."""
+"""What `torch-shard preview` and `prove` are pointed at: a Python file, a function, or one of the ready examples."""
 
 import dataclasses
 import importlib
@@ -14,8 +14,9 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._common.types import PyTree
+from torch_shard._inspect.tiny import TINY, tiny
 from torch_shard._scan import Remat
-from torch_shard._sharding import ShardingPlan
+from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train import Step, make_train_step
 
 NEEDED = ("model", "loss_fn", "batch", "plan", "optimizer")
@@ -134,6 +135,24 @@ def read_file(path: Path, needed: Sequence[str]) -> Mapping[str, Any]:
     if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{path} defines no {', '.join(missing)}; it has to define {', '.join(needed)}.")
     return found
+
+
+def find_proved(target: str) -> tuple[torch.nn.Module, LossFn, PyTree]:
+    """The model, the loss and the batch that are to be proved.
+
+    Args:
+        target: A Python file that defines `model`, `loss_fn` and `batch`; or the name of a small model.
+
+    Raises:
+        ValueError: It is neither, or lacks something.
+        ImportError: The small model needs a library.
+    """
+    if target in TINY:
+        return tiny(target)
+    if not target.endswith(".py"):
+        raise ValueError(f"{target} is neither a Python file nor one of {', '.join(TINY)}.")
+    found = read_file(Path(target), NEEDED[:3])
+    return found["model"], found["loss_fn"], found["batch"]
 
 
 def _of_file(path: Path, mesh: Mesh, remat: Remat | int | None) -> tuple[Step, PyTree]:

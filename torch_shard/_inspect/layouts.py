@@ -1,0 +1,127 @@
+"""The usual ways to lay a model over devices: a mesh and a recipe each, by the names that people use for them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import jax
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from torch_shard._common.caller import caller
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
+from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, quietly, replicated
+from torch_shard._sharding import ShardingPlan, check_mesh, make_mesh
+
+Recipe = Callable[[torch.nn.Module, Mesh], ShardingPlan]
+"""Makes a plan for a model on a mesh."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model lies over devices.
+
+    Attributes:
+        name: Of the plan.
+        mesh: Its devices.
+        plan: The plan, or the recipe that makes it.
+        batch_spec: How a batch is split; None for the leading dim over `batch`.
+        is_usual: Whether it was not asked for as such, so that it may not fit the model.
+    """
+
+    name: str
+    mesh: Mesh
+    plan: ShardingPlan | Recipe
+    batch_spec: PartitionSpec | None = None
+    is_usual: bool = False
+
+    def plan_for(self, model: torch.nn.Module) -> ShardingPlan:
+        """The plan of a model.
+
+        Raises:
+            ValueError: The recipe does not fit the model.
+        """
+        if isinstance(self.plan, ShardingPlan):
+            return self.plan
+        with quietly():
+            return self.plan(model, self.mesh)
+
+
+def _in_sequence(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
+    return fsdp_tp(model, mesh, sequence=True)
+
+
+_HYBRID = PartitionSpec(("replica", "batch"))
+
+USUAL: Mapping[str, Recipe] = {
+    "dp": replicated,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "fsdp_tp": fsdp_tp,
+    "tp_sequence": _in_sequence,
+    "expert": expert,
+}
+
+
+def _usual_axes(name: str, num: int) -> dict[str, int]:
+    """Sizes of the axes of a usual layout on so many devices; of an even number, one of two axes has two."""
+    few = 2 if num % 2 == 0 else 1
+    if name in ("dp", "fsdp"):
+        return {"batch": num}
+    if name == "hsdp":
+        return {"replica": few, "batch": num // few}
+    return {"batch": num // few, "model": few} if name == "fsdp_tp" else {"batch": few, "model": num // few}
+
+
+def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) -> list[Layout]:
+    """What `ts.prove` is asked for.
+
+    Args:
+        plans: As `ts.prove` takes them.
+        meshes: As `ts.prove` takes them.
+        batch_spec: For all of them; None for each one's own.
+
+    Raises:
+        TypeError: They are of the wrong kind.
+        ValueError: A name is none of the usual, or plans of the user's own come without a mesh.
+    """
+    chosen = _plans(plans)
+    if meshes is None:
+        if own := [name for name in chosen if chosen[name] is not USUAL.get(name)]:
+            raise ValueError(f"{caller()}: give meshes=[...] for the plans {', '.join(own)}: where they are to lie.")
+        num = jax.device_count()
+        pairs = [(name, make_mesh(None, topology=None, **_usual_axes(name, num))) for name in chosen]
+    else:
+        given = [meshes] if isinstance(meshes, Mesh) else meshes
+        check_kind("meshes", given, Sequence)
+        pairs = [(name, check_mesh(mesh)) for mesh in cast(Sequence[Mesh], given) for name in chosen]
+    return [
+        Layout(name, mesh, chosen[name], _batch_spec(name, mesh, batch_spec), plans is None) for name, mesh in pairs
+    ]
+
+
+def _batch_spec(name: str, mesh: Mesh, given: PartitionSpec | None) -> PartitionSpec | None:
+    return _HYBRID if given is None and name == "hsdp" and "replica" in mesh.shape else given
+
+
+def _plans(given: PyTree) -> Mapping[str, ShardingPlan | Recipe]:
+    if given is None:
+        return USUAL
+    if isinstance(given, Mapping):
+        for name, plan in cast(Mapping[object, object], given).items():
+            check_kind("a name in plans", name, str)
+            if not isinstance(plan, ShardingPlan) and not callable(plan):
+                raise TypeError(
+                    f"{caller()}: plans[{name!r}] must be a ShardingPlan, or a function of a model and a mesh that "
+                    f"makes one, such as ts.plans.fsdp; got {type(plan).__name__}."
+                )
+        return cast(Mapping[str, ShardingPlan | Recipe], given)
+    names = [given] if isinstance(given, str) else given
+    check_kind("plans", names, Sequence, hint='Plans of your own have names: {"mine": plan}.')
+    if strange := [name for name in cast(Sequence[object], names) if name not in USUAL]:
+        raise ValueError(
+            f"{caller()}: plans has {strange[0]!r}, which is none of {', '.join(map(repr, USUAL))}. Plans of your own "
+            'have names: plans={"mine": plan}, meshes=[mesh].'
+        )
+    return {name: USUAL[name] for name in cast(Sequence[str], names)}

@@ -1,0 +1,111 @@
+"""The table of proofs: a row for each layout, with how far each kind of value is from eager torch."""
+
+import dataclasses
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from torch_shard._common.caller import error_prefix
+from torch_shard._train import Comparison, Difference
+
+KINDS = ("loss", "metric", "gradient", "parameter", "buffer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One layout beside eager torch.
+
+    Attributes:
+        plan: Its name.
+        mesh: Its axes with their sizes.
+        dtype: In which both computed: "float64" where the rounding of "float32" hid too much.
+        compared: All values; None where the layout does not fit the model or the batch.
+        refused: Why it does not; else empty.
+    """
+
+    plan: str
+    mesh: str
+    dtype: str
+    compared: Comparison | None
+    refused: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every value is as close as rounding explains; what was refused does not hold."""
+        return self.compared is not None and all(row.worst <= self.compared.tolerance for row in self.compared.rows)
+
+    def worst(self, kind: str | None = None) -> Difference | None:
+        """The largest difference of a kind, or of all; None if there is no such value."""
+        rows = self.compared.rows if self.compared is not None else ()
+        return next((row for row in rows if kind in (None, row.kind)), None)  # the largest comes first
+
+
+@dataclasses.dataclass(frozen=True)
+class Proofs:
+    """What `ts.prove` found; print it with `rich.print` or `print`.
+
+    Attributes:
+        rows: One for each layout.
+        reference: What the others are compared with: "eager torch", or "one device" if the loss draws random numbers.
+        steps: How many each of them has trained.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> found = ts.prove(
+        ...     torch.nn.Linear(4, 2), lambda model, batch: model(batch).square().mean(), torch.ones(8, 4),
+        ...     plans=["dp", "expert"], meshes=[ts.make_mesh(batch=2, model=2)],
+        ... )
+        >>> [(row.plan, row.holds, row.refused[:46]) for row in found.rows]
+        [('dp', True, ''), ('expert', False, 'plans.expert: no entry of Linear holds several')]
+    """
+
+    rows: tuple[Proof, ...]
+    reference: str
+    steps: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether all layouts that fit the model hold, and one does fit."""
+        fitting = [row for row in self.rows if not row.refused]
+        return bool(fitting) and all(row.holds for row in fitting)
+
+    @error_prefix("raise_if_different")
+    def raise_if_different(self) -> None:
+        """Raise if a value of any layout is further from its reference than rounding explains.
+
+        Raises:
+            AssertionError: With the layouts, the names and how far they are apart; or none of the layouts fits.
+        """
+        if self.holds:
+            return
+        lines = [f"  {row.plan} on {row.mesh}: {_said(row)}" for row in self.rows if not row.holds]
+        raise AssertionError(f"these layouts do not give the numbers of {self.reference}:\n" + "\n".join(lines))
+
+    def __rich__(self) -> Table:
+        shown = [kind for kind in KINDS if any(row.worst(kind) for row in self.rows)]
+        title = f"Largest differences from {self.reference} after {self.steps} step{'s' * (self.steps != 1)}"
+        table = Table(title=title, caption="relative to the largest entry of the value")
+        for column in ("plan", "mesh", *shown, "in", ""):
+            table.add_column(column, justify="right" if column in KINDS else "left", overflow="fold")
+        for row in self.rows:
+            sizes = [f"{found.worst:.1e}" if (found := row.worst(kind)) else "" for kind in shown]
+            colour = "yellow" if row.refused else "green" if row.holds else "red"
+            verdict = "holds" if row.holds else _said(row)
+            table.add_row(row.plan, row.mesh, *sizes, "" if row.refused else row.dtype, verdict, style=colour)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=140)
+        console.print(self)
+        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _said(row: Proof) -> str:
+    """What is wrong with a row, in a line."""
+    if row.refused:
+        return f"does not fit: {row.refused.partition('. ')[0]}"
+    worst = row.worst()
+    beyond = [found for found in row.compared.rows if not found.worst <= row.compared.tolerance] if row.compared else []
+    more = f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+    return f"{worst.kind} {worst.name} is {worst.worst:.1e} apart{more}" if worst else ""

@@ -1,0 +1,200 @@
+"""Every way to lay a model over devices, proved against eager torch in one call."""
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch.utils import _pytree as torch_pytree
+
+from torch_shard._common.caller import public
+from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_call, check_count
+from torch_shard._common.wrappers import check_module
+from torch_shard._inspect.layouts import Layout, Recipe, layouts_of
+from torch_shard._inspect.proofs import Proof, Proofs
+from torch_shard._inspect.side_by_side import TorchOptimizer, keeping_gradients, train_in_torch, train_on_mesh
+from torch_shard._loss import check_loss_fn
+from torch_shard._optim import adamw, check_optimizer
+from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
+from torch_shard._train import ROUNDING, Comparison, TrainStep, Values, difference_of, make_train_step
+
+logger = logging.getLogger(__name__)
+
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""Of the largest entry: sums of some thousand terms in another order, through some layers and steps."""
+
+_ADAMW = {"lr": 1e-3, "eps": 1e-5}
+"""Adam divides a gradient by its size: with torch's eps of 1e-8, one that is only rounding becomes a whole step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """What is trained, the same for all layouts."""
+
+    model: torch.nn.Module
+    loss_fn: LossFn
+    batches: Sequence[PyTree]
+    optimizer: optax.GradientTransformation
+    torch_optimizer: TorchOptimizer
+    compute_dtype: torch.dtype | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one that rounds most."""
+        at_work = {p.dtype for p in self.model.parameters() if p.is_floating_point()} | {self.compute_dtype}
+        return max((d for d in at_work if d is not None), key=lambda d: torch.finfo(d).eps, default=torch.float32)
+
+    def step_on(self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None) -> TrainStep:
+        """A step for it."""
+        options: dict[str, Any] = {"batch_spec": batch_spec, "compute_dtype": self.compute_dtype}
+        optimizer = keeping_gradients(self.optimizer)
+        return make_train_step(self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+
+    @functools.cached_property
+    def alone(self) -> TrainStep:
+        """A step on one device."""
+        mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
+        return self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
+
+    @functools.cached_property
+    def draws_random(self) -> bool:
+        """Whether torch draws other numbers."""
+        return self.alone.draws_random
+
+    @functools.cached_property
+    def reference(self) -> list[Values]:
+        """The training by eager torch, or by one device where random numbers are drawn."""
+        if self.draws_random:
+            return train_on_mesh(self.alone, self.batches)
+        return train_in_torch(self.alone, self.batches, self.torch_optimizer)
+
+    def in_float64(self) -> "_Training":
+        """The same with a copy of the model and the batches in float64; call it with 64 bits enabled."""
+
+        def widened(leaf: PyTree) -> PyTree:
+            return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+        batches = [torch_pytree.tree_map(widened, batch) for batch in self.batches]
+        return dataclasses.replace(self, model=copy.deepcopy(self.model).double(), batches=batches)
+
+
+@public
+def prove(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    meshes: Sequence[Mesh] | Mesh | None = None,
+    plans: Mapping[str, ShardingPlan | Recipe] | Sequence[str] | None = None,
+    steps: int = 3,
+    optimizer: optax.GradientTransformation | None = None,
+    torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    batch_spec: PartitionSpec | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Proofs:
+    """Train copies of a model under each of several plans, and compare all values with eager torch.
+
+    A layout holds if loss, metrics, every gradient, and every parameter and buffer after each step are within 1e-5 of
+    eager torch's in float32, relative to the largest entry. Where they are not, both sides are repeated in float64,
+    where 1e-10 is allowed: what was rounding shrinks to nothing, an error stays. In mixed precision, and where the loss
+    cannot be repeated, the tolerance is that of `compare_with_torch`.
+
+    Args:
+        model: Any module with values, on the CPU or the jax device; it is left as it is. Make it small: eager torch
+            needs all of it on this host, and each layout compiles.
+        loss_fn: `loss_fn(model, batch)`, plain torch; returns what `make_train_step` takes. Metrics are compared too,
+            so that it may return outputs: `return loss, {"logits": logits}`. If it draws random numbers (dropout),
+            torch's are others than JAX's, so that one device is the reference.
+        batch: A pytree of CPU tensors, of global sizes, taken in each step.
+        meshes: Where the plans are to lie, each plan on each mesh. By default each of the usual layouts has a mesh of
+            its own, of all devices.
+        plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"expert"`; or plans
+            and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default all of the usual.
+        steps: How many to take.
+        optimizer: Of optax; by default AdamW with a rate of 1e-3 and an eps of 1e-5.
+        torch_optimizer: Makes torch's optimizer for the same rule from a list of parameters.
+        batch_spec: How each leaf of a batch is split, for all layouts. By default the leading dim over the mesh axis
+            `batch`, with `"hsdp"` over `replica` too.
+        compute_dtype: `torch.bfloat16` for mixed precision, as `make_train_step` takes it.
+
+    Returns:
+        A `Proofs`: a table with a row for each plan and mesh. One that does not fit the model or the batch says why
+        (heads that do not divide, no experts); it is no difference.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: A name is none of the usual layouts, the model is on the meta device, or one optimizer comes without
+            the other.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        >>> def loss_fn(model, batch):
+        ...     out = model(batch)
+        ...     return out.square().mean(), {"out": out}
+        >>> found = ts.prove(model, loss_fn, torch.ones(8, 4), plans=["fsdp", "fsdp_tp"])
+        >>> found.raise_if_different()
+    """
+    model = check_module("model", model)
+    check_loss_fn(loss_fn)
+    check_count("steps", steps)
+    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(f"prove: {meta[0]} is on the meta device. A proof needs values: model.to_empty(device='cpu').")
+    if (optimizer is None) != (torch_optimizer is None):
+        raise ValueError("prove: give optimizer and torch_optimizer both, for the same rule, or neither.")
+    if optimizer is not None:
+        check_optimizer(optimizer)
+        check_call("torch_optimizer", torch_optimizer, "params", hint="functools.partial(torch.optim.SGD, lr=0.1).")
+    rules = (optimizer or adamw(**_ADAMW), torch_optimizer or functools.partial(torch.optim.AdamW, **_ADAMW))
+    training = _Training(model, loss_fn, [batch] * steps, *rules, compute_dtype)
+    layouts = layouts_of(plans, meshes, batch_spec)
+    reference = "one device" if training.draws_random else "eager torch"
+    with jax.enable_x64(training.dtype == torch.float64 or jax.config.read("jax_enable_x64")):
+        rows = [_proved(training, layout) for layout in layouts]
+        if not training.draws_random and training.dtype == torch.float32:
+            rows = _again(training, layouts, rows)
+    return Proofs(tuple(rows), reference, steps)
+
+
+def _proved(training: _Training, layout: Layout) -> Proof:
+    """One layout, or why it does not fit."""
+    mesh = describe_mesh(layout.mesh)
+    try:
+        step = training.step_on(layout.mesh, layout.plan_for(training.model), layout.batch_spec)
+        found = train_on_mesh(step, training.batches)
+    except (ValueError, NotImplementedError) as error:
+        if not layout.is_usual:
+            raise
+        return Proof(layout.name, mesh, "", None, " ".join(str(error).split()))
+    reference, dtype = training.reference, training.dtype
+    rows = [difference_of(key, reference, None, found) for key in {**reference[-1], **found[-1]}]
+    compared = Comparison(
+        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
+        reference="one device" if training.draws_random else "eager torch",
+        mesh=f"mesh {mesh}",
+        tolerance=EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)),
+        losses=tuple(float(values["loss", "loss"]) for values in reference),
+    )
+    return Proof(layout.name, mesh, str(dtype).removeprefix("torch."), compared)
+
+
+def _again(training: _Training, layouts: Sequence[Layout], rows: Sequence[Proof]) -> list[Proof]:
+    """The rows, those that do not hold repeated in float64."""
+    if all(row.holds or row.refused for row in rows):
+        return list(rows)
+    with jax.enable_x64(True):
+        wide, found = training.in_float64(), list[Proof]()
+        for layout, row in zip(layouts, rows, strict=True):
+            try:
+                found.append(row if row.holds or row.refused else _proved(wide, layout))
+            except Exception:
+                logger.info("prove: the loss cannot be repeated in float64.", exc_info=True)
+                found.append(row)
+    return found
