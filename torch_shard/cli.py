@@ -258,7 +258,8 @@ def prove(
     target: Annotated[
         str,
         typer.Argument(
-            help="A Python file with model, loss_fn and batch; or llama-tiny, gemma3-tiny, mixtral-tiny, qwen3-moe-tiny."
+            help="A Python file with model, loss_fn and batch; or one of llama-tiny, gemma3-tiny, mixtral-tiny and "
+            "qwen3-moe-tiny."
         ),
     ],
     plans: Annotated[

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,23 +57,13 @@ class _Training:
         optimizer = keeping_gradients(self.optimizer)
         return make_train_step(self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, **options)
 
-    @functools.cached_property
-    def alone(self) -> TrainStep:
-        """A step on one device."""
+    def reference(self, *, in_torch: bool) -> list[Values]:
+        """The training by eager torch, or by one device."""
         mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
-        return self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
-
-    @functools.cached_property
-    def draws_random(self) -> bool:
-        """Whether torch draws other numbers."""
-        return self.alone.draws_random
-
-    @functools.cached_property
-    def reference(self) -> list[Values]:
-        """The training by eager torch, or by one device where random numbers are drawn."""
-        if self.draws_random:
-            return train_on_mesh(self.alone, self.batches)
-        return train_in_torch(self.alone, self.batches, self.torch_optimizer)
+        alone = self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
+        if in_torch:
+            return train_in_torch(alone, self.batches, self.torch_optimizer)
+        return train_on_mesh(alone, self.batches)
 
     def in_float64(self) -> "_Training":
         """The same with a copy of the model and the batches in float64; call it with 64 bits enabled."""
@@ -155,46 +145,66 @@ def prove(
     rules = (optimizer or adamw(**_ADAMW), torch_optimizer or functools.partial(torch.optim.AdamW, **_ADAMW))
     training = _Training(model, loss_fn, [batch] * steps, *rules, compute_dtype)
     layouts = layouts_of(plans, meshes, batch_spec)
-    reference = "one device" if training.draws_random else "eager torch"
     with jax.enable_x64(training.dtype == torch.float64 or jax.config.read("jax_enable_x64")):
-        rows = [_proved(training, layout) for layout in layouts]
-        if not training.draws_random and training.dtype == torch.float32:
-            rows = _again(training, layouts, rows)
-    return Proofs(tuple(rows), reference, steps)
+        rows, is_random = _proved(training, layouts)
+    again = {row for row in rows if not row.holds and not row.refused}
+    if again and not is_random and training.dtype == torch.float32:
+        exact = _in_float64(training, [layout for layout, row in zip(layouts, rows, strict=True) if row in again])
+        rows = [next(exact, row) if row in again else row for row in rows]
+    return Proofs(tuple(rows), "one device" if is_random else "eager torch", steps)
 
 
-def _proved(training: _Training, layout: Layout) -> Proof:
-    """One layout, or why it does not fit."""
-    mesh = describe_mesh(layout.mesh)
+def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof], bool]:
+    """The layouts, and whether random numbers were drawn."""
+    runs = [_run(training, layout) for layout in layouts]
+    is_random = any(isinstance(run, _Run) and run.is_random for run in runs)
+    fits = any(isinstance(run, _Run) for run in runs)
+    reference = training.reference(in_torch=not is_random) if fits else []
+    found = list[Proof]()
+    for layout, run in zip(layouts, runs, strict=True):
+        name, mesh = layout.name, describe_mesh(layout.mesh)
+        if isinstance(run, _Run):
+            compared = _compared(run.values, reference, training.dtype, f"mesh {mesh}")
+            found.append(Proof(name, mesh, str(training.dtype).removeprefix("torch."), compared))
+        else:
+            found.append(Proof(name, mesh, "", None, run))
+    return found, is_random
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What training under a layout gave, and whether it drew random numbers."""
+
+    values: list[Values]
+    is_random: bool
+
+
+def _run(training: _Training, layout: Layout) -> _Run | str:
+    """Train under a layout; why it does not fit, if it does not."""
     try:
         step = training.step_on(layout.mesh, layout.plan_for(training.model), layout.batch_spec)
-        found = train_on_mesh(step, training.batches)
+        return _Run(train_on_mesh(step, training.batches), step.draws_random)
     except (ValueError, NotImplementedError) as error:
         if not layout.is_usual:
             raise
-        return Proof(layout.name, mesh, "", None, " ".join(str(error).split()))
-    reference, dtype = training.reference, training.dtype
+        return " ".join(str(error).split())
+
+
+def _compared(found: list[Values], reference: list[Values], dtype: torch.dtype, mesh: str) -> Comparison:
     rows = [difference_of(key, reference, None, found) for key in {**reference[-1], **found[-1]}]
-    compared = Comparison(
+    return Comparison(
         rows=tuple(sorted(rows, key=lambda row: -row.worst)),
-        reference="one device" if training.draws_random else "eager torch",
-        mesh=f"mesh {mesh}",
+        reference="the reference",
+        mesh=mesh,
         tolerance=EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)),
         losses=tuple(float(values["loss", "loss"]) for values in reference),
     )
-    return Proof(layout.name, mesh, str(dtype).removeprefix("torch."), compared)
 
 
-def _again(training: _Training, layouts: Sequence[Layout], rows: Sequence[Proof]) -> list[Proof]:
-    """The rows, those that do not hold repeated in float64."""
-    if all(row.holds or row.refused for row in rows):
-        return list(rows)
-    with jax.enable_x64(True):
-        wide, found = training.in_float64(), list[Proof]()
-        for layout, row in zip(layouts, rows, strict=True):
-            try:
-                found.append(row if row.holds or row.refused else _proved(wide, layout))
-            except Exception:
-                logger.info("prove: the loss cannot be repeated in float64.", exc_info=True)
-                found.append(row)
-    return found
+def _in_float64(training: _Training, layouts: Sequence[Layout]) -> Iterator[Proof]:
+    """The same in float64; nothing if the loss cannot be repeated."""
+    try:
+        with jax.enable_x64(True):
+            yield from _proved(training.in_float64(), layouts)[0]
+    except Exception:
+        logger.info("prove: the loss cannot be repeated in float64.", exc_info=True)

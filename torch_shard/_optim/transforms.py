@@ -52,19 +52,20 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
         slots = [_slots(rule, leaf, flags) for leaf in leaves]
         names = dict.fromkeys(name for own in slots for name in own)
         by_name = {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
-        kept = {name: jnp.asarray(value, jnp.float32) for name, value in rule.kept.items()}
+        kept = {name: jnp.asarray(value, jnp.float32) for name, value in rule.kept.items()}  # as in torch
         return TransformState(jnp.zeros((), jnp.int32), kept, by_name)
 
     def update(grads: PyTree, state: TransformState, params: PyTree | None = None) -> tuple[PyTree, TransformState]:
         if params is None:
             raise ValueError(f"ts.optim.{kind.__name__.lower()} needs the parameters: update(grads, state, params).")
         count = state.steps + 1
-        given = {name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}
-        given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, jnp.float32)
-        scalars, kept = rule.coefficients(count.astype(jnp.float32), given, state.kept)
+        given = {name: jnp.asarray(value, float) for name, value in numbers.items()}  # float64 where JAX has it
+        given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, float)
+        scalars, kept = rule.coefficients(count.astype(float), given, state.kept)
         own = functools.partial(update_tensor, rule, flags, scalars=scalars)
         updates, slots = _updated(own, grads, params, state.slots)
-        return updates, TransformState(count, dict(kept), slots)
+        kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
+        return updates, TransformState(count, kept, slots)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 

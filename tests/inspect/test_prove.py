@@ -1,0 +1,132 @@
+"""Every usual layout against eager torch: what is right holds, what is planted is found, what does not fit is said."""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+from tests.tables.cases import make_mesh
+from tests.tables.hf_models import HF_MODELS
+from torch_shard._inspect.layouts import USUAL
+from torch_shard._inspect.tiny import TINY, loss_with_logits, tiny
+
+
+def mlp(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4), *more)
+
+
+def with_outputs(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = model(batch)
+    return (out - batch).square().mean(), {"out": out}
+
+
+def proofs(model: nn.Module, loss_fn: Any = with_outputs, **options: Any) -> ts.Proofs:
+    torch.manual_seed(1)
+    return ts.prove(model, loss_fn, torch.randn(8, 4), **options)
+
+
+# The largest of each kind that has parts of its own: ties and fused projections, windows, soft caps, experts, norms of
+# batches; the other families are rows of docs/proof.md.
+MODELS = ["GPT2", "Llama", "Gemma2", "Mixtral"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_hub_hold_under_every_usual_layout(name: str) -> None:
+    case = next(model for model in HF_MODELS if model.name == name).cases()[0]
+    found = ts.prove(case.model(), loss_with_logits, case.batches(1)[0])
+    found.raise_if_different()
+    fitting = {row.plan for row in found.rows if not row.refused}
+    assert fitting == set(USUAL) - ({"expert"} if name != "Mixtral" else set())
+    assert {row.kind for row in found.rows[0].compared.rows} >= {"loss", "metric", "gradient", "parameter"}
+
+
+@pytest.mark.slow  # others of these are models of the hub above
+@pytest.mark.parametrize("name", TINY)
+def test_models_that_the_command_knows_hold(name: str) -> None:
+    found = ts.prove(*tiny(name))
+    found.raise_if_different()
+
+
+def test_norms_of_batches_hold_and_the_model_stays_as_it_is() -> None:
+    model = mlp(nn.BatchNorm1d(4)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = proofs(model, plans=["dp", "fsdp_tp"])
+    found.raise_if_different()
+    assert {row.kind for row in found.rows[0].compared.rows} >= {"buffer"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_wrong_update_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = optax.apply_updates
+    monkeypatch.setattr(
+        optax, "apply_updates", lambda params, updates: wrong(params, jax.tree.map(lambda u: 1.1 * u, updates))
+    )
+    found = proofs(mlp(), plans=["dp", "fsdp"])
+    assert not found.holds
+    with pytest.raises(AssertionError, match=r"eager torch:\n  dp on \(batch=8\): .* apart, and"):
+        found.raise_if_different()
+    assert "apart" in str(found)
+
+
+def test_rounding_that_a_model_magnifies_is_repeated_in_float64() -> None:
+    def steep(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return (1e5 * (out.mean() - out.flatten().flip(0).mean()) + out.sum()).square()
+
+    found = proofs(mlp(), steep, plans=["fsdp"])
+    found.raise_if_different()
+    assert [row.dtype for row in found.rows] == ["float64"]
+
+
+def test_models_in_float64_are_exact() -> None:
+    torch.manual_seed(1)
+    found = ts.prove(mlp().double(), with_outputs, torch.randn(8, 4).double(), plans=["fsdp_tp"])
+    found.raise_if_different()
+    assert found.rows[0].compared.tolerance == 1e-10
+
+
+def test_bfloat16_has_the_tolerance_of_bfloat16() -> None:
+    found = proofs(mlp(), plans=["fsdp"], compute_dtype=torch.bfloat16, steps=1)
+    found.raise_if_different()
+    assert found.rows[0].compared.tolerance == 3e-2
+
+
+def test_dropout_is_compared_with_one_device() -> None:
+    found = proofs(mlp(nn.Dropout(0.5)).train(), plans=["fsdp", "fsdp_tp"])
+    found.raise_if_different()
+    assert found.reference == "one device"
+
+
+def test_plans_and_optimizers_of_the_users_own() -> None:
+    plan = ts.ShardingPlan({"0.weight": P("model", None)}, default=P())
+    sgd = {"optimizer": optax.sgd(0.1), "torch_optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    meshes = [make_mesh((4, 2)), make_mesh((2, 4))]
+    found = proofs(mlp(), plans={"mine": plan, "recipe": ts.plans.fsdp}, meshes=meshes, **sgd)
+    found.raise_if_different()
+    assert [(row.plan, row.mesh) for row in found.rows] == [
+        (plan, mesh) for mesh in ("(batch=4, model=2)", "(batch=2, model=4)") for plan in ("mine", "recipe")
+    ]
+
+
+def test_what_does_not_fit_says_why_and_is_no_difference() -> None:
+    found = proofs(mlp(), plans=None)
+    assert found.holds
+    refused = {row.plan: row.refused for row in found.rows if row.refused}
+    assert refused["expert"].startswith("plans.expert: no entry of Sequential holds several experts")
+    assert refused["tp_sequence"].startswith("plans.fsdp_tp: sequence=True, and Sequential has no ModuleList")
+    assert "does not fit: plans.expert" in str(found)
+
+
+def test_a_batch_that_fits_nowhere_is_said() -> None:
+    found = ts.prove(mlp(), with_outputs, torch.ones(7, 4))
+    with pytest.raises(
+        AssertionError, match=r"dp on \(batch=8\): does not fit: make_train_step: the batch cannot be split"
+    ):
+        found.raise_if_different()
