@@ -155,6 +155,10 @@ def compare(**options):
 comparison = functools.cache(compare)
 
 
+def prove(**options):
+    return ts.prove(**{"model": Net(), "loss_fn": mse, "batch": X, **options})
+
+
 @functools.cache
 def weights():
     return ts.export_safetensors(Net(), tempfile.mkdtemp())
@@ -189,7 +193,7 @@ NAMES: dict[str, Any] = {
         "re": re,
         "Checkpointer": ts.Checkpointer,
     },
-    **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, restore, fit, compare)},
+    **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, restore, fit, compare, prove)},
     **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws, infers)},
     **{fn.__name__: fn for fn in (in_inference, in_explicit)},
 }
@@ -754,6 +758,25 @@ REFUSED: dict[str, dict[str, str]] = {
         "comparison.raise_if_different(-1)": "ValueError: raise_if_different: rtol must be a number of at least 0, got -1.",
         'comparison.raise_if_different(float("nan"))': "ValueError: raise_if_different: rtol must be a number of at least 0, got nan.",
         "comparison.raise_if_different(True)": "ValueError: raise_if_different: rtol must be a number of at least 0, got True.",
+    },
+    "prove": {
+        "prove(model=None)": "TypeError: prove: model must be a Module, got NoneType.",
+        'prove(model=Net().to("meta"))': "ValueError: prove: layer.weight is on the meta device. A proof needs values",
+        "prove(loss_fn=None)": "TypeError: prove: loss_fn must be a Callable, got NoneType.",
+        "prove(steps=0)": "ValueError: prove: steps must be a positive integer, got 0.",
+        'prove(plans="fdsp")': "ValueError: prove: plans has 'fdsp', which is none of 'dp', 'fsdp', 'hsdp', 'fsdp_tp',",
+        "prove(plans=3)": "TypeError: prove: plans must be a Sequence, got int.",
+        'prove(plans={"mine": 3})': "TypeError: prove: plans['mine'] must be a ShardingPlan, or a function of a model and a mesh",
+        "prove(plans={3: ts.plans.fsdp}, meshes=[mesh])": "TypeError: prove: a name in plans must be a str, got int.",
+        'prove(plans={"mine": plan})': "ValueError: prove: give meshes=[...] for the plans mine: where they are to lie.",
+        "prove(meshes=3)": "TypeError: prove: meshes must be a Sequence, got int.",
+        "prove(meshes=[None])": "TypeError: prove: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
+        'prove(plans=["hsdp"], meshes=[mesh])': 'ValueError: plans.hsdp: on the mesh (batch=2): replicate="replica" names no axis of it.',
+        "prove(optimizer=sgd)": "ValueError: prove: give optimizer and torch_optimizer both, for the same rule, or neither.",
+        'prove(optimizer="sgd", torch_optimizer=torch.optim.SGD)': "TypeError: prove: optimizer must be an optimizer of torch.optim, such as",
+        'prove(optimizer=sgd, torch_optimizer="sgd")': "TypeError: prove: torch_optimizer must be a Callable, got str.",
+        "prove(batch_spec=3)": "TypeError: make_train_step: batch_spec must be a P or a Mapping or None, got int.",
+        "prove(compute_dtype=torch.float16)": "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got torch.float16.",
     },
     "explain_capture": {
         "ts.explain_capture(None, mse, x)": "TypeError: explain_capture: model must be a Module, got NoneType.",

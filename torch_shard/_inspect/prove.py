@@ -116,12 +116,12 @@ def prove(
 
     Returns:
         A `Proofs`: a table with a row for each plan and mesh. One that does not fit the model or the batch says why
-        (heads that do not divide, no experts); it is no difference.
+        (heads that do not divide, no experts); it is no difference, but if none fits, that is an error.
 
     Raises:
         TypeError: An argument is of the wrong kind.
-        ValueError: A name is none of the usual layouts, the model is on the meta device, or one optimizer comes without
-            the other.
+        ValueError: A name is none of the usual layouts, the model is on the meta device, one optimizer comes without
+            the other, or nothing fits the model and the batch.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -157,9 +157,11 @@ def prove(
 def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof], bool]:
     """The layouts, and whether random numbers were drawn."""
     runs = [_run(training, layout) for layout in layouts]
+    errors = [run for run in runs if not isinstance(run, _Run)]
+    if len(errors) == len(layouts):
+        raise errors[0]
     is_random = any(isinstance(run, _Run) and run.is_random for run in runs)
-    fits = any(isinstance(run, _Run) for run in runs)
-    reference = training.reference(in_torch=not is_random) if fits else []
+    reference = training.reference(in_torch=not is_random)
     found = list[Proof]()
     for layout, run in zip(layouts, runs, strict=True):
         name, mesh = layout.name, describe_mesh(layout.mesh)
@@ -167,7 +169,7 @@ def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof]
             compared = _compared(run.values, reference, training.dtype, f"mesh {mesh}")
             found.append(Proof(name, mesh, str(training.dtype).removeprefix("torch."), compared))
         else:
-            found.append(Proof(name, mesh, "", None, run))
+            found.append(Proof(name, mesh, "", None, " ".join(str(run).split())))
     return found, is_random
 
 
@@ -179,7 +181,7 @@ class _Run:
     is_random: bool
 
 
-def _run(training: _Training, layout: Layout) -> _Run | str:
+def _run(training: _Training, layout: Layout) -> _Run | Exception:
     """Train under a layout; why it does not fit, if it does not."""
     try:
         step = training.step_on(layout.mesh, layout.plan_for(training.model), layout.batch_spec)
@@ -187,7 +189,7 @@ def _run(training: _Training, layout: Layout) -> _Run | str:
     except (ValueError, NotImplementedError) as error:
         if not layout.is_usual:
             raise
-        return " ".join(str(error).split())
+        return error
 
 
 def _compared(found: list[Values], reference: list[Values], dtype: torch.dtype, mesh: str) -> Comparison:
