@@ -124,6 +124,12 @@ def test_what_does_not_fit_says_why_and_is_no_difference() -> None:
     assert "does not fit: plans.expert" in str(found)
 
 
+def test_what_was_asked_for_and_does_not_fit_fails() -> None:
+    found = proofs(mlp(), plans=["dp", "expert"])
+    with pytest.raises(AssertionError, match=r"expert on \(batch=2, model=4\): does not fit: plans.expert: no entry"):
+        found.raise_if_different()
+
+
 def test_a_batch_that_fits_nowhere_is_an_error() -> None:
     with pytest.raises(ValueError, match="make_train_step: the batch cannot be split"):
         ts.prove(mlp(), with_outputs, torch.ones(7, 4))

@@ -84,7 +84,7 @@ def _note(out: pathlib.Path, name: str, found: dict[str, Any]) -> None:
     part.replace(out)
 
 
-def run(names: list[str], out: pathlib.Path) -> dict[str, Any]:
+def run(names: list[str], out: pathlib.Path, module: str = "tests.zoo.report") -> dict[str, Any]:
     """Run rows in a process that is started again where a row ends it."""
     left = list(names)
     while left:
@@ -92,7 +92,7 @@ def run(names: list[str], out: pathlib.Path) -> dict[str, Any]:
         for name in left:
             known.pop(name, None)
         out.write_text(json.dumps(known, indent=1))
-        child = subprocess.Popen([sys.executable, "-m", "tests.zoo.report", "--work", str(out), *left])
+        child = subprocess.Popen([sys.executable, "-m", module, "--work", str(out), *left])
         _wait(child, out, left)
         done = _read(out)
         left = [name for name in left if name not in done]

@@ -116,7 +116,8 @@ def prove(
 
     Returns:
         A `Proofs`: a table with a row for each plan and mesh. One that does not fit the model or the batch says why
-        (heads that do not divide, no experts); it is no difference, but if none fits, that is an error.
+        (heads that do not divide, no experts); it fails if it was asked for by `plans`, and if none fits, that is an
+        error.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -147,7 +148,7 @@ def prove(
     layouts = layouts_of(plans, meshes, batch_spec)
     with jax.enable_x64(training.dtype == torch.float64 or jax.config.read("jax_enable_x64")):
         rows, is_random = _proved(training, layouts)
-    again = {row for row in rows if not row.holds and not row.refused}
+    again = [row for row in rows if not row.holds and not row.refused]
     if again and not is_random and training.dtype == torch.float32:
         exact = _in_float64(training, [layout for layout, row in zip(layouts, rows, strict=True) if row in again])
         rows = [next(exact, row) if row in again else row for row in rows]
@@ -169,7 +170,8 @@ def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof]
             compared = _compared(run.values, reference, training.dtype, f"mesh {mesh}")
             found.append(Proof(name, mesh, str(training.dtype).removeprefix("torch."), compared))
         else:
-            found.append(Proof(name, mesh, "", None, " ".join(str(run).split())))
+            why = " ".join(str(run).split())
+            found.append(Proof(name, mesh, "", None, why, need_not_fit=layout.is_usual))
     return found, is_random
 
 
@@ -187,8 +189,6 @@ def _run(training: _Training, layout: Layout) -> _Run | Exception:
         step = training.step_on(layout.mesh, layout.plan_for(training.model), layout.batch_spec)
         return _Run(train_on_mesh(step, training.batches), step.draws_random)
     except (ValueError, NotImplementedError) as error:
-        if not layout.is_usual:
-            raise
         return error
 
 

@@ -1,0 +1,20 @@
+"""Models of the hub under every usual plan: the rows of docs/proof.md."""
+
+import pytest
+import torch
+
+import torch_shard as ts
+from tests.proofs.report import PAGE, RESULTS, _read, page
+from tests.proofs.rows import TABLE
+
+
+@pytest.mark.slow  # tests/inspect/test_prove.py has some of them
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("name", TABLE)
+def test_every_usual_plan_gives_the_numbers_of_torch(name: str) -> None:
+    torch.manual_seed(0)
+    ts.prove(*TABLE[name].build()).raise_if_different()
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert PAGE.read_text() == page(_read(RESULTS))
