@@ -1,5 +1,7 @@
 """The kernels of attention, interpreted on the CPU, against eager torch; and which program has them."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +35,26 @@ def segments(kind: str) -> tuple[torch.Tensor, ...]:
     return keys, keys
 
 
+def assert_runs_once_and_is(
+    given: Sequence[torch.Tensor], seen: Seen, grad: torch.Tensor, wanted: list[torch.Tensor], **about: Any
+) -> None:
+    """The output and the gradients of q, k, v and sinks; the two passes are three kernels, interpreted."""
+    segments = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
+
+    def run(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> list[jax.Array]:
+        kernel = splash(q, k, v, segments, **about, interpret=True)
+        out, log_total = kernel.forward(q, k, v, sinks)
+        return [out, *kernel.backward(grad, (q, k, v, out, log_total), sinks)]
+
+    arrays = [jnp.asarray(x.numpy()) for x in (grad, *given)]
+    with jax.default_matmul_precision("highest"), jax.checking_leaks():
+        assert str(jax.make_jaxpr(run)(*arrays)).count("= pallas_call[") == 3
+        out, *gradients = run(*arrays)
+    np.testing.assert_allclose(out, wanted[0].detach(), **CLOSE)
+    for found, gradient in zip(gradients, wanted[1:], strict=True):
+        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+
+
 BANDS = {"all": (None, None), "causal": (None, 0), "window": (39, 0), "both sides": (30, 20)}
 
 
@@ -58,15 +80,7 @@ def test_splash_equals_eager_torch(name: str, kind: str) -> None:
         )
         gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        given = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
-        with jax.default_matmul_precision("highest"):
-            return splash(q, k, v, given, scale=0.1, band=band, interpret=True)
-
-    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in (q, k, v)))
-    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
-    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
-        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+    assert_runs_once_and_is((q, k, v), seen, weights, [wanted, *gradients], scale=0.1, band=band)
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
@@ -85,14 +99,8 @@ def test_splash_with_a_soft_cap_and_sinks_equals_eager_torch(name: str, cap: flo
     wanted = torch.cat([scores, *sinks], -1).softmax(-1)[..., :LENGTH] @ many[1]
     gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            return splash(q, k, v, (), sinks, scale=0.1, band=BANDS[name], cap=cap, interpret=True)
-
-    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in given))
-    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
-    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
-        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+    about: Any = {"scale": 0.1, "band": BANDS[name], "cap": cap}
+    assert_runs_once_and_is(given, Seen(*BANDS[name]), weights, [wanted, *gradients], **about)
 
 
 class Block(torch.nn.Module):
@@ -140,12 +148,15 @@ def compiled(heads: int, **options: Any) -> str:
     return lowered(Model(heads), **options).compile().as_text() or ""
 
 
-@pytest.mark.parametrize("heads", [2, 1])
-def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
-    """For each layer forward, backward by keys and backward by queries: rows and heads of one device of four."""
-    text = compiled(heads, compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize(("heads", "options", "kernels"), [(2, {}, 6), (1, {}, 6), (2, {"scan_layers": True}, 3)])
+def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int, options: Any, kernels: int) -> None:
+    """For each layer forward, backward by keys and backward by queries: rows and heads of one device of four.
+
+    In loops too, one of which is not seen by the other: the kernel's results are handed on.
+    """
+    text = compiled(heads, compute_dtype=torch.bfloat16, **options)
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "splash" in line]
-    assert len(calls) == 2 * 3
+    assert len(calls) == kernels
     assert all("bf16[2,2,640,128]" in line for line in calls)
     assert ",640,640]" not in "".join(line for line in text.splitlines() if "f32[" in line)
 
@@ -153,12 +164,45 @@ def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
 @pytest.mark.parametrize("length", [640, 577])
 def test_attention_to_all_keys_has_the_kernel(length: int) -> None:
     text = lowered(Model(is_causal=False), length, compute_dtype=torch.bfloat16).as_text()
-    assert text.count("@tpu_custom_call") == 4  # forward, and once more with both of the backward pass; of both layers
+    assert text.count("@tpu_custom_call") == 3  # forward, and both of the backward pass; of both layers
     assert not any(f"{length}x{length}x{dtype}" in text for dtype in ("f32", "bf16"))
 
 
 def test_float32_keeps_its_own_precision() -> None:
     assert "tpu_custom_call" not in lowered(Model()).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Gemma2", "GptOss"])
+def test_soft_caps_and_sinks_are_compiled_by_mosaic(kind: str) -> None:
+    """Two layers with their models' own heads: one sees a window, one all tokens before."""
+    transformers = pytest.importorskip("transformers")
+    heads: dict[str, Any] = {"Gemma2": (8, 4, 256), "GptOss": (64, 8, 64)}
+    own = {"Gemma2": {"sliding_window": 512}, "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads[kind], strict=True)),
+        vocab_size=256,
+        **own[kind],
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    step = ts.make_train_step(
+        model,
+        lambda model, ids: model(input_ids=ids, use_cache=False).logits.float().square().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+    )
+    preview = step.preview(torch.empty(4, 1024, dtype=torch.int64, device="meta"))
+    assert preview.compiled is not None
+    text = preview.compiled.as_text() or ""
+    assert len(re.findall(r"%splash_mha_fwd\w*[.\d]* = .* custom-call", text)) == 2
+    assert len(re.findall(r"%splash_mha_d(?:q|kv)\w*[.\d]* = .* custom-call", text)) == 4
+    assert not re.search(r"\[\d+,\d+,1024,1024\]", text)
 
 
 @pytest.mark.slow
