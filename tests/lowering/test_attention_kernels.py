@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_shard as ts
 from torch_shard._capture import Seen
-from torch_shard._lowering.ops.attention_kernels import splash
+from torch_shard._lowering.ops.attention_kernels import Kernel, splash
 
 LENGTH = 150  # padded to two blocks
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order
@@ -101,6 +101,42 @@ def test_splash_with_a_soft_cap_and_sinks_equals_eager_torch(name: str, cap: flo
 
     about: Any = {"scale": 0.1, "band": BANDS[name], "cap": cap}
     assert_runs_once_and_is(given, Seen(*BANDS[name]), weights, [wanted, *gradients], **about)
+
+
+def written(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.softmax(q @ k.mT) @ v
+
+
+@pytest.mark.parametrize(("keeps_total", "runs"), [(True, 1), (False, 2)])
+def test_only_a_kernel_that_keeps_something_else_runs_twice(keeps_total: bool, runs: int) -> None:
+    """Kernels in plain JAX, whose derivatives keep an empty array too, as cuDNN's does."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        scores = q @ k.mT
+        total = jax.nn.logsumexp(scores, -1)
+        out = jnp.exp(scores - total[..., None]) @ v
+        return out, (q, k, v, jnp.zeros(0), total if keeps_total else (total, scores), out)
+
+    def backward(saved: Any, grad: jax.Array) -> Any:
+        q, k, v, _, kept, out = saved
+        total, scores = (kept, q @ k.mT) if keeps_total else kept
+        weights = jnp.exp(scores - total[..., None])
+        grads = weights * (grad @ v.mT - (grad * out).sum(-1, keepdims=True))
+        return grads @ k, grads.mT @ q, weights.mT @ grad
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    kernel = Kernel(lambda _, *qkv: attend(*qkv), (), lambda q, k, v: (q, k, v), lambda out: out)
+
+    def run(grad: jax.Array, *qkv: jax.Array) -> list[jax.Array]:
+        out, log_total = kernel.forward(*qkv)
+        return [out, *kernel.backward(grad, (*qkv, out, log_total))]
+
+    given = jax.random.normal(jax.random.key(0), (4, 2, 3, 5, 8))
+    assert str(jax.make_jaxpr(run)(*given)).count("= reduce_max[") == runs
+    out, pull = jax.vjp(written, *given[1:])
+    for found, wanted in zip(run(*given), (out, *pull(given[0])), strict=True):
+        np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
 class Block(torch.nn.Module):

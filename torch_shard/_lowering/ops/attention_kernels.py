@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from torch_shard._common.axes import manual_axes
@@ -71,7 +72,7 @@ class Kernel:
             padding = [(0, 0), (0, 0), (0, own[0].shape[2] - log_total.shape[2])]
             rows = jnp.pad(log_total, padding, constant_values=jnp.inf)  # no weights
             (tree, places), known = about, [*jax.tree.leaves((given, self.others, unfinish(out))), rows]
-            pull = jax.tree.unflatten(tree, [known[place] for place in places])
+            pull = jax.tree.unflatten(tree, [known[at] if isinstance(at, int) else at for at in places])
         else:  # it keeps something else for itself
             pull = jax.vjp(functools.partial(self.run, self.others), *given)[1]
         found = pull(*unfinish(grad))
@@ -80,13 +81,14 @@ class Kernel:
     def _derivative(self, given, others):
         """The output; what the derivative keeps of its own; its structure; and of each leaf which value it is.
 
-        Values are numbered as `(given, others, output)` are, and by -1 if they are its own.
+        Values are numbered as `(given, others, output)` are, and by -1 if they are its own; empty ones are themselves.
         """
         out, pull = jax.vjp(functools.partial(self.run, others), *given)
         leaves, tree = jax.tree.flatten(pull)
         known = {id(value): number for number, value in enumerate(jax.tree.leaves((given, others, out)))}
-        own = [leaf for leaf in leaves if id(leaf) not in known]
-        return out, own, tree, [known.get(id(leaf), -1) for leaf in leaves]
+        own = [leaf for leaf in leaves if id(leaf) not in known and leaf.size]
+        places = [known.get(id(x), -1 if x.size else np.zeros(x.shape, x.dtype)) for x in leaves]
+        return out, own, tree, places
 
 
 def _is_by_row(own, q):
