@@ -1,5 +1,7 @@
 """The kernels of attention, interpreted on the CPU, against eager torch; and which program has them."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from torch import nn
 
 import torch_shard as ts
 from torch_shard._capture import Seen
-from torch_shard._lowering.ops.attention_kernels import splash
+from torch_shard._lowering.ops.attention_kernels import Kernel, splash
 
 LENGTH = 150  # padded to two blocks
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of a hundred terms in another order
@@ -31,6 +33,26 @@ def segments(kind: str) -> tuple[torch.Tensor, ...]:
         return torch.ones_like(keys), keys
     keys[:, 70:] = 2
     return keys, keys
+
+
+def assert_runs_once_and_is(
+    given: Sequence[torch.Tensor], seen: Seen, grad: torch.Tensor, wanted: list[torch.Tensor], **about: Any
+) -> None:
+    """The output and the gradients of q, k, v and sinks; the two passes are three kernels, interpreted."""
+    segments = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
+
+    def run(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> list[jax.Array]:
+        kernel = splash(q, k, v, segments, **about, interpret=True)
+        out, log_total = kernel.forward(q, k, v, sinks)
+        return [out, *kernel.backward(grad, (q, k, v, out, log_total), sinks)]
+
+    arrays = [jnp.asarray(x.numpy()) for x in (grad, *given)]
+    with jax.default_matmul_precision("highest"), jax.checking_leaks():
+        assert str(jax.make_jaxpr(run)(*arrays)).count("= pallas_call[") == 3
+        out, *gradients = run(*arrays)
+    np.testing.assert_allclose(out, wanted[0].detach(), **CLOSE)
+    for found, gradient in zip(gradients, wanted[1:], strict=True):
+        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
 
 
 BANDS = {"all": (None, None), "causal": (None, 0), "window": (39, 0), "both sides": (30, 20)}
@@ -58,15 +80,7 @@ def test_splash_equals_eager_torch(name: str, kind: str) -> None:
         )
         gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        given = tuple(jnp.asarray(numbers.numpy()) for numbers in seen.segments)
-        with jax.default_matmul_precision("highest"):
-            return splash(q, k, v, given, scale=0.1, band=band, interpret=True)
-
-    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in (q, k, v)))
-    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
-    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
-        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+    assert_runs_once_and_is((q, k, v), seen, weights, [wanted, *gradients], scale=0.1, band=band)
 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
@@ -85,14 +99,44 @@ def test_splash_with_a_soft_cap_and_sinks_equals_eager_torch(name: str, cap: flo
     wanted = torch.cat([scores, *sinks], -1).softmax(-1)[..., :LENGTH] @ many[1]
     gradients = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            return splash(q, k, v, (), sinks, scale=0.1, band=BANDS[name], cap=cap, interpret=True)
+    about: Any = {"scale": 0.1, "band": BANDS[name], "cap": cap}
+    assert_runs_once_and_is(given, Seen(*BANDS[name]), weights, [wanted, *gradients], **about)
 
-    out, pull = jax.vjp(run, *(jnp.asarray(x.numpy()) for x in given))
-    np.testing.assert_allclose(out, wanted.detach(), **CLOSE)
-    for found, gradient in zip(pull(jnp.asarray(weights.numpy())), gradients, strict=True):
-        np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=1e-4)  # sums over heads and queries
+
+def written(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.softmax(q @ k.mT) @ v
+
+
+@pytest.mark.parametrize(("keeps_total", "runs"), [(True, 1), (False, 2)])
+def test_only_a_kernel_that_keeps_something_else_runs_twice(keeps_total: bool, runs: int) -> None:
+    """Kernels in plain JAX, whose derivatives keep an empty array too, as cuDNN's does."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        scores = q @ k.mT
+        total = jax.nn.logsumexp(scores, -1)
+        out = jnp.exp(scores - total[..., None]) @ v
+        return out, (q, k, v, jnp.zeros(0), total if keeps_total else (total, scores), out)
+
+    def backward(saved: Any, grad: jax.Array) -> Any:
+        q, k, v, _, kept, out = saved
+        total, scores = (kept, q @ k.mT) if keeps_total else kept
+        weights = jnp.exp(scores - total[..., None])
+        grads = weights * (grad @ v.mT - (grad * out).sum(-1, keepdims=True))
+        return grads @ k, grads.mT @ q, weights.mT @ grad
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    kernel = Kernel(lambda _, *qkv: attend(*qkv), (), lambda q, k, v: (q, k, v), lambda out: out)
+
+    def run(grad: jax.Array, *qkv: jax.Array) -> list[jax.Array]:
+        out, log_total = kernel.forward(*qkv)
+        return [out, *kernel.backward(grad, (*qkv, out, log_total))]
+
+    given = jax.random.normal(jax.random.key(0), (4, 2, 3, 5, 8))
+    assert str(jax.make_jaxpr(run)(*given)).count("= reduce_max[") == runs
+    out, pull = jax.vjp(written, *given[1:])
+    for found, wanted in zip(run(*given), (out, *pull(given[0])), strict=True):
+        np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
 class Block(torch.nn.Module):
@@ -140,12 +184,15 @@ def compiled(heads: int, **options: Any) -> str:
     return lowered(Model(heads), **options).compile().as_text() or ""
 
 
-@pytest.mark.parametrize("heads", [2, 1])
-def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
-    """For each layer forward, backward by keys and backward by queries: rows and heads of one device of four."""
-    text = compiled(heads, compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize(("heads", "options", "kernels"), [(2, {}, 6), (1, {}, 6), (2, {"scan_layers": True}, 3)])
+def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int, options: Any, kernels: int) -> None:
+    """For each layer forward, backward by keys and backward by queries: rows and heads of one device of four.
+
+    In loops too, one of which is not seen by the other: the kernel's results are handed on.
+    """
+    text = compiled(heads, compute_dtype=torch.bfloat16, **options)
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "splash" in line]
-    assert len(calls) == 2 * 3
+    assert len(calls) == kernels
     assert all("bf16[2,2,640,128]" in line for line in calls)
     assert ",640,640]" not in "".join(line for line in text.splitlines() if "f32[" in line)
 
@@ -153,12 +200,45 @@ def test_a_step_for_tpus_has_the_kernel_on_each_device(heads: int) -> None:
 @pytest.mark.parametrize("length", [640, 577])
 def test_attention_to_all_keys_has_the_kernel(length: int) -> None:
     text = lowered(Model(is_causal=False), length, compute_dtype=torch.bfloat16).as_text()
-    assert text.count("@tpu_custom_call") == 4  # forward, and once more with both of the backward pass; of both layers
+    assert text.count("@tpu_custom_call") == 3  # forward, and both of the backward pass; of both layers
     assert not any(f"{length}x{length}x{dtype}" in text for dtype in ("f32", "bf16"))
 
 
 def test_float32_keeps_its_own_precision() -> None:
     assert "tpu_custom_call" not in lowered(Model()).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Gemma2", "GptOss"])
+def test_soft_caps_and_sinks_are_compiled_by_mosaic(kind: str) -> None:
+    """Two layers with their models' own heads: one sees a window, one all tokens before."""
+    transformers = pytest.importorskip("transformers")
+    heads: dict[str, Any] = {"Gemma2": (8, 4, 256), "GptOss": (64, 8, 64)}
+    own = {"Gemma2": {"sliding_window": 512}, "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads[kind], strict=True)),
+        vocab_size=256,
+        **own[kind],
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    step = ts.make_train_step(
+        model,
+        lambda model, ids: model(input_ids=ids, use_cache=False).logits.float().square().mean(),
+        optax.sgd(0.1),
+        mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
+        plan=ts.ShardingPlan({}, default=P()),
+        compute_dtype=torch.bfloat16,
+    )
+    preview = step.preview(torch.empty(4, 1024, dtype=torch.int64, device="meta"))
+    assert preview.compiled is not None
+    text = preview.compiled.as_text() or ""
+    assert len(re.findall(r"%splash_mha_fwd\w*[.\d]* = .* custom-call", text)) == 2
+    assert len(re.findall(r"%splash_mha_d(?:q|kv)\w*[.\d]* = .* custom-call", text)) == 4
+    assert not re.search(r"\[\d+,\d+,1024,1024\]", text)
 
 
 @pytest.mark.slow

@@ -110,8 +110,8 @@ def loss_of(model: Attention, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "kernels", "says"),
     [
-        ({}, 4, ""),  # forward, and once more with both of the backward pass
-        ({"weights": True}, 4, "it is written out"),  # the weights alone
+        ({}, 3, ""),  # forward, and both of the backward pass
+        ({"weights": True}, 3, "it is written out"),  # the weights alone
         ({"padded": True}, 0, "its mask is no constant triangle or window, but depends on the batch"),
         ({"dropout": 0.1}, 0, "it drops weights (dropout=0.1) and is written out"),
         ({"scaling": torch.tensor(0.5)}, 0, "are not as kernels take them"),

@@ -69,7 +69,10 @@ class LayerOptions:
         count = sum(len(group.members) for group in self.groups(model) if group.refused is None)
         if not 0 < count <= FEW:
             return self
-        why = f"on TPU up to {FEW} layers, here {count}, are faster one by one; scan_layers=True makes loops"
+        why = (
+            f"on TPU up to {FEW} layers, here {count}, are faster one by one, and compile two to three times as long; "
+            "scan_layers=True makes loops"
+        )
         return dataclasses.replace(self, scan=False, why_none=why)
 
     @property

@@ -352,12 +352,16 @@ class Step:
         """
         if not self._programs:
             return "Nothing was compiled yet."
-        layers = [line for program in self.programs for line in program.report] or [self._why_none()]
-        more = [line for program in self.programs for line in program.chosen]
+        return "\n".join(self._notes(self.programs))
+
+    def _notes(self, programs: Sequence[StepProgram]) -> list[str]:
+        """Lines that say how some programs run, and why so."""
+        layers = [line for p in programs for line in ([] if p.loss.groups else [self._why_none()]) + p.report]
+        more = [line for program in programs for line in program.chosen]
         kept = ((name, self.plan[name].spec, spec) for name, spec in self.layers.uses)
         moved = ((name, describe_spec(own), describe_spec(used)) for name, own, used in kept if own != used)
         more += [f"{name}: stored as {own}, gathered to {used} in use." for name, own, used in moved]
-        return "\n".join(dict.fromkeys(layers + more))
+        return list(dict.fromkeys(layers + more))
 
     def _why_none(self) -> str:
         """Say why no layers were looked at."""
@@ -446,7 +450,7 @@ class Step:
         lowered, arrays = self._lowered(state, batch)
         model: Any = self.model
         paths = [type(model).__name__, *dict(model.named_modules())]
-        notes = self.programs[-1].report
+        notes = self._notes(self.programs[-1:])
 
         def rest() -> Preview:
             with self._cache.active():

@@ -247,19 +247,19 @@ def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
     if kernel is None:
         kept = kept_in(q, k, seed, dropout)
         return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks)
-    return kernel.forward(q, k, v, segments, sinks), jnp.zeros(q.shape[:-1], jnp.float32)
+    return kernel.forward(q, k, v, segments, sinks)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default)
 def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks):
-    """A kernel runs forward once more: what it keeps for itself is no output of the first run."""
+    """Gradients of what `lowered` gave, which is among what was saved."""
     (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
     kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
         kept = kept_in(q, k, seed, dropout)
         found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks)
     else:
-        found = kernel.backward(grad, q, k, v, segments, sinks)
+        found = kernel.backward(grad, saved, segments, sinks)
     return found if sinks else (*found, jnp.zeros(0, q.dtype))
 
 

@@ -10,15 +10,18 @@ Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys,
 Sources: jax.experimental.pallas.ops.tpu.splash_attention, jax.nn.dot_product_attention.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from torch_shard._common.axes import manual_axes
+from torch_shard._common.types import PyTree
 from torch_shard._lowering.rows import current_rows
 
 _NOBODYS = -3  # no query has this number
@@ -27,22 +30,87 @@ LANES, LARGEST = 128, 512
 """Splash attention takes blocks of a multiple of so many queries and keys, and of no more."""
 
 
-def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
-    """Splash attention of `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel for arrays of some shapes, on one device.
+
+    JAX's derivative of it reads what it was given, what it gave, and a number for each row. They are saved as other
+    values are, and the derivative is made of them again: the kernel does not run a second time.
+
+    Attributes:
+        run: `(others, q, k, v, *sinks) -> out`, as the kernel takes them and gives it; differentiable.
+        others: All other arrays that it reads.
+        prepare: `(q_BNTD, k_BKSD, v_BKSD) -> (q, k, v)` as it takes them; linear.
+        finish: `out -> out_BNTD`: elements of what it gives, each once, or zeros; linear.
+    """
+
+    run: Callable[..., jax.Array]
+    others: PyTree
+    prepare: Callable[..., tuple[jax.Array, ...]]
+    finish: Callable[[jax.Array], jax.Array]
+
+    def forward(self, q, k, v, sinks=()):
+        """The output, and for each row the number from which the backward pass has its weights again, float32 BNT."""
+        out, own, *_ = self._derivative((*self.prepare(q, k, v), *sinks), self.others)
+        log_total = own[0] if _is_by_row(own, q) else jnp.zeros(q.shape[:3], jnp.float32)
+        return self.finish(out), log_total[:, :, : q.shape[2]]
+
+    def backward(self, grad, saved, sinks=()):
+        """Gradients of q, k, v and each sink, of `saved = (q, k, v, out, log_total)`."""
+        *qkv, out, log_total = saved
+        prepared, unprepare = jax.vjp(self.prepare, *qkv)
+        given, about = (*prepared, *sinks), []
+
+        def shapes(*arrays):
+            out, own, *rest = self._derivative(*arrays)
+            about.extend(rest)
+            return out, own
+
+        whole, own = jax.eval_shape(shapes, given, self.others)
+        unfinish = jax.linear_transpose(self.finish, whole)
+        if _is_by_row(own, qkv[0]):
+            padding = [(0, 0), (0, 0), (0, own[0].shape[2] - log_total.shape[2])]
+            rows = jnp.pad(log_total, padding, constant_values=jnp.inf)  # no weights
+            (tree, places), known = about, [*jax.tree.leaves((given, self.others, unfinish(out))), rows]
+            pull = jax.tree.unflatten(tree, [known[at] if isinstance(at, int) else at for at in places])
+        else:  # it keeps something else for itself
+            pull = jax.vjp(functools.partial(self.run, self.others), *given)[1]
+        found = pull(*unfinish(grad))
+        return *unprepare(found[:3]), *found[3:]
+
+    def _derivative(self, given, others):
+        """The output; what the derivative keeps of its own; its structure; and of each leaf which value it is.
+
+        Values are numbered as `(given, others, output)` are, and by -1 if they are its own; empty ones are themselves.
+        """
+        out, pull = jax.vjp(functools.partial(self.run, others), *given)
+        leaves, tree = jax.tree.flatten(pull)
+        known = {id(value): number for number, value in enumerate(jax.tree.leaves((given, others, out)))}
+        own = [leaf for leaf in leaves if id(leaf) not in known and leaf.size]
+        places = [known.get(id(x), -1 if x.size else np.zeros(x.shape, x.dtype)) for x in leaves]
+        return out, own, tree, places
+
+
+def _is_by_row(own, q):
+    """Tell whether a derivative keeps one thing of its own, a number for each row of queries."""
+    return len(own) == 1 and own[0].dtype == jnp.float32 and own[0].ndim == 3 and own[0].shape[:2] == q.shape[:2]
+
+
+def splash(q, k, v, segments, *, scale, band, cap=0, interpret=False):
+    """Splash attention for `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    shape, num_keys, sees_any = q.shape[:-1], k.shape[2], None
+    length, num_keys, sees_any = q.shape[2], k.shape[2], None
     if segments:
         sees_any = _sees_any(segments, band)
-    elif num_keys % LANES and (band[1] is None or shape[2] + band[1] > num_keys):  # else nobody sees what is padded
+    elif num_keys % LANES and (band[1] is None or length + band[1] > num_keys):  # else nobody sees what is padded
         segments = tuple(jnp.ones((len(x), x.shape[2]), jnp.int32) for x in (q, k))
     segments = tuple(_padded(x, 1, value) for x, value in zip(segments, (0, _NOBODYS), strict=False))
-    q, k, v = (_padded(x, 2) for x in (q * scale, k, v))
-    size = (q.shape[2], k.shape[2])
+    size = tuple(-(-n // LANES) * LANES for n in (length, num_keys))
     known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
     seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
-    of_queries, of_keys = (math.gcd(length, LARGEST) for length in size)
+    of_queries, of_keys = (math.gcd(n, LARGEST) for n in size)
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * q.shape[1]),
         block_sizes=kernels.BlockSizes(
@@ -58,11 +126,18 @@ def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
-    of_rows = (kernels.SegmentIds(*segments) if segments else None, *(sink.astype(jnp.float32) for sink in sinks))
-    run: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))  # pyright: ignore
-    out = run(q, k, v, *of_rows)
-    out = out[:, :, : shape[2]]
-    return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+
+    def run(others, q, k, v, *sinks):
+        kernel, segments = others
+        of_rows = kernels.SegmentIds(*segments) if segments else None
+        mapped: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))
+        return mapped(q, k, v, of_rows, *sinks)
+
+    def finish(out):
+        out = out[:, :, :length]
+        return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+
+    return Kernel(run, (kernel, segments), lambda q, k, v: tuple(_padded(x, 2) for x in (q * scale, k, v)), finish)
 
 
 def _sees_any(segments, band):
@@ -79,18 +154,20 @@ def _padded(x, dim, value=0):
     return jnp.pad(x, widths, constant_values=value)
 
 
-def cudnn(q, k, v, segments, sinks=(), *, scale, band, cap=0):
-    """Attention by cuDNN, of the same arguments; without segments, sinks and a cap."""
+def cudnn(q, k, v, segments, *, scale, band, cap=0):
+    """Attention by cuDNN, for the same arguments; without segments, sinks and a cap."""
     assert not segments
     assert not cap
-    assert not sinks
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     before, after = band
-    local = None if before is None else (before, 0)
-    out = jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=after == 0, local_window_size=local, implementation="cudnn"
+    run = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scale,
+        is_causal=after == 0,
+        local_window_size=None if before is None else (before, 0),
+        implementation="cudnn",
     )
-    return jnp.swapaxes(out, 1, 2)
+    by_time = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+    return Kernel(lambda _, *qkv: run(*qkv), (), lambda *qkv: tuple(map(by_time, qkv)), by_time)
 
 
 def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
@@ -156,35 +233,39 @@ class OnMesh:
 
     Args:
         rows: How the rows lie.
-        kernel: `(q_BNTD, k_BKSD, v_BKSD, segments, sinks) -> out_BNTD` on one device, differentiable.
+        make: `(q_BNTD, k_BKSD, v_BKSD, segments) -> Kernel` for one device.
     """
 
-    def __init__(self, rows, kernel):
-        self._rows, self._kernel = rows, kernel
-
-    def _pulled(self, q, k, v, segments, sinks):
-        return jax.vjp(lambda q, k, v, sinks: self._kernel(q, k, v, segments, sinks), q, k, v, sinks)
+    def __init__(self, rows, make):
+        self._rows, self._make = rows, make
 
     def forward(self, q, k, v, segments, sinks=()):
-        """The output, by the very kernel that `backward` runs again: where both stand together, XLA keeps one."""
+        """The output, and what `Kernel.forward` gives besides."""
         split = self._split(q)
-        out = self._mapped(lambda *given: self._pulled(*given)[0], [split] * 3, (segments, sinks), split)
+
+        def run(q, k, v, segments, sinks):
+            return self._make(q, k, v, segments).forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
+
+        out = self._mapped(run, [split] * 3, (segments, sinks), (split, split))
         return out(q, self._spread(k, q), self._spread(v, q), segments, tuple(sinks))
 
-    def backward(self, grad, q, k, v, segments, sinks=()):
-        """Gradients of q, k and v, and of the sinks if there are any."""
+    def backward(self, grad, saved, segments, sinks=()):
+        """Gradients of q, k, v and of each sink, of `saved = (q, k, v, out, log_total)`."""
+        q, k, v, *results = saved
         split = self._split(q)
 
-        def pull(grad, *given):
-            *found, of_sinks = self._pulled(*given)[1](grad)
-            return *found, tuple(jax.lax.psum(g, split[0]) if split[0] else g for g in of_sinks)
+        def pull(grad, q, k, v, *rest):
+            *results, segments, sinks = rest
+            wide = [sink.astype(jnp.float32) for sink in sinks]
+            found = self._make(q, k, v, segments).backward(grad, (q, k, v, *results), wide)
+            of_sinks = (jax.lax.psum(g, split[0]) if split[0] else g for g in found[3:])
+            return *found[:3], *(g.astype(sink.dtype) for g, sink in zip(of_sinks, sinks, strict=True))
 
-        out_specs = (*(split,) * 3, (PartitionSpec(split[1]),) * len(sinks))
-        grads = self._mapped(pull, [split] * 4, (segments, sinks), out_specs)
-        given = q, self._spread(k, q), self._spread(v, q), segments, tuple(sinks)
-        of_q, *others, of_sinks = grads(grad, *given)
-        others = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
-        return of_q, *others, *(g.astype(sink.dtype) for g, sink in zip(of_sinks, sinks, strict=True))
+        out_specs = (*(split,) * 3, *(PartitionSpec(split[1]),) * len(sinks))
+        grads = self._mapped(pull, [split] * 6, (segments, sinks), out_specs)
+        of_q, *found = grads(grad, q, self._spread(k, q), self._spread(v, q), *results, segments, tuple(sinks))
+        others = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in found[:2])
+        return of_q, *others, *found[2:]
 
     def _mapped(self, fn, splits, others, out_specs):
         (segments, sinks), of_rows, of_heads = others, PartitionSpec(splits[0][0]), PartitionSpec(splits[0][1])
