@@ -158,7 +158,7 @@ def odd() -> nn.Module:
 def test_what_does_not_divide_is_listed_with_its_bytes_and_strict_refuses_it(caplog: pytest.LogCaptureFixture) -> None:
     mesh = make_mesh((4, 2))
     with caplog.at_level(logging.WARNING, "torch_shard"):
-        plan = ts.plans.fsdp_tp(odd(), mesh)
+        plan = ts.plans.fsdp_tp(odd(), mesh, pad_vocab=False)
     said = caplog.text
     assert "0.weight (7, 8), 224 bytes, P(None, 'batch'): " in said
     assert "dim 0 = 7 is not a multiple of model=2" in said
@@ -168,7 +168,24 @@ def test_what_does_not_divide_is_listed_with_its_bytes_and_strict_refuses_it(cap
         "plans.fsdp_tp: 4 entries do not divide over the mesh. Choose sizes or a mesh that divide, or strict=False"
     )
     with pytest.raises(ValueError, match=f"(?s)^{re.escape(message)}.*0.weight.*1.weight.*1.bias.*2.weight"):
-        ts.plans.fsdp_tp(odd(), mesh, strict=True)
+        ts.plans.fsdp_tp(odd(), mesh, strict=True, pad_vocab=False)
+
+
+@pytest.mark.parametrize(
+    ("num_words", "size", "padded"),
+    [(7, 2, 8), (13, 8, 16), (8, 2, None), (5, 4, None), (3, 2, None)],
+    ids=["3 spared, 1 added", "11 spared, 3 added", "divides", "3 spared, 3 added", "1 spared, 1 added"],
+)
+def test_a_vocabulary_is_padded_where_more_rows_are_spared_than_added(
+    num_words: int, size: int, padded: int | None
+) -> None:
+    model, mesh = nn.Sequential(nn.Embedding(num_words, 8), nn.Linear(8, num_words)), make_mesh((8 // size, size))
+    for recipe in (ts.plans.tp, ts.plans.fsdp_tp):
+        plan = recipe(model, mesh)
+        assert plan.stored.get("0.weight") == (None if padded is None else ts.Padded(padded, dim=0))
+        assert recipe(model, mesh, pad_vocab=False).stored == {}
+        forced = None if num_words % size == 0 else ts.Padded(math.ceil(num_words / size) * size, dim=0)
+        assert recipe(model, mesh, pad_vocab=True).stored.get("0.weight") == forced
 
 
 def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureFixture) -> None:

@@ -213,7 +213,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "ts.plans.fsdp(model, 5)": "TypeError: plans.fsdp: mesh must be a jax.sharding.Mesh, got int.",
         "ts.plans.fsdp(model, mesh, fsdp=5)": "TypeError: plans.fsdp: fsdp must be the name of an axis, or a tuple of some, got 5.",
         'ts.plans.fsdp(model, mesh, fsdp="x")': 'ValueError: plans.fsdp: on the mesh (batch=2): fsdp="x" names no axis of it.',
-        "ts.plans.tp(model, mesh, tp='batch', pad_vocab=1)": "TypeError: plans.tp: pad_vocab must be a bool, got int.",
+        "ts.plans.tp(model, mesh, tp='batch', pad_vocab=1)": 'ValueError: plans.tp: pad_vocab must be True, False or "auto", got 1.',
         "ts.plans.fsdp(model, mesh, strict=1)": "TypeError: plans.fsdp: strict must be a bool, got int.",
         "ts.plans.fsdp(nn.LazyLinear(4), mesh)": "ValueError: plans.fsdp: weight, bias: lazy, without a shape yet.",
     },

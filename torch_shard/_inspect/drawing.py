@@ -170,7 +170,8 @@ def _read_entries(held: Mapping[str, PyTree], owner: str, *, alone: bool = False
     for names in ties.values():
         array = arrays[names[0]]
         dtype = "" if array.dtype is None else str(array.dtype).removeprefix("torch.")
-        yield DrawnArray(tuple(map(str, names)), tuple(array.shape), dtype, array.sharding)
+        shape = array.placed_shape if isinstance(array, ResolvedEntry) else array.shape
+        yield DrawnArray(tuple(map(str, names)), tuple(shape), dtype, array.sharding)
 
 
 def _check_placed(arrays: Mapping[str, PyTree], owner: str, *, alone: bool) -> None:

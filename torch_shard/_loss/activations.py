@@ -123,7 +123,7 @@ class Activations:
         if faults := constraint.find_faults(tuple(value.shape), self._mesh):
             self._faults |= dict.fromkeys(faults)
             return value
-        return value if in_transform() else constrained(value, constraint.spec)
+        return value if in_transform() else constrained(value, constraint.spec, constraint.gathered(value.ndim))
 
     def _fault(self, line: str, value: PyTree) -> PyTree:
         self._faults[line] = None

@@ -127,7 +127,9 @@ def check_axes(mesh: Mesh, **given: Axes | None) -> None:
         )
 
 
-def add_axis(spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh) -> PartitionSpec | None:
+def add_axis(
+    spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh, *, last_first: bool = False
+) -> PartitionSpec | None:
     """The spec with one more split: of the first whole dim that divides, else of one that is split already.
 
     Args:
@@ -135,12 +137,14 @@ def add_axis(spec: PartitionSpec, shape: Sequence[int], axes: Axes, mesh: Mesh) 
         shape: Global shape.
         axes: Of the mesh.
         mesh: Where it lies.
+        last_first: Begin at the last dim.
 
     Returns:
         None where no dim divides.
     """
     parts = [*spec, *(None for _ in range(len(shape) - len(spec)))]
-    for dim in sorted(range(len(shape)), key=lambda dim: parts[dim] is not None):
+    dims = reversed(range(len(shape))) if last_first else range(len(shape))
+    for dim in sorted(dims, key=lambda dim: parts[dim] is not None):
         split = (*names_of(parts[dim] or ()), *names_of(axes))
         if shape[dim] and shape[dim] % size_of(split, mesh) == 0:
             parts[dim] = split[0] if len(split) == 1 else split

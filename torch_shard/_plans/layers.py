@@ -24,6 +24,7 @@ class Product:
         num_out: Features, or channels, of the output.
         num_in: Of the input.
         groups: Of a convolution; 1 else.
+        is_kernel: Whether it is a convolution.
     """
 
     out_dim: int
@@ -31,6 +32,7 @@ class Product:
     num_out: int
     num_in: int
     groups: int = 1
+    is_kernel: bool = False
 
 
 def product_of(layer: nn.Module) -> Product | None:
@@ -40,7 +42,7 @@ def product_of(layer: nn.Module) -> Product | None:
         return None
     if isinstance(layer, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
         out_dim = 1 if layer.transposed else 0
-        return Product(out_dim, 1 - out_dim, layer.out_channels, layer.in_channels, layer.groups)
+        return Product(out_dim, 1 - out_dim, layer.out_channels, layer.in_channels, layer.groups, is_kernel=True)
     if weight.ndim != 2 or is_table(layer):
         return None
     if type(layer).__name__ == "Conv1D":  # of transformers: a Linear with its weight the other way
@@ -54,6 +56,11 @@ def kernels_of(model: nn.Module) -> frozenset[int]:
     """The weights of its convolutions, by id: a recipe splits their channels alone, for a kernel is used whole."""
     convolutions = (layer for layer in model.modules() if isinstance(layer, nn.modules.conv._ConvNd))  # pyright: ignore[reportPrivateUsage]
     return frozenset(id(layer.weight) for layer in convolutions)
+
+
+def tables_of(model: nn.Module) -> frozenset[int]:
+    """The weights in which it looks rows up by number, by id."""
+    return frozenset(id(layer.weight) for layer in model.modules() if is_table(layer))
 
 
 def is_table(layer: nn.Module) -> bool:

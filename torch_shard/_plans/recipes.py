@@ -6,7 +6,7 @@
 import logging
 import math
 from collections.abc import Collection
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -26,12 +26,15 @@ from torch_shard._plans.decisions import (
     size_of,
     with_sizes,
 )
-from torch_shard._plans.layers import experts_of, kernels_of, layers_of
+from torch_shard._plans.layers import experts_of, kernels_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import Padded, Pieces, ShardingPlan, check_mesh
 
 logger = logging.getLogger(__name__)
+
+PadVocab = bool | Literal["auto"]
+"""Whether a vocabulary that does not divide is padded."""
 
 SMALL = 2**16
 """Elements. A vector with fewer stays whole: its bytes are nothing, and a gather costs as long as a message takes."""
@@ -110,7 +113,7 @@ def hsdp(
 
 @error_prefix("plans.tp")
 def tp(
-    model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", pad_vocab: bool = False, strict: bool = False
+    model: torch.nn.Module, mesh: Mesh, *, tp: Axes = "model", pad_vocab: PadVocab = "auto", strict: bool = False
 ) -> ShardingPlan:
     """Split layers by their features, in pairs: tensor parallelism as Megatron has it.
 
@@ -123,7 +126,8 @@ def tp(
         mesh: Where it will lie.
         tp: The axis.
         pad_vocab: Whether a vocabulary that does not divide is stored with rows of zeros behind it, `ts.Padded`; else
-            it stays whole. What a model sees, and what is written to files, has torch's shape.
+            it stays whole. By default it is where each device is spared more rows, of the table and of logits, than are
+            added. What a model sees, and what is written to files, has torch's shape.
         strict: As `fsdp` takes it; it is also a fault if heads would be cut, which keeps a layer whole.
 
     Raises:
@@ -136,7 +140,7 @@ def tp(
         ShardingPlan({'0.weight': P('model', None), '0.bias': P('model'), '2.weight': P(None, 'model'), '2.bias': P()})
     """
     model = _check(model, mesh, strict, tp=tp)
-    check_kind("pad_vocab", pad_vocab, bool)
+    _check_padding(pad_vocab)
     return plan_of(model, _decide(model, mesh, tp=tp, pad_vocab=pad_vocab), strict=strict)
 
 
@@ -148,7 +152,7 @@ def fsdp_tp(
     fsdp: Axes = "batch",
     tp: Axes = "model",
     sequence: bool = False,
-    pad_vocab: bool = False,
+    pad_vocab: PadVocab = "auto",
     strict: bool = False,
 ) -> ShardingPlan:
     """Split layers by their features over one axis, and what each device then has over that of the batch.
@@ -177,7 +181,7 @@ def fsdp_tp(
     """
     model = _check(model, mesh, strict, fsdp=fsdp, tp=tp)
     check_kind("sequence", sequence, bool)
-    check_kind("pad_vocab", pad_vocab, bool)
+    _check_padding(pad_vocab)
     _tell_of_experts(model)
     decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, pad_vocab=pad_vocab)
     activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
@@ -205,6 +209,7 @@ def expert(
     ep: Axes = "model",
     fsdp: Axes | None = "batch",
     tp: Axes | None = None,
+    pad_vocab: PadVocab = "auto",
     strict: bool = False,
 ) -> ShardingPlan:
     """Give each device its own experts, and split all else as `fsdp`, `tp` or both do.
@@ -215,6 +220,7 @@ def expert(
         ep: The axis of experts.
         fsdp: The axis of the batch; None leaves what it would split whole.
         tp: The axis of features of the other layers, which may be that of the experts; None for none.
+        pad_vocab: As `tp` takes it.
         strict: As `tp` takes it.
 
     Raises:
@@ -231,12 +237,13 @@ def expert(
     """
     model = _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
     check_axes(mesh, fsdp=fsdp, tp=tp)
+    _check_padding(pad_vocab)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
         )
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep), strict=strict)
+    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep, pad_vocab=pad_vocab), strict=strict)
 
 
 def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> torch.nn.Module:
@@ -249,6 +256,11 @@ def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> to
     return model
 
 
+def _check_padding(pad_vocab: object) -> None:
+    if not isinstance(pad_vocab, bool) and pad_vocab != "auto":
+        raise ValueError(f'{caller()}: pad_vocab must be True, False or "auto", got {pad_vocab!r}.')
+
+
 def _decide(
     model: torch.nn.Module,
     mesh: Mesh,
@@ -256,13 +268,13 @@ def _decide(
     fsdp: Axes | None = None,
     tp: Axes | None = None,
     ep: Axes | None = None,
-    pad_vocab: bool = False,
+    pad_vocab: PadVocab = False,
 ) -> dict[str, Decision]:
     """What these axes do with each entry."""
     roles = {} if tp is None else roles_of(model)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     experts = {id(p) for _, layer in layers_of(model) for p in experts_of(layer).values()} if ep else set[int]()
-    kernels, decisions = kernels_of(model), dict[str, Decision]()
+    kernels, tables, decisions = kernels_of(model), tables_of(model), dict[str, Decision]()
     for name, entry in entries_of(model).items():
         if name in buffers:
             decisions[name] = Decision(PartitionSpec(), "a buffer")
@@ -272,9 +284,9 @@ def _decide(
             made = _by_experts(entry, ep, mesh)
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
-            if made.fault and pad_vocab and roles[name].is_vocabulary:
-                made = _padded(entry, roles[name], tp, mesh)
-        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh, kernels=kernels)
+            if made.fault and roles[name].is_vocabulary:
+                made = _padded(made, entry, roles[name], tp, mesh, pad_vocab)
+        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh, kernels=kernels, tables=tables)
     return decisions
 
 
@@ -297,10 +309,15 @@ def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decis
     return Decision(_along(role.dim, entry.ndim, tp), role.reason, form=form)
 
 
-def _padded(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decision:
-    """Split with as many rows of zeros behind as it takes."""
+def _padded(whole: Decision, entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh, asked: PadVocab) -> Decision:
+    """Split with as many rows of zeros behind as it takes, if that is asked for, or worth it."""
     dim, shards = role.dim or 0, size_of(tp, mesh)
-    form = Padded(math.ceil(entry.shape[dim] / shards) * shards, dim=dim)
+    num_words = entry.shape[dim]
+    share = math.ceil(num_words / shards)
+    form = Padded(share * shards, dim=dim)
+    spared, added = num_words - share, form.size - num_words
+    if asked is False or (asked == "auto" and spared <= added):
+        return whole
     return Decision(_along(dim, entry.ndim, tp), f"{role.reason}, padded to {form.size}", form=form)
 
 
@@ -308,12 +325,25 @@ def _along(dim: int, ndim: int, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes if at == dim else None for at in range(ndim)))
 
 
-def by_shape(made: Decision, entry: torch.Tensor, fsdp: Axes, mesh: Mesh, *, kernels: Collection[int] = ()) -> Decision:
-    """The decision with one more split, for storage: none of what is small, nor of a kernel's own dims."""
+def by_shape(
+    made: Decision,
+    entry: torch.Tensor,
+    fsdp: Axes,
+    mesh: Mesh,
+    *,
+    kernels: Collection[int] = (),
+    tables: Collection[int] = (),
+) -> Decision:
+    """The decision with one more split, for storage: none of what is small, nor of a kernel's own dims.
+
+    A table is split by its features: each device then looks up its own of all rows of the batch, and has the others of
+    its rows sent; by its words, it would hold all features of all rows, to be summed over the devices.
+    """
     if entry.ndim < 2 and entry.numel() < SMALL:
         return made if made.reason else Decision(made.spec, "a small vector")
     shape = entry.shape if made.form is None else made.form.split_shape(entry.shape)
-    spec = add_axis(made.spec, shape[:2] if id(entry) in kernels else shape, fsdp, mesh)
+    shape = shape[:2] if id(entry) in kernels else shape
+    spec = add_axis(made.spec, shape, fsdp, mesh, last_first=id(entry) in tables)
     why = [f"fully sharded over {'+'.join(names_of(fsdp))}"] if spec is not None else []
     fault = "" if spec is not None else f"no dim of {tuple(entry.shape)} is a multiple of {with_sizes(fsdp, mesh)}"
     reason = "; ".join(filter(None, (made.reason, *why)))

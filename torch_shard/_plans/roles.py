@@ -183,6 +183,7 @@ class _Sides:
         for _, group in itertools.groupby(self._products, lambda path: path.rpartition(".")[0]):
             alike = [p for p in group if self._products[p].num_in == self._products[p].num_out]
             self._turn |= {path: number for number, path in enumerate(alike)}
+        self._of_input = _sides_at_inputs(self._products)
 
     def of(self, path: str) -> tuple[Side, str]:
         """The side, and why in the words of a noun phrase."""
@@ -198,6 +199,8 @@ class _Sides:
             return "column", "column layer"
         if name in ROWS or pair in ROWS:
             return "row", "row layer"
+        if path in self._of_input:
+            return self._of_input[path]
         if product.num_out != product.num_in:
             wider = product.num_out > product.num_in
             return ("column", "column layer, as it widens") if wider else ("row", "row layer, as it narrows")
@@ -223,3 +226,22 @@ class _Sides:
             return product.groups
         width = head_width(parent, product)
         return split // width if width and split % width == 0 else 0
+
+
+def _sides_at_inputs(products: Mapping[str, Product]) -> dict[str, tuple[Side, str]]:
+    """Of convolutions of what a model is given (pixels, patches, spectra), and of one that takes the result of such.
+
+    As a column layer alone it would split the stream behind it by features, which every layer then has to gather.
+    """
+    found: dict[str, tuple[Side, str]] = {}
+    made = set[int]()
+    for (path, product), (after, taker) in itertools.pairwise((*products.items(), ("", None))):
+        if product.is_kernel and product.groups == 1 and product.num_in not in made:
+            beside = taker is not None and after.rpartition(".")[0] == path.rpartition(".")[0]
+            if beside and taker.is_kernel and taker.groups == 1 and taker.num_in == product.num_out:
+                found[path] = "column", "column layer, a convolution of the input"
+                found[after] = "row", "row layer, behind a convolution of the input"
+            else:
+                found[path] = "whole", "convolution of the input, with no row layer behind it"
+        made.add(product.num_out)
+    return found

@@ -32,6 +32,12 @@ class Place:
     argument: str = RETURN
     parts: tuple[str, ...] = ()
 
+    @property
+    def matrix(self) -> str | None:
+        """The name of the matrix that what is here was multiplied by, if it is all that a layer returns."""
+        is_result = (self.argument, self.parts) == (RETURN, ())
+        return f"{self.module}.weight".lstrip(".") if is_result else None
+
     def __str__(self) -> str:
         within = ".".join((self.argument, *self.parts))
         return self.module if within == RETURN else f"{self.module}:{within}"
@@ -45,11 +51,23 @@ class Constraint:
         place: Of one module.
         spec: As the rule has it.
         rule: The pattern.
+        of_matrix: Axes over which the module's own matrix is split, if it is about what that returns.
     """
 
     place: Place
     spec: PartitionSpec
     rule: str
+    of_matrix: tuple[str, ...] = ()
+
+    def gathered(self, ndim: int) -> tuple[str, ...]:
+        """The axes over which the gradient of a tensor is gathered before the module's own backward pass reads it.
+
+        That multiplies it twice, for the module's input and for its matrix. Where the matrix is split over an axis that
+        splits what it returns along a dim of rows (a row layer, in front of a stream that is split along its sequence),
+        both products need these rows whole, and XLA's partitioner would gather them for each.
+        """
+        rows = axes_of(without_free(self.spec)[: ndim - 1])
+        return tuple(axis for axis in self.of_matrix if axis in rows)
 
     def find_faults(self, shape: tuple[int, ...], mesh: Mesh) -> list[str]:
         """Say what keeps a tensor of this shape from being split so, and what to do; empty if nothing does."""

@@ -208,7 +208,7 @@ class ShardingPlan:
             first = ResolvedEntry(shape, dtype, _quote(key), NamedSharding(mesh, spec), reason=reason, form=form)
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
-        constraints, wrong = self._constraints(source, mesh) if is_model else ([], [])
+        constraints, wrong = self._constraints(source, mesh, entries) if is_model else ([], [])
         tables = (self._specs, hits), (self._forms, formed)
         unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
         if faults or unused or wrong:
@@ -216,9 +216,13 @@ class ShardingPlan:
             raise ValueError(_report(faults, hints, wrong, mesh=mesh))
         return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}), tuple(constraints))
 
-    def _constraints(self, model: torch.nn.Module, mesh: Mesh) -> tuple[list[Constraint], list[str]]:
+    def _constraints(
+        self, model: torch.nn.Module, mesh: Mesh, entries: Mapping[str, ResolvedEntry]
+    ) -> tuple[list[Constraint], list[str]]:
         ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
-        return resolve_activations(self.activations, model, mesh, ranks)
+        found, faults = resolve_activations(self.activations, model, mesh, ranks)
+        matrices = {name: axes_of(entry.sharding.spec) for name, entry in entries.items() if len(entry.shape) == 2}
+        return [replace(c, of_matrix=tuple(matrices.get(c.place.matrix, ()))) for c in found], faults
 
     def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Form | None, str | None]:
         """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""

@@ -50,8 +50,12 @@ class ResolvedEntry:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of one device's shard."""
-        shape = self.form.stored_shape(self.shape) if isinstance(self.form, Padded) else self.shape
-        return self.sharding.shard_shape(shape)
+        return self.sharding.shard_shape(self.placed_shape)
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """Shape of what the sharding is of: with padding, if there is any."""
+        return self.form.stored_shape(self.shape) if isinstance(self.form, Padded) else self.shape
 
     @property
     def padded_spec(self) -> PartitionSpec:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,34 +19,35 @@ _FREE = True
 
 
 @torch.library.custom_op("torch_shard::constrained", mutates_args=())
-def _constrained(x: torch.Tensor, spec: str) -> torch.Tensor:
+def _constrained(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
     raise NotImplementedError("only captured, never run")
 
 
 @_constrained.register_fake
-def _alike(x: torch.Tensor, spec: str) -> torch.Tensor:
+def _alike(x: torch.Tensor, spec: str, gathered: str = "") -> torch.Tensor:
     return torch.empty_like(x)
 
 
 class _Constrained(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, spec: str) -> torch.Tensor:
-        ctx.spec = spec
-        return torch.ops.torch_shard.constrained(x, spec)
+    def forward(ctx: Any, x: torch.Tensor, spec: str, gathered: str, is_gradient: bool) -> torch.Tensor:
+        ctx.given = spec, gathered, not is_gradient
+        return torch.ops.torch_shard.constrained(x, spec, gathered if is_gradient else "")
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Constrained.apply(grads[0], ctx.spec), None
+        return _Constrained.apply(grads[0], *ctx.given), None, None, None
 
 
-def constrained(x: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
+def constrained(x: torch.Tensor, spec: PartitionSpec, gathered: Sequence[str] = ()) -> torch.Tensor:
     """A tensor of a capture, which a step splits like this over its mesh; its values stay what they are.
 
     Args:
         x: Any shape.
         spec: At most one part for each dim, which it divides; `PartitionSpec.UNCONSTRAINED` leaves one to the compiler.
+        gathered: Axes over which its gradient, which is split in the same way, is gathered then.
     """
-    return _Constrained.apply(x, _write(spec))  # pyright: ignore
+    return _Constrained.apply(x, _write(spec), json.dumps(gathered) if gathered else "", False)  # pyright: ignore
 
 
 def _write(spec: PartitionSpec) -> str:
@@ -61,18 +63,37 @@ CONSTRAINED = torch.ops.torch_shard.constrained.default
 
 
 @lowers(CONSTRAINED, pieces=True)
-def constrained_array(x: jax.Array | InPieces, spec: str, row_dim: int | None = None) -> jax.Array | InPieces:
+def constrained_array(
+    x: jax.Array | InPieces, spec: str, gathered: str = "", row_dim: int | None = None
+) -> jax.Array | InPieces:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
     rows, parts = current_rows(), _read(spec)
     if rows is None:
         return x
     if row_dim is not None and has_three_axes(rows.mesh):
         parts = _beside_rows(parts, x.shape, row_dim, rows)
-    if not isinstance(x, InPieces):
-        return constrain_in_steps(x, NamedSharding(rows.mesh, parts), rows.axes)
-    if not _divides(x, parts, rows.mesh):
-        return constrained_array(merged(x), spec, row_dim)
-    return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(parts))), x.dim)
+    x = _laid_out(x, parts, rows)
+    axes = [axis for axis in json.loads(gathered or "[]") if axis not in rows.axes]
+    return _laid_out(x, _without(axes, parts), rows) if axes else x
+
+
+def _laid_out(x: jax.Array | InPieces, spec: PartitionSpec, rows: RowSplit) -> jax.Array | InPieces:
+    if isinstance(x, InPieces) and not _divides(x, spec, rows.mesh):
+        x = merged(x)
+    if isinstance(x, InPieces):
+        return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(spec))), x.dim)
+    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.axes)
+
+
+def _without(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    """The spec without these axes."""
+
+    def without(part: Any) -> Any:
+        if part is PartitionSpec.UNCONSTRAINED:
+            return part
+        return tuple(axis for axis in axes_of((part,)) if axis not in axes) or None
+
+    return PartitionSpec(*map(without, spec))
 
 
 def _beside_rows(spec: PartitionSpec, shape: tuple[int, ...], row_dim: int, rows: RowSplit) -> PartitionSpec:
@@ -80,13 +101,7 @@ def _beside_rows(spec: PartitionSpec, shape: tuple[int, ...], row_dim: int, rows
 
     On meshes of three axes, XLA's partitioner errs where they leave (jaxlib 0.10.2; tests/system/test_partitioner.py).
     """
-
-    def without_rows(part: Any) -> Any:
-        if part is PartitionSpec.UNCONSTRAINED:
-            return part
-        return tuple(axis for axis in axes_of((part,)) if axis not in rows.axes) or None
-
-    parts = [*map(without_rows, spec), *(None for _ in range(row_dim + 1 - len(spec)))]
+    parts = [*_without(rows.axes, spec), *(None for _ in range(row_dim + 1 - len(spec)))]
     parts[row_dim] = PartitionSpec.UNCONSTRAINED if shape[row_dim] % rows.num_shards else rows.axes
     return PartitionSpec(*parts)
 
