@@ -101,7 +101,7 @@ def tune(
     task = Task(model, loss_fn, optimizer, batch, devices=found, options=step_options)
     pruning = task.prune()
     known = Cache(directory, task.about())
-    search = Search(task.prepare, pruning.estimates, known, deadline)
+    search = Search(task.prepare, pruning.estimates, known, deadline, task.prepare_whole)
     _refuse_too_short(search, minutes, pruning.facts.operators if mesh.devices.flat[0].platform == "tpu" else 0)
     search.run()
     where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
