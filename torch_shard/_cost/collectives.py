@@ -1,6 +1,7 @@
 """What the devices of a program tell each other: bytes that one of them receives."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -107,7 +108,7 @@ def _of_mesh(shape: str, ids: str | None, axes: str) -> list[int]:
     for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
         step = sizes[name] // int(before) // int(part) if part else 1
         chosen.setdefault(name, []).append(np.arange(int(part or sizes[name])) * step)
-    at = [sum(np.ix_(*chosen[name])).ravel() if name in chosen else [0] for name in sizes]
+    at = [functools.reduce(np.add.outer, chosen[name]).ravel() if name in chosen else [0] for name in sizes]
     return devices[np.ix_(*at)].ravel().tolist()
 
 

@@ -312,7 +312,16 @@ def preview_of(
     exposed = None if waited is None else sum(waited.values())
     by_module = tuple(modules.by_module(costs))
     return Preview(
-        about, memory, limit, by_module, widest, whole, compiled, notes=said, exposed=exposed, exposed_by_axis=waited or {}
+        about,
+        memory,
+        limit,
+        by_module,
+        widest,
+        whole,
+        compiled,
+        notes=said,
+        exposed=exposed,
+        exposed_by_axis=waited or {},
     )
 
 

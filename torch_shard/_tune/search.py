@@ -157,7 +157,6 @@ class Search:
         known = {candidate.family for candidate in [*self.found, *self._running.values()]}
         ways = [candidate for candidate in waiting if candidate.family in known]
         new = [candidate for candidate in waiting if candidate.family not in known]
-        new = [candidate for candidate in new if candidate.scan_layers is not False] or new  # which compile faster
         first, second = (min(found, key=likely.__getitem__, default=None) for found in (ways, new))
         best = None if self.best is None else self.found[self.best].seconds
         turn = first is not None and best is not None and len(self.found) % 2 and likely[first] <= best * PROMISING

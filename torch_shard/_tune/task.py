@@ -25,7 +25,7 @@ from torch_shard._plans import experts_of, layers_of
 from torch_shard._sharding import LossFn, holdings, make_mesh, memory_of
 from torch_shard._train import make_train_step
 from torch_shard._tune.arithmetic import Estimate, Model, estimate
-from torch_shard._tune.cache import Measured, extrapolated, describe_batch, describe_entries, versions
+from torch_shard._tune.cache import Cache, Measured, describe_batch, describe_entries, extrapolated, versions
 from torch_shard._tune.candidates import MICROBATCHES, Candidate
 from torch_shard._tune.chips import GIB, Chip, chip_of, compute_seconds, exposed_seconds
 from torch_shard._tune.facts import Facts, alike_layers, facts_by_layers, facts_of
@@ -174,6 +174,16 @@ class Task:
             return dataclasses.replace(found, flags=flags, loops=bool(program.loops))
 
         return measured
+
+    def search(self, pruning: Pruning, cache: Cache, deadline: float) -> Search:
+        """A search among what pruning has left.
+
+        Args:
+            pruning: Of this task.
+            cache: Of what is known.
+            deadline: By `time.monotonic`.
+        """
+        return Search(self.prepare, pruning.estimates, cache, deadline, self.prepare_whole)
 
     def tuning(self, search: Search, pruning: Pruning, where: str, minutes: float) -> Tuning:
         """What was found.

@@ -32,7 +32,7 @@ from torch_shard._tune.tuning import Tuning
 CHOSEN = ("mesh", "plan", "optimizer_plan")
 """Options that are found; others may be given."""
 
-SECONDS = (2.0, 0.004)
+SECONDS = (2.0, 0.05)
 """A compilation for TPUs takes at least so long, and so long for each operator: one at a time, on a fast core."""
 
 
@@ -100,8 +100,7 @@ def tune(
     found = sorted(mesh.devices.flat, key=lambda device: device.id)
     task = Task(model, loss_fn, optimizer, batch, devices=found, options=step_options)
     pruning = task.prune()
-    known = Cache(directory, task.about())
-    search = Search(task.prepare, pruning.estimates, known, deadline, task.prepare_whole)
+    search = task.search(pruning, Cache(directory, task.about()), deadline)
     _refuse_too_short(search, minutes, pruning.facts.operators if mesh.devices.flat[0].platform == "tpu" else 0)
     search.run()
     where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
@@ -142,5 +141,6 @@ def _refuse_too_short(search: Search, minutes: float, operators: int) -> None:
         return
     raise ValueError(
         f"{caller()}: minutes={minutes:g} are too few: of them {max(left, 0):.0f} s are left for compiling, and one "
-        f"compilation of this step takes at least {least:.0f} s. Give more minutes."
+        f"compilation of this step takes at least {least:.0f} s, and several times that on a busy machine. Give more "
+        "minutes; with cache= the same call goes on later."
     )

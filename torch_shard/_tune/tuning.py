@@ -184,7 +184,8 @@ class Tuning:
         left = "-" if found.limit is None or not found.memory else f"{about}{(found.limit - found.memory) / GIB:.2f}"
         times = [found.compute, found.exposed, found.seconds]
         shown = [f"{about}{seconds * 1e3:.4g}" if found.seconds else "-" for seconds in times]
-        axes = [f"{axis} {seconds * 1e3:.3g}" for axis, seconds in found.exposed_by_axis.items() if seconds > 5e-5]
+        waits = found.exposed_by_axis
+        axes = [f"{axis} {seconds * 1e3:.3g}" for axis, seconds in waits.items() if seconds > 0.005 * found.seconds]
         shown[1] += f" ({'; '.join(axes)})" if axes else ""
         clock = [] if not measured else ["-" if choice.measured is None else f"{choice.measured * 1e3:.4g}"]
         wire = choice.estimate.wire if choice.estimate is not None else {}
@@ -233,7 +234,6 @@ def _layers(found: Measured) -> str:
     """How layers run, and how many of them were compiled."""
     way = "loop" if found.loops else "one by one"
     return f"{way}, {found.scaled}" if found.scaled else way
-
 
 
 def budgets_of(found: Measured) -> dict[str, float]:
