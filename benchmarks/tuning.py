@@ -30,6 +30,7 @@ from torch_shard._tune.cache import Cache, Measured
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.chips import GIB
 from torch_shard._tune.prune import Pruning
+from torch_shard._tune.search import Search
 from torch_shard._tune.task import Task
 
 PAGE = """
@@ -184,12 +185,14 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     pruning, cache = task.prune(), Cache(directory, task.about())
     search = task.search(pruning, cache, time.monotonic() + 60 * minutes / 2)
     search.run()
-    hand = {}
-    for candidate in case.by_hand:
-        hand[candidate] = _known(candidate, task, cache, pruning, compiles=time.monotonic() < deadline)
-    report = _report(search.found, hand, pruning, search.passed)
-    (directory / "report.json").write_text(json.dumps(report, indent=1))
-    return report
+    hand = dict[Candidate, tuple[Measured | None, str]]()
+    for late in (True, False):  # what is known comes first, so that a report is there whenever this is interrupted
+        for candidate in case.by_hand:
+            compiles = not late and time.monotonic() < deadline
+            hand[candidate] = _known(candidate, task, cache, pruning, compiles=compiles)
+            if not late:
+                (directory / "report.json").write_text(json.dumps(_report(search, hand, pruning), indent=1))
+    return _report(search, hand, pruning)
 
 
 def _known(
@@ -214,12 +217,8 @@ def _known(
     return found, ""
 
 
-def _report(
-    found: Mapping[Candidate, Measured],
-    hand: Mapping[Candidate, tuple[Measured | None, str]],
-    pruning: Pruning,
-    passed: Mapping[Candidate, str],
-) -> dict[str, Any]:
+def _report(search: Search, hand: Mapping[Candidate, tuple[Measured | None, str]], pruning: Pruning) -> dict[str, Any]:
+    found, passed = search.found, search.passed
     compiled = {**{c: m for c, (m, _) in hand.items() if m is not None}, **found}
     ordered = sorted(compiled, key=lambda c: (not compiled[c].fits, compiled[c].seconds))
     by_hand = [c for c in ordered if c in hand]

@@ -52,7 +52,7 @@ def test_facts_by_layers_are_those_of_the_whole(task):
 
 
 def test_a_whole_program_follows_from_two_and_three_layers(task):
-    scaled, whole = task.prepare(ONE_BY_ONE)(), task.prepare_whole(ONE_BY_ONE)()
+    scaled, whole = task.prepare_scaled(ONE_BY_ONE)(), task.prepare_whole(ONE_BY_ONE)()
     assert (scaled.scaled, whole.scaled) == ("2 and 3 of 5", "")
     # products and collectives are the same for each layer, so nothing but XLA's choices at the seams is apart
     assert scaled.received == pytest.approx(whole.received, rel=0.02)

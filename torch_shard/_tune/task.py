@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 SIZES = (2, 3)
 """So many iterations of the loops of a model are compiled, where the others follow."""
 
+MANY = 8
+"""Fewer iterations are compiled whole in the time that two programs with `SIZES` take."""
+
 ESTIMATES = (
     "These devices' compiler counts no cycles: compute is the larger of flops over the peak and memory traffic over "
     "the bandwidth, and everything that is received counts as exposed. Memory and bytes received are the compiler's."
@@ -149,9 +152,16 @@ class Task:
         }
 
     def prepare(self, candidate: Candidate) -> Callable[[], Measured]:
-        """Capture a step, or two with a few layers of it where layers run one by one; the rest compiles them."""
-        if candidate.scan_layers is not False or self.repeats is None:  # a loop takes as long however often it runs
-            return self.prepare_whole(candidate)
+        """Capture a step, or two with a few layers of it where many run one by one; the rest compiles them.
+
+        A loop takes as long to compile however often it runs.
+        """
+        is_long = self.repeats is not None and self.repeats.num >= MANY
+        return (self.prepare_scaled if is_long and candidate.scan_layers is False else self.prepare_whole)(candidate)
+
+    def prepare_scaled(self, candidate: Candidate) -> Callable[[], Measured]:
+        """Capture two steps with a few layers; the rest compiles both, and says what the whole takes."""
+        assert self.repeats is not None
         num = self.repeats.num
         short, long = (self._prepared(candidate, self._shorten(size), size / num) for size in SIZES)
         return lambda: extrapolated(short(), long(), SIZES, num)

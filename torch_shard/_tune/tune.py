@@ -53,9 +53,10 @@ def tune(
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
     Every factorisation of the devices with every recipe, `remat`, number of microbatches and way to run layers is
-    judged by arithmetic; the most promising are compiled, whole, for the devices, as `step.preview` does it. Nothing is
-    placed on a device, and nothing runs, unless `measure` asks for it. Ctrl-C ends the search with the best so far; a
-    compilation that is under way then goes on in its thread, and a process ends after it.
+    judged by arithmetic; the most promising are compiled for the devices, as `step.preview` does it. Where many layers
+    run one by one and are proved to be one program, two and three of them are compiled, and the whole follows. Nothing
+    is placed on a device, and nothing runs, unless `measure` asks for it. Ctrl-C ends the search with the best so far;
+    a compilation that is under way then goes on in its thread, and a process ends after it.
 
     Args:
         model: As `make_train_step` takes it, as the next two; it may be on the meta device.
