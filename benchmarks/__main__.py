@@ -32,6 +32,7 @@ SECTIONS = {  # and the simulated devices of each
     "tpu": 1,
     "tpu_options": 1,
     "scale": 1,
+    "tuning": 1,
     "ops": 8,
     "checkpoints": 8,
     "state": 8,

@@ -333,13 +333,15 @@ def tune(
         parts = [given[name] for name in ("model", "loss_fn", "optimizer", "batch")]
         how: Any = {"topology": topology, "minutes": minutes, "cache": cache, "measure": measure}
         found = find(*parts, **how, **given.get("options", {}))
-        if save is not None:
-            found.save(save)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     console = Console()
     (console if console.is_terminal else Console(width=170)).print(found)
     if save is not None:
+        try:
+            found.save(save)
+        except (ValueError, TypeError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
         typer.echo(f"written: {save}")
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_cycles
+from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_by_axis, exposed_cycles
 from torch_shard._cost.total import costs_of
 
 KIND = "TPU v5 lite"
@@ -34,6 +34,7 @@ def travel(text: str) -> float:
 def test_what_is_needed_at_once_is_waited_for() -> None:
     text = compiled(lambda x, w: jax.lax.psum(x, "batch"), P())
     assert exposed_cycles(text, KIND) == pytest.approx(travel(text), rel=1e-3)
+    assert exposed_by_axis(text, KIND, {"batch": 4}) == {"batch": exposed_cycles(text, KIND)}
     assert exposed_cycles(text, "cpu") is None
 
 

@@ -1,5 +1,6 @@
 """Tuning as a whole on eight CPU devices: what is found, said, written, read and refused."""
 
+import importlib.util
 import json
 from typing import Any
 
@@ -151,6 +152,12 @@ def test_what_cannot_be_is_said_at_once(name):
     how, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
         tune(**how)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is there")
+def test_gpus_need_their_compiler_which_is_named():
+    with pytest.raises(ModuleNotFoundError, match=r"topology='h100:8' needs jax_cuda12_plugin.*torch_shard\[cuda\]"):
+        tune(topology="h100:8", devices=None)
 
 
 def test_a_batch_that_divides_over_no_mesh_is_refused():

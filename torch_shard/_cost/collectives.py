@@ -1,8 +1,13 @@
 """What the devices of a program tell each other: bytes that one of them receives."""
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from torch_shard._cost.hlo import Hlo, Instruction
 
@@ -61,14 +66,69 @@ def identity(instruction: Instruction) -> tuple[str | None, ...]:
     return instruction.op, instruction.name
 
 
+_MESH = r"mesh\[([^\]]*)\](?:, device_ids=(\([^{]*\)))?\s*\{([^}]*)\}"
+
+
+def group_of(instruction: Instruction) -> str:
+    """Which devices a collective is between, as HLO writes it."""
+    lists = r"\{(?:\{[\d,]*\},?)*\}"
+    ways = rf"{_MESH}|{lists}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+    return instruction.find(rf"((?:replica_groups|source_target_pairs)=(?:{ways}))") or ""
+
+
+def axes_of_group(group: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which devices of a group differ; all where that is not said.
+
+    Args:
+        group: Of `group_of`.
+        sizes: Of the mesh's axes, in order.
+    """
+    groups = _members(group)
+    if not groups or math.prod(sizes.values()) <= max(map(max, groups)):
+        return tuple(axis for axis, size in sizes.items() if size > 1)
+    places = [np.stack(np.unravel_index(ids, tuple(sizes.values()))) for ids in groups]
+    return tuple(axis for at, axis in enumerate(sizes) if any(len(set(place[at].tolist())) > 1 for place in places))
+
+
+def _members(group: str) -> list[list[int]]:
+    """Devices of a group, or of all; of pairs, all."""
+    if found := re.search(_MESH, group):
+        return [_of_mesh(*found.groups())]
+    if found := re.search(r"=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", group):
+        return [_iota(found.group(2), found.group(3)).reshape(_numbers(found.group(1)))[0].tolist()]
+    return [_numbers(text) for text in re.findall(r"\{(\d[\d,]*)\}", group)]
+
+
+def _of_mesh(shape: str, ids: str | None, axes: str) -> list[int]:
+    """The first group of a mesh that XLA has named for itself: along these axes, or parts of them."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", shape)}
+    order = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids or "")
+    devices = np.arange(math.prod(sizes.values())) if order is None else _iota(*order.groups())
+    devices, chosen = devices.reshape(tuple(sizes.values())), dict[str, Any]()
+    for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+        step = sizes[name] // int(before) // int(part) if part else 1
+        chosen.setdefault(name, []).append(np.arange(int(part or sizes[name])) * step)
+    at = [functools.reduce(np.add.outer, chosen[name]).ravel() if name in chosen else [0] for name in sizes]
+    return devices[np.ix_(*at)].ravel().tolist()
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return ids.transpose(_numbers(order) if order else None).ravel()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def _group_size(instruction: Instruction) -> int:
     """How many devices take part; 0 if that is not said."""
     text = instruction.attributes
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", text):
         return int(found.group(2))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))?\s*\{([^}]*)\}", text):
+    if found := re.search("replica_groups=" + _MESH, text):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(2))  # of a part of an axis, its own size
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(3))  # of a part of an axis, its own size
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     found = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
     return len(found.group(1).split(",")) if found else 0

@@ -5,9 +5,11 @@ one for the links of each group of devices. A collective that is started and end
 on; one that is not apart, or not done when its result is needed, is waited for.
 """
 
+import collections
 import dataclasses
+from collections.abc import Mapping
 
-from torch_shard._cost.collectives import KINDS, collective_of, identity
+from torch_shard._cost.collectives import KINDS, axes_of_group, collective_of, group_of, identity
 from torch_shard._cost.hlo import Hlo, Instruction
 from torch_shard._cost.total import Walk
 
@@ -21,17 +23,31 @@ _ONE_BY_ONE = ("-done", "-update")
 
 
 def exposed_cycles(text: str, device_kind: str) -> int | None:
-    """Cycles that one device waits for others.
+    """Cycles that one device waits for others; None for a kind of device whose links are not known.
 
     Args:
         text: As `jax.stages.Compiled.as_text()` gives it.
-        device_kind: As JAX names the device; None for those whose links are not known.
+        device_kind: As JAX names the device.
+    """
+    found = exposed_by_axis(text, device_kind, {})
+    return None if found is None else sum(found.values())
+
+
+def exposed_by_axis(text: str, device_kind: str, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """Cycles that one device waits for others, by the axes of the mesh, by comma, over which they lie.
+
+    Args:
+        text: As `jax.stages.Compiled.as_text()` gives it.
+        device_kind: As JAX names the device.
+        sizes: Of the mesh's axes, in order.
     """
     rate = BYTES_PER_CYCLE.get(device_kind)
     if rate is None:
         return None
-    hlo = Hlo(text)
-    return int(_Schedule(hlo, rate).run(hlo.entry).waited)
+    hlo, found = Hlo(text), collections.Counter[str]()
+    for group, cycles in _Schedule(hlo, rate).run(hlo.entry).waited.items():
+        found[", ".join(axes_of_group(group, sizes))] += int(cycles)
+    return dict(found)
 
 
 @dataclasses.dataclass
@@ -40,24 +56,31 @@ class _Clock:
 
     Attributes:
         now: Cycles, with those that were waited for.
-        waited: Those.
+        waited: Those, by the group of devices.
         free: When the links of a group of devices are free again.
-        ends: When what was started is done, by its name.
+        ends: When what was started is done, and of which group it is, by its name.
     """
 
     now: float = 0.0
-    waited: float = 0.0
+    waited: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
     free: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    ends: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    ends: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict[str, tuple[float, str]])
 
     def start(self, name: str, group: str, cycles: float) -> None:
         """Let something travel."""
-        self.free[group] = self.ends[name] = max(self.now, self.free.get(group, 0.0)) + cycles
+        end = self.free[group] = max(self.now, self.free.get(group, 0.0)) + cycles
+        self.ends[name] = end, group
 
     def wait(self, name: str) -> None:
         """Wait until it is there."""
-        late = max(self.ends.pop(name, 0.0) - self.now, 0.0)
-        self.now, self.waited = self.now + late, self.waited + late
+        end, group = self.ends.pop(name, (0.0, ""))
+        if (late := end - self.now) > 0:
+            self.now += late
+            self.add(group, late)
+
+    def add(self, group: str, cycles: float) -> None:
+        """Count what was waited for."""
+        self.waited[group] += cycles  # pyright: ignore[reportArgumentType]
 
 
 class _Schedule:
@@ -83,7 +106,9 @@ class _Schedule:
             times = self.hlo.trips(instruction) if op == "while" else 1
             for called in self._inner(instruction):
                 inner = self.run(called)
-                clock.now, clock.waited = clock.now + times * inner.now, clock.waited + times * inner.waited
+                clock.now += times * inner.now
+                for group, cycles in inner.waited.items():
+                    clock.add(group, times * cycles)
             return
         if op.endswith(_ONE_BY_ONE):
             if op.endswith("-done"):
@@ -129,8 +154,7 @@ class _Schedule:
         return ":".join(map(str, key)) if "chain" in key else outer.name
 
     def _moved(self, collective: Instruction, *, scatters: bool = False) -> tuple[str, float]:
-        group = collective.find(r"(?:replica_groups|source_target_pairs)=((?:mesh\[[^\]]*\]\s*)?\S+)")
         is_scatter = scatters and collective.op == "all-reduce"
         num_bytes = collective_of(self.hlo, collective, scatters=is_scatter).num_bytes
         ways = 1 if collective.kind == "collective-permute" else 2  # of a ring
-        return group or "", num_bytes * 2 / ways / self._rate
+        return group_of(collective), num_bytes * 2 / ways / self._rate

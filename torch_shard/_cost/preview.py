@@ -6,7 +6,7 @@
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from rich.text import Text
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
 from torch_shard._cost.collectives import KINDS
-from torch_shard._cost.exposed import exposed_cycles
+from torch_shard._cost.exposed import exposed_by_axis
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._cost.saved import saved_bytes
 from torch_shard._cost.total import Cost, costs_of
@@ -68,6 +68,7 @@ class Preview:
         notes: What `step.report()` says of the program: which layers are loops, which attention has no kernel.
         exposed: Cycles in which a TPU waits for other devices: communication that the compiler's schedule does not
             hide behind arithmetic, at the published speed of the links. None where that is not known.
+        exposed_by_axis: The same by axis of the mesh; by two, `"batch, model"`, where devices of both take part.
 
     Example:
         >>> import optax, torch, torch_shard as ts
@@ -92,6 +93,7 @@ class Preview:
     refused: str = ""
     notes: tuple[str, ...] = ()
     exposed: int | None = None
+    exposed_by_axis: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -233,7 +235,9 @@ class Preview:
         table.add_row("all", f"{sum(self.collectives.values()):,}", _size(self.collective_bytes))
         if self.exposed:
             share = self.exposed / (self.cycles + self.exposed)
-            table.caption = f"{self.exposed / 1e6:.1f} Mcycles of them are waited for, {share:.0%} of the step's"
+            axes = ", ".join(f"{axis} {cycles / 1e6:.1f}" for axis, cycles in self.exposed_by_axis.items() if cycles)
+            waited = f"{self.exposed / 1e6:.1f} Mcycles of them are waited for"
+            table.caption = f"{waited}, {share:.0%} of the step's; by axis: {axes}"
         return table
 
     def _modules_table(self) -> Table:
@@ -304,9 +308,21 @@ def preview_of(
     saved = min(int(saved_bytes(text)), found.temporaries)
     memory = PreviewMemory(**parts, saved=saved, temporaries=found.temporaries - saved, peak=found.peak)
     widest = tuple(_widest(costs, modules))
-    exposed = exposed_cycles(text, getattr(device, "device_kind", ""))
+    waited = exposed_by_axis(text, getattr(device, "device_kind", ""), plan.mesh.shape)
+    exposed = None if waited is None else sum(waited.values())
     by_module = tuple(modules.by_module(costs))
-    return Preview(about, memory, limit, by_module, widest, whole, compiled, notes=said, exposed=exposed)
+    return Preview(
+        about,
+        memory,
+        limit,
+        by_module,
+        widest,
+        whole,
+        compiled,
+        notes=said,
+        exposed=exposed,
+        exposed_by_axis=waited or {},
+    )
 
 
 def _bytes_of(tree: PyTree) -> int:

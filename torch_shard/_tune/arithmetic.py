@@ -12,9 +12,13 @@ from torch_shard._sharding import ResolvedPlan, axes_of
 from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.chips import GIB, KERNELS, Chip
 from torch_shard._tune.facts import Facts
+from torch_shard._tune.layers import Repeats
 
 MXU = 0.6
 """Part of the peak that programs reach in their products."""
+
+LOOP = 1.15
+"""So much longer do products take in loops that keep what they compute: it is stacked, and not fused across layers."""
 
 KEPT = 0.5
 """Part of the values between products that is kept for the backward pass: the others are computed again, or fused."""
@@ -85,6 +89,7 @@ class Model:
         moments: Bytes of the optimizer's state for each byte of parameters.
         itemsize: Bytes of a number that products are computed in.
         trainable: Names of parameters with gradients.
+        repeats: Layers that are proved to be one program, over and over.
     """
 
     facts: Facts
@@ -92,6 +97,7 @@ class Model:
     moments: float
     itemsize: int
     trainable: frozenset[str]
+    repeats: Repeats | None = None
 
 
 def estimate(model: Model, candidate: Candidate, plan: ResolvedPlan, moments: ResolvedPlan, *, chip: Chip) -> Estimate:
@@ -146,10 +152,16 @@ def _split_of(model: Model, plan: ResolvedPlan) -> _Split:
 def _compute(model: Model, candidate: Candidate, split: _Split, moments: ResolvedPlan, *, chip: Chip) -> float:
     """Seconds of arithmetic and of the update."""
     facts, num = model.facts, candidate.sizes.get("model", 1)
-    again = {"block": facts.repeated / 3, "dots": 0.02}.get(str(candidate.remat), 0.0) if facts.layers else 0.0
+    again = (
+        {"block": facts.repeated / max(facts.flops, 1.0), "dots": 0.02}.get(str(candidate.remat), 0.0)
+        if facts.layers
+        else 0.0
+    )
     kernels = facts.attention * 3.5
     flops = max(facts.flops - kernels, 0.0) / MXU + kernels / KERNELS
     own = (split.flops / num + 1 - split.flops) / candidate.data_shards
+    if facts.layers and candidate.remat == "none" and candidate.scan_layers is not False:
+        own *= LOOP
     held = sum(_local_bytes(moments, name) for name in model.trainable)
     update = held * (2 + 2 * model.moments + 2 * (candidate.accumulate_steps > 1) * candidate.accumulate_steps)
     return flops * (1 + again) * own / chip.flops + update / chip.bandwidth

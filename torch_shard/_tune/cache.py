@@ -22,7 +22,7 @@ from torch_shard._common.types import PyTree
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 VERSIONS = ("torch_shard", "torch", "jax", "jaxlib", "libtpu")
 
 
@@ -40,6 +40,10 @@ class Measured:
         collectives: Number of each kind.
         took: Seconds of the compilation.
         refused: What kept it from being compiled; empty if nothing did.
+        exposed_by_axis: Parts of `exposed`, where the compiler's schedule says them.
+        flags: Options of the compiler that the step sets.
+        loops: Whether layers run in loops.
+        scaled: From how many layers of how many this is extrapolated; empty for a whole program.
     """
 
     memory: int = 0
@@ -51,6 +55,10 @@ class Measured:
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     took: float = 0.0
     refused: str = ""
+    exposed_by_axis: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    loops: bool = False
+    scaled: str = ""
 
     @property
     def seconds(self) -> float:
@@ -61,6 +69,40 @@ class Measured:
     def fits(self) -> bool:
         """Whether it can run."""
         return not self.refused and (self.limit is None or self.memory <= self.limit)
+
+
+def extrapolated(short: Measured, long: Measured, sizes: tuple[int, int], num: int) -> Measured:
+    """What a whole program takes, by those of two with fewer layers: each layer more takes as much.
+
+    Args:
+        short: The one with the fewest.
+        long: The other one.
+        sizes: How many iterations of its loops each has.
+        num: How many the whole has.
+    """
+    steps = (num - sizes[0]) / (sizes[1] - sizes[0])
+    scaled = f"{sizes[0]} and {sizes[1]} of {num}"
+    if short.refused or long.refused:
+        return dataclasses.replace(short if short.refused else long, scaled=scaled)
+
+    def grown(first: float, second: float) -> float:
+        return max(first + steps * (second - first), 0.0)
+
+    def by_key(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+        return {key: grown(first.get(key, 0), second.get(key, 0)) for key in dict.fromkeys([*first, *second])}
+
+    counts = by_key(short.collectives, long.collectives)
+    return dataclasses.replace(
+        long,
+        memory=int(grown(short.memory, long.memory)),
+        compute=grown(short.compute, long.compute),
+        exposed=grown(short.exposed, long.exposed),
+        received=int(grown(short.received, long.received)),
+        cycles=int(grown(short.cycles, long.cycles)),
+        collectives={kind: round(number) for kind, number in counts.items()},
+        exposed_by_axis=by_key(short.exposed_by_axis, long.exposed_by_axis),
+        scaled=scaled,
+    )
 
 
 class Cache:
@@ -112,7 +154,8 @@ def checked(found: Any) -> Measured:
     for field in dataclasses.fields(Measured):
         value, default = getattr(measured, field.name), getattr(_EXAMPLE, field.name)
         kinds = (int, float) if isinstance(default, float) else (type(default),)
-        if not (isinstance(value, kinds) or (value is None and field.name == "limit")) or isinstance(value, bool):
+        is_bool = isinstance(value, bool) != isinstance(default, bool)
+        if is_bool or not (isinstance(value, kinds) or (value is None and field.name == "limit")):
             raise TypeError(f"{field.name} is {value!r}")
     return measured
 

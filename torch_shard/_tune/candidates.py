@@ -92,11 +92,6 @@ class Candidate:
         """The mesh, in words."""
         return ", ".join(f"{name}={size}" for name, size in self.axes)
 
-    @property
-    def loop(self) -> str:
-        """How layers run, in words."""
-        return {True: "loop", False: "one by one"}.get(self.scan_layers, "auto")  # pyright: ignore
-
     def __str__(self) -> str:
         parts = [f"({self.mesh_text}) {self.recipe}", f"remat={self.remat}"]
         parts += [f"scan_layers={self.scan_layers}"] if self.scan_layers != "auto" else []
@@ -144,23 +139,31 @@ def families(num_devices: int, *, has_experts: bool, fixed: Mapping[str, Any]) -
 
 
 def variants(
-    family: Candidate, *, layers: Sequence[int], microbatches: Iterable[int], fixed: Mapping[str, Any]
+    family: Candidate,
+    *,
+    layers: Sequence[int],
+    auto_is_loop: bool,
+    most: int,
+    microbatches: Iterable[int],
+    fixed: Mapping[str, Any],
 ) -> Iterator[Candidate]:
     """All ways in which the layers of a family may run.
 
     Args:
         family: A mesh and a recipe.
         layers: Number of repeated layers of each kind.
+        auto_is_loop: Whether layers that compute nothing again become loops if nobody says it.
+        most: So many layers may run one by one.
         microbatches: Numbers to choose from.
         fixed: Options that the user gave.
     """
     remats: Sequence[Any] = ("none", "dots", "block") if any(num > 1 for num in layers) else ("none",)
-    loops: Sequence[Any] = ("auto", False) if 0 < max(layers, default=0) <= ONE_BY_ONE else ("auto",)
+    loops: Sequence[Any] = ("auto", False) if 0 < sum(layers) <= most else ("auto",)
     choices = {"remat": remats, "scan_layers": loops, "accumulate_steps": tuple(microbatches)}
     choices = {name: (fixed[name],) if name in fixed else found for name, found in choices.items()}
     for values in itertools.product(*choices.values()):
-        yield dataclasses.replace(family, **dict(zip(choices, values, strict=True)))
-
-
-ONE_BY_ONE = 12
-"""More layers than these take too long to compile one by one."""
+        made = dataclasses.replace(family, **dict(zip(choices, values, strict=True)))
+        is_loop = auto_is_loop or made.remat != "none"
+        if "scan_layers" not in fixed and made.scan_layers == "auto" and loops[1:] and not is_loop:
+            made = dataclasses.replace(made, scan_layers=True)
+        yield made

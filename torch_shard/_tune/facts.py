@@ -20,6 +20,7 @@ from torch_shard._loss import HostValues, JointLoss, LossShape, capture_with, fl
 from torch_shard._lowering import keeps_whole
 from torch_shard._scan import LayerOptions
 from torch_shard._sharding import LossFn
+from torch_shard._tune.layers import Shorter
 from torch_shard._tune.products import ATTENTION, flops_of
 
 VIEWS = ("view", "reshape", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "getitem", "alias", "select")
@@ -49,7 +50,7 @@ class Facts:
 
     Attributes:
         flops: Of products, forward and backward.
-        repeated: The part of the products of a forward pass that repeated layers compute.
+        repeated: Flops of the products of a forward pass in repeated layers.
         attention: Flops of attention beside its projections, of a forward pass.
         by_module: Flops of products by the path of the module, both passes.
         outputs: Bytes of the results of products and tables by the path of the module, forward.
@@ -74,7 +75,9 @@ class Facts:
     fingerprint: str
 
 
-def facts_of(model: nn.Module, loss_fn: LossFn, batch: PyTree, precision: Precision) -> Facts:
+def facts_of(
+    model: nn.Module, loss_fn: LossFn, batch: PyTree, precision: Precision, *, alike: Sequence[Sequence[str]]
+) -> Facts:
     """Capture a loss with its gradients, and read what they do.
 
     Args:
@@ -82,14 +85,60 @@ def facts_of(model: nn.Module, loss_fn: LossFn, batch: PyTree, precision: Precis
         loss_fn: Its loss.
         batch: Tensors or shapes.
         precision: What the loss is computed in.
+        alike: Paths of repeated layers, by group.
     """
     leaves, signature = flatten_batch(batch)
     host = HostValues(leaves, signature, dict(model.named_buffers()).__getitem__).of()
     fn, specs = JointLoss(model, loss_fn, signature, precision=precision, train=True, host=host)()
     graph = capture_with(host, lambda: capture(fn, specs, keep=keeps_whole))
-    groups = LayerOptions(scan="auto", remat="block").groups(model)
-    alike = [list(group.members.values()) for group in groups if group.refused is None]
     return _Reader(graph, alike).facts()
+
+
+def alike_layers(model: nn.Module) -> list[list[str]]:
+    """Paths of layers that look alike, by group."""
+    groups = LayerOptions(scan="auto", remat="block").groups(model)
+    return [list(group.members.values()) for group in groups if group.refused is None]
+
+
+def facts_by_layers(
+    model: nn.Module, loss_fn: LossFn, batch: PyTree, precision: Precision, *, shorter: Sequence[Shorter], num: int
+) -> Facts:
+    """The facts of a whole model, from those of copies of it with one and with two iterations of its loops.
+
+    Iterations are one program, so all that is counted grows by the same with each.
+
+    Args:
+        model: The whole one, which is not captured.
+        loss_fn: Its loss.
+        batch: Tensors or shapes.
+        precision: What the loss is computed in.
+        shorter: Both copies.
+        num: Iterations of the whole.
+    """
+    groups, found = alike_layers(model), list[Facts]()
+    layers = {path for group in groups for path in group}
+    for short in shorter:
+        left = [[short.names[path] for path in group if path in short.left] for group in groups]
+        found.append(facts_of(short.module, loss_fn, batch, precision, alike=[own for own in left if own]))
+    one, two = found
+
+    def grown(first: float, second: float) -> float:
+        return first + (num - 1) * (second - first)
+
+    saved = [{(own.width, own.repeated, own.kind): own.num_bytes for own in facts.saved} for facts in found]
+    keys = dict.fromkeys(key for own in saved for key in own)
+    counted = {name: grown(getattr(one, name), getattr(two, name)) for name in ("flops", "repeated", "attention")}
+    return Facts(
+        **counted,
+        by_module={path: two.by_module[own] for path, own in shorter[1].names.items() if own in two.by_module},
+        outputs={path: two.outputs[own] for path, own in shorter[1].names.items() if own in two.outputs},
+        saved=tuple(Saved(int(grown(*(own.get(key, 0) for own in saved))), *key) for key in keys),
+        inputs=int(grown(one.inputs, two.inputs)),
+        layer=two.layer,
+        layers=tuple(map(len, groups)),
+        operators=two.operators,
+        fingerprint=f"{one.fingerprint} {two.fingerprint} {num} {len(layers)}",
+    )
 
 
 class _Reader:
@@ -106,7 +155,6 @@ class _Reader:
     def facts(self) -> Facts:
         """All of it."""
         flops = {node: flops_of(node) for node in self._own}
-        forward = sum(flops[node] for node in self._forward)
         repeated = sum(flops[node] for node in self._forward if self._layer(node))
         by_module, outputs = collections.Counter[str](), collections.Counter[str]()
         for node, count in flops.items():
@@ -117,7 +165,7 @@ class _Reader:
         later = {path for group in self._alike for path in group[1:]}
         return Facts(
             flops=sum(flops.values()),
-            repeated=repeated / forward if forward else 0.0,
+            repeated=repeated,
             attention=sum(flops[node] for node in self._forward if operator_name(node) in ATTENTION),
             by_module={path: float(count) for path, count in by_module.items() if count},
             outputs=dict(outputs),

@@ -6,6 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._scan import FEW, LayerOptions
 from torch_shard._sharding import ResolvedPlan, axes_of
 from torch_shard._tune.arithmetic import Estimate, Model, estimate, find_rows_fault
 from torch_shard._tune.candidates import Candidate, families, variants
@@ -20,6 +21,9 @@ ROOM = 0.5
 
 SLOW = 2.0
 """A candidate this many times as long as the best, by arithmetic, is not compiled."""
+
+ONE_BY_ONE = 32
+"""More layers than these take too long to compile one by one; where a few do not say what all of them take, `FEW`."""
 
 
 class Pruning:
@@ -57,7 +61,9 @@ class Pruning:
         self._rows, self._fixed, self._microbatches = rows, fixed, microbatches
         self._seen: dict[object, Candidate] = {}
         self._too_large: dict[Candidate, Estimate] = {}
-        num = mesh_of(Candidate((("batch", -1),), "replicated")).size
+        mesh = mesh_of(Candidate((("batch", -1),), "replicated"))
+        num, platform = mesh.size, mesh.devices.flat[0].platform
+        self._auto_is_loop = LayerOptions().decided(model.module, platform).scan is not False
         asked = list(families(num, has_experts=has_experts, fixed=fixed))
         for family in asked:
             self._judge(family)
@@ -84,7 +90,14 @@ class Pruning:
     def _judge_variants(self, family: Candidate, plan: ResolvedPlan, moments: ResolvedPlan) -> None:
         numbers = [self._fixed.get("accumulate_steps", 1)] if "accumulate_steps" in self._fixed else self._microbatches
         layers, found = self._model.facts.layers, dict[Candidate, Estimate]()
-        for candidate in variants(family, layers=layers, microbatches=numbers, fixed=self._fixed):
+        for candidate in variants(
+            family,
+            layers=layers,
+            auto_is_loop=self._auto_is_loop,
+            most=FEW if self._model.repeats is None else ONE_BY_ONE,
+            microbatches=numbers,
+            fixed=self._fixed,
+        ):
             if fault := find_rows_fault(candidate, self._rows):
                 self._prune(candidate, fault, "rows")
                 continue
@@ -105,7 +118,7 @@ class Pruning:
             )
             return ("the memory of these devices is not known, and none is saved", "no limit") if saves else None
         for other, made in found.items():
-            alike = other.scan_layers == candidate.scan_layers
+            alike = (other.scan_layers is False) == (candidate.scan_layers is False)
             less = (other.remat, other.accumulate_steps) != (candidate.remat, candidate.accumulate_steps)
             lighter = other.accumulate_steps <= candidate.accumulate_steps and (
                 other.remat == candidate.remat or other.remat == "none"

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,9 @@ HOPELESS = 1.5
 PROMISING = 1.05
 """Another way to run layers is tried where it is likely to be no longer than this many times the best so far."""
 
+WHOLE = 2
+"""So many of the best are compiled whole in the end, if a few layers of them are known."""
+
 NEEDED = 5 * GIB
 """Of the host's memory, for one compilation."""
 
@@ -33,16 +37,18 @@ class Search:
     """A search under way.
 
     Args:
-        prepare: Makes the compilation of a candidate.
+        prepare: Makes the compilation of a candidate; where its layers are proved alike, of a few of them.
         estimates: The candidates.
         cache: Asked first.
         deadline: By `time.monotonic`.
+        whole: Makes the compilation of all of a candidate.
     """
 
     prepare: Prepare
     estimates: dict[Candidate, Estimate]
     cache: Cache
     deadline: float
+    whole: Prepare | None = None
 
     def __post_init__(self) -> None:
         self.found: dict[Candidate, Measured] = {}
@@ -61,13 +67,11 @@ class Search:
         self._read_cache()
         pool = concurrent.futures.ThreadPoolExecutor(_workers(), thread_name_prefix="tune")
         try:
-            while self._start_more(pool):
-                left = max(self.deadline - time.monotonic(), 0.0)
-                done, _ = concurrent.futures.wait(self._running, left, concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    self._take(self._running.pop(future), future.result())
-                if not done:
-                    break
+            while self._start_more(pool) and self._wait():
+                pass
+            for _ in range(WHOLE):
+                if not self._running and self._start_whole(pool):
+                    self._wait()
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -77,7 +81,27 @@ class Search:
         if self._failures and not self.found:
             raise self._failures[0]
         for candidate in self._running.values():
-            self.passed[candidate] = "still compiling when the time was over"
+            if candidate not in self.found:
+                self.passed[candidate] = "still compiling when the time was over"
+
+    def _wait(self) -> bool:
+        """Take what is done first; tells whether anything was before the time was over."""
+        left = max(self.deadline - time.monotonic(), 0.0)
+        done, _ = concurrent.futures.wait(self._running, left, concurrent.futures.FIRST_COMPLETED)
+        for future in done:
+            self._take(self._running.pop(future), future.result())
+        return bool(done)
+
+    def _start_whole(self, pool: concurrent.futures.ThreadPoolExecutor) -> bool:
+        """Compile all of the best, of which a few layers are known, if there is time."""
+        best = self.best
+        if best is None or self.whole is None or not (found := self.found[best]).scaled:
+            return False
+        sizes = [int(number) for number in re.findall(r"\d+", found.scaled)]
+        if time.monotonic() + found.took * sizes[-1] / sum(sizes[:-1]) >= self.deadline:
+            return False
+        self._running[pool.submit(self._compile, best, self.whole(best))] = best
+        return True
 
     @property
     def best(self) -> Candidate | None:
@@ -115,7 +139,7 @@ class Search:
         """Compile in a thread, and keep what is found even if nobody waits for it any more."""
         start = time.monotonic()
         found = dataclasses.replace(job(), took=time.monotonic() - start)
-        self.cache.write(candidate, found)
+        self.cache.write(candidate, found)  # of all of it instead of a few layers
         return found
 
     def _is_too_late(self) -> bool:
@@ -133,7 +157,6 @@ class Search:
         known = {candidate.family for candidate in [*self.found, *self._running.values()]}
         ways = [candidate for candidate in waiting if candidate.family in known]
         new = [candidate for candidate in waiting if candidate.family not in known]
-        new = [candidate for candidate in new if candidate.scan_layers is not False] or new  # which compile faster
         first, second = (min(found, key=likely.__getitem__, default=None) for found in (ways, new))
         best = None if self.best is None else self.found[self.best].seconds
         turn = first is not None and best is not None and len(self.found) % 2 and likely[first] <= best * PROMISING
@@ -178,7 +201,7 @@ class Search:
 
 
 def _way(candidate: Candidate) -> object:
-    return candidate.remat, candidate.scan_layers, candidate.accumulate_steps
+    return candidate.remat, candidate.scan_layers is False, candidate.accumulate_steps
 
 
 def _means(pairs: Iterable[tuple[object, float]]) -> dict[object, float]:

@@ -4,6 +4,7 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,13 +25,22 @@ from torch_shard._plans import experts_of, layers_of
 from torch_shard._sharding import LossFn, holdings, make_mesh, memory_of
 from torch_shard._train import make_train_step
 from torch_shard._tune.arithmetic import Estimate, Model, estimate
-from torch_shard._tune.cache import Measured, describe_batch, describe_entries, versions
+from torch_shard._tune.cache import Cache, Measured, describe_batch, describe_entries, extrapolated, versions
 from torch_shard._tune.candidates import MICROBATCHES, Candidate
 from torch_shard._tune.chips import GIB, Chip, chip_of, compute_seconds, exposed_seconds
-from torch_shard._tune.facts import Facts, facts_of
+from torch_shard._tune.facts import Facts, alike_layers, facts_by_layers, facts_of
+from torch_shard._tune.layers import Repeats, Shorter, find_repeats, shorten
 from torch_shard._tune.prune import Pruning
 from torch_shard._tune.search import Search
 from torch_shard._tune.tuning import Choice, Pruned, Tuning, budgets_of
+
+logger = logging.getLogger(__name__)
+
+SIZES = (2, 3)
+"""So many iterations of the loops of a model are compiled, where the others follow."""
+
+MANY = 8
+"""Fewer iterations are compiled whole in the time that two programs with `SIZES` take."""
 
 ESTIMATES = (
     "These devices' compiler counts no cycles: compute is the larger of flops over the peak and memory traffic over "
@@ -64,8 +74,33 @@ class Task:
         self.devices, self.options = devices, options
         self.chip: Chip = chip_of(devices[0])
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
-        self.facts: Facts = facts_of(model, loss_fn, batch, self._precision())
+        self._shorter: dict[int, Shorter] = {}
+        self.repeats: Repeats | None = self._find_repeats()
+        self.facts: Facts = self._find_facts()
         self._num_moments, self._optimizer = self._optimizer_state()
+
+    def _find_repeats(self) -> Repeats | None:
+        mesh = self.mesh(Candidate((("batch", len(self.devices)),), "replicated"))
+        found = find_repeats(self.model, self.loss_fn, self.batch, self._precision(), mesh=mesh)
+        return found if found is not None and found.num > SIZES[-1] else None
+
+    def _find_facts(self) -> Facts:
+        given = self.model, self.loss_fn, self.batch, self._precision()
+        if self.repeats is not None:
+            try:
+                shorter = [self._shorten(num) for num in (1, 2)]
+                return facts_by_layers(*given, shorter=shorter, num=self.repeats.num)
+            except Exception as error:  # a model that cannot run with fewer layers: it is taken whole
+                logger.info("tune: with fewer layers the loss cannot be captured: %s", error)
+                self.repeats = None
+        return facts_of(*given, alike=alike_layers(self.model))
+
+    def _shorten(self, num: int) -> Shorter:
+        """A copy of the model with so many iterations of its loops."""
+        assert self.repeats is not None
+        if num not in self._shorter:
+            self._shorter[num] = shorten(self.model, self.optimizer, self.repeats, num)
+        return self._shorter[num]
 
     def mesh(self, candidate: Candidate) -> Mesh:
         """The mesh of a candidate."""
@@ -101,7 +136,8 @@ class Task:
 
     def _known(self) -> Model:
         itemsize = 4 if self.options.get("compute_dtype") is None else 2
-        return Model(self.facts, self.model, self._num_moments, itemsize, frozenset(holdings(self.model).trainable))
+        trainable = frozenset(holdings(self.model).trainable)
+        return Model(self.facts, self.model, self._num_moments, itemsize, trainable, self.repeats)
 
     def about(self) -> dict[str, object]:
         """What all that is found depends on, beside the candidate."""
@@ -116,11 +152,48 @@ class Task:
         }
 
     def prepare(self, candidate: Candidate) -> Callable[[], Measured]:
+        """Capture a step, or two with a few layers of it where many run one by one; the rest compiles them.
+
+        A loop takes as long to compile however often it runs.
+        """
+        is_long = self.repeats is not None and self.repeats.num >= MANY
+        return (self.prepare_scaled if is_long and candidate.scan_layers is False else self.prepare_whole)(candidate)
+
+    def prepare_scaled(self, candidate: Candidate) -> Callable[[], Measured]:
+        """Capture two steps with a few layers; the rest compiles both, and says what the whole takes."""
+        assert self.repeats is not None
+        num = self.repeats.num
+        short, long = (self._prepared(candidate, self._shorten(size), size / num) for size in SIZES)
+        return lambda: extrapolated(short(), long(), SIZES, num)
+
+    def prepare_whole(self, candidate: Candidate) -> Callable[[], Measured]:
         """Capture a step; the rest compiles it."""
-        options = self.options_of(candidate)
-        step = make_train_step(self.model, self.loss_fn, self.optimizer, **options)
-        rest = step.previewing(self.batch)
-        return lambda: self._measured(candidate, rest())
+        whole = Shorter(self.model, self.optimizer, {}, frozenset())
+        return self._prepared(candidate, whole, 1.0)
+
+    def _prepared(self, candidate: Candidate, model: Shorter, share: float) -> Callable[[], Measured]:
+        """The same of a model with this share of the layers."""
+        options = {**candidate.options(model.module, self.mesh(candidate)), **self.options}
+        step = make_train_step(model.module, self.loss_fn, model.optimizer, **options)
+        rest, program = step.previewing(self.batch), step.programs[-1]
+        flags = {name: str(value) for name, value in (program.loss.compiler_options(step.mesh) or {}).items()}
+        attention = share * self.facts.attention * (3.5 + (candidate.remat == "block")) / len(self.devices)
+
+        def measured() -> Measured:
+            found = self._measured(candidate, rest(), attention)
+            return dataclasses.replace(found, flags=flags, loops=bool(program.loops))
+
+        return measured
+
+    def search(self, pruning: Pruning, cache: Cache, deadline: float) -> Search:
+        """A search among what pruning has left.
+
+        Args:
+            pruning: Of this task.
+            cache: Of what is known.
+            deadline: By `time.monotonic`.
+        """
+        return Search(self.prepare, pruning.estimates, cache, deadline, self.prepare_whole)
 
     def tuning(self, search: Search, pruning: Pruning, where: str, minutes: float) -> Tuning:
         """What was found.
@@ -154,18 +227,24 @@ class Task:
     def _notes(self, search: Search) -> list[str]:
         notes = ["Interrupted: this is the best so far."] if search.interrupted else []
         notes += [ESTIMATES] if not self.chip.has_cycles else []
+        if any(found.scaled for found in search.found.values()):
+            notes.append(
+                "Times and memory with ~ are scaled from programs with as many layers as is said, of which the others "
+                "are proved to be repetitions. Before you rely on one, see step.preview of the whole."
+            )
         if self._has_batch_norm() and "accumulate_steps" not in self.options:
             notes.append("Batch norm: microbatches would change its statistics, and were not considered.")
         return notes
 
-    def _measured(self, candidate: Candidate, preview: Preview) -> Measured:
+    def _measured(self, candidate: Candidate, preview: Preview, attention: float) -> Measured:
         axes = sum(size > 1 for size in candidate.sizes.values())
         found = Measured(memory=preview.memory.peak, limit=preview.limit)
         if preview.compiled is None:
             return dataclasses.replace(found, refused=preview.refused)
-        attention = self.facts.attention * (3.5 + (candidate.remat == "block")) / len(self.devices)
+        clock = self.chip.clock or 1.0
         return dataclasses.replace(
             found,
+            exposed_by_axis={axis: cycles / clock for axis, cycles in preview.exposed_by_axis.items()},
             compute=compute_seconds(preview, self.chip, attention),
             exposed=exposed_seconds(preview, self.chip, axes),
             received=preview.collective_bytes,

@@ -32,7 +32,7 @@ from torch_shard._tune.tuning import Tuning
 CHOSEN = ("mesh", "plan", "optimizer_plan")
 """Options that are found; others may be given."""
 
-SECONDS = (2.0, 0.004)
+SECONDS = (2.0, 0.05)
 """A compilation for TPUs takes at least so long, and so long for each operator: one at a time, on a fast core."""
 
 
@@ -53,9 +53,10 @@ def tune(
     """Find the mesh, the plan and the options with which a step takes the least time and fits.
 
     Every factorisation of the devices with every recipe, `remat`, number of microbatches and way to run layers is
-    judged by arithmetic; the most promising are compiled, whole, for the devices, as `step.preview` does it. Nothing is
-    placed on a device, and nothing runs, unless `measure` asks for it. Ctrl-C ends the search with the best so far; a
-    compilation that is under way then goes on in its thread, and a process ends after it.
+    judged by arithmetic; the most promising are compiled for the devices, as `step.preview` does it. Where many layers
+    run one by one and are proved to be one program, two and three of them are compiled, and the whole follows. Nothing
+    is placed on a device, and nothing runs, unless `measure` asks for it. Ctrl-C ends the search with the best so far;
+    a compilation that is under way then goes on in its thread, and a process ends after it.
 
     Args:
         model: As `make_train_step` takes it, as the next two; it may be on the meta device.
@@ -100,8 +101,7 @@ def tune(
     found = sorted(mesh.devices.flat, key=lambda device: device.id)
     task = Task(model, loss_fn, optimizer, batch, devices=found, options=step_options)
     pruning = task.prune()
-    known = Cache(directory, task.about())
-    search = Search(task.prepare, pruning.estimates, known, deadline)
+    search = task.search(pruning, Cache(directory, task.about()), deadline)
     _refuse_too_short(search, minutes, pruning.facts.operators if mesh.devices.flat[0].platform == "tpu" else 0)
     search.run()
     where = topology or f"{len(found)} x {getattr(found[0], 'device_kind', found[0].platform)}"
@@ -142,5 +142,6 @@ def _refuse_too_short(search: Search, minutes: float, operators: int) -> None:
         return
     raise ValueError(
         f"{caller()}: minutes={minutes:g} are too few: of them {max(left, 0):.0f} s are left for compiling, and one "
-        f"compilation of this step takes at least {least:.0f} s. Give more minutes."
+        f"compilation of this step takes at least {least:.0f} s, and several times that on a busy machine. Give more "
+        "minutes; with cache= the same call goes on later."
     )

@@ -163,10 +163,11 @@ class Tuning:
 
     def _table(self) -> Table:
         table = Table(title=f"Tuned for {self.where}", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        words = ("mesh", "plan", "remat", "loop", "why not")
+        words = ("mesh", "plan", "remat", "layers")
         measured = any(choice.measured is not None for choice in self.choices)
         numbers = ("microbatches", "GiB left", "compute ms", "exposed ms", "time ms")
-        columns = ("", *words[:4], *numbers, *(("measured ms",) if measured else ()), "wire GiB, textbook", "why not")
+        last = ("wire GiB, textbook", "flags", "why not")
+        columns = ("", *words, *numbers, *(("measured ms",) if measured else ()), *last)
         for column in columns:
             table.add_column(column, justify="right" if column in (*numbers, "measured ms") else "left")
         front = self._front()
@@ -179,9 +180,13 @@ class Tuning:
         found, candidate, best = choice.found, choice.candidate, self.best
         if found is None or best.found is None:
             return []
-        left = "-" if found.limit is None or not found.memory else f"{(found.limit - found.memory) / GIB:.2f}"
+        about = "~" * bool(found.scaled)
+        left = "-" if found.limit is None or not found.memory else f"{about}{(found.limit - found.memory) / GIB:.2f}"
         times = [found.compute, found.exposed, found.seconds]
-        shown = [f"{seconds * 1e3:.4g}" if found.seconds else "-" for seconds in times]
+        shown = [f"{about}{seconds * 1e3:.4g}" if found.seconds else "-" for seconds in times]
+        waits = found.exposed_by_axis
+        axes = [f"{axis} {seconds * 1e3:.3g}" for axis, seconds in waits.items() if seconds > 0.005 * found.seconds]
+        shown[1] += f" ({'; '.join(axes)})" if axes else ""
         clock = [] if not measured else ["-" if choice.measured is None else f"{choice.measured * 1e3:.4g}"]
         wire = choice.estimate.wire if choice.estimate is not None else {}
         return [
@@ -189,12 +194,13 @@ class Tuning:
             candidate.mesh_text,
             candidate.recipe,
             str(candidate.remat),
-            candidate.loop,
+            _layers(found),
             str(candidate.accumulate_steps),
             left,
             *shown,
             *clock,
             ", ".join(f"{axis} {size / GIB:.2f}" for axis, size in wire.items()),
+            ", ".join(f"{_FLAGS.get(name, name)}" for name in found.flags) or "-",
             self._why(choice),
         ]
 
@@ -219,6 +225,15 @@ class Tuning:
 
 
 _HOW = ("remat", "scan_layers", "accumulate_steps")
+
+_FLAGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "whole collectives"}
+"""Options of compilers, in words."""
+
+
+def _layers(found: Measured) -> str:
+    """How layers run, and how many of them were compiled."""
+    way = "loop" if found.loops else "one by one"
+    return f"{way}, {found.scaled}" if found.scaled else way
 
 
 def budgets_of(found: Measured) -> dict[str, float]:
