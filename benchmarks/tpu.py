@@ -8,13 +8,13 @@ a rival is named `layers in a loop` or `layers one by one`.
 import dataclasses
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks.processes import Failed, isolated
-from benchmarks.rows import Row
+from benchmarks.rows import Row, chosen
 from benchmarks.tpu_cases import CASES, OPTIONS, OURS, find
 from benchmarks.tpu_counts import Counts, counts_of
 
@@ -54,9 +54,9 @@ QUANTITIES = {
 TITLES = {"time": "with waiting", "wire": "received", "traffic": "memory traffic"}
 
 
-def rows(quick: bool) -> Iterator[Row]:
+def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
     """Every case."""
-    for name in CASES:
+    for name in chosen(names, list(CASES)):
         yield from case_rows(name, quick)
 
 

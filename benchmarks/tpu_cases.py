@@ -386,6 +386,51 @@ CASES: dict[str, Callable[[bool], TpuCase]] = {
 }
 
 
+def _held_out_llama() -> TpuCase:
+    """The width of Llama 3.2 3B, rows of 4096."""
+    sizes = Llama(width=3072, hidden=8192, heads=24, remat=False)
+    return dataclasses.replace(
+        llama(quick=False, remat="none"),
+        name="Llama 3.2 3B, 4 layers, 8 x 4096 tokens, remat=none",
+        model=lambda: hf_llama(sizes),
+        batch=tokens(8, 4096),
+        rivals={UNROLLED: by_hand(dataclasses.replace(sizes, unroll=True))},
+    )
+
+
+def _held_out_gpt() -> TpuCase:
+    sizes = Gpt(layers=24, width=1024, heads=16)
+    return dataclasses.replace(
+        gpt(quick=False),
+        name="GPT-2 medium, 32 x 1024 tokens",
+        model=lambda: hf_gpt(sizes),
+        batch=tokens(32, sizes.length),
+        rivals={SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
+    )
+
+
+def _held_out_resnet() -> TpuCase:
+    sizes, found = ResNet(depths=(3, 4, 23, 3)), resnet(quick=False)
+    pixels = torch.empty(256, 3, 192, 192, device="meta")
+    classes = torch.empty(len(pixels), dtype=torch.int64, device="meta")
+    return dataclasses.replace(
+        found,
+        name="ResNet-101, 256 images of 192 x 192",
+        model=lambda: hf_resnet(sizes),
+        batch=(pixels, classes),
+        rivals={UNROLLED: by_hand(sizes)},
+        rival_batch=(pixels.permute(0, 2, 3, 1), classes),
+    )
+
+
+HELD_OUT: dict[str, Callable[[], TpuCase]] = {
+    "llama held out": _held_out_llama,
+    "gpt held out": _held_out_gpt,
+    "resnet held out": _held_out_resnet,
+}
+"""Of other sizes than those that we look at when we choose defaults."""
+
+
 def find(name: str, quick: bool) -> TpuCase:
     """A case by its short name."""
-    return CASES[name](quick)
+    return HELD_OUT[name]() if name in HELD_OUT else CASES[name](quick)

@@ -17,6 +17,8 @@ from torch_shard._cost.total import costs_of
 
 FLOPS_PER_CYCLE = 131_072
 """Of v5e: 197 Tflop per second at 1.5 GHz."""
+BYTES_PER_CYCLE = 546
+"""Of its memory: 819 GB per second."""
 REACHED = 0.45
 """Of the peak, by kernels."""
 PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -34,6 +36,7 @@ class Counts:
         wire: Bytes received from other devices.
         temporaries: Bytes held, beside arguments and results.
         traffic: Bytes read from the device's memory and written to it.
+        flops: Of products and kernels.
         compile_s: Seconds until it was compiled, tracing included.
         host_memory: Bytes that the process held at most until then.
     """
@@ -44,6 +47,7 @@ class Counts:
     wire: float
     temporaries: float
     traffic: float
+    flops: float = 0.0
     compile_s: float = 0.0
     host_memory: float = 0.0
 
@@ -56,7 +60,8 @@ class Counts:
 def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite", used: float = 1.0) -> Counts:
     """Read a compiled program; of the arithmetic of JAX's grouped products, only what is used counts."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    costs, kernels = costs_of(text), kernel_flops(Hlo(text), used) / (FLOPS_PER_CYCLE * REACHED)
+    costs, flops = costs_of(text), kernel_flops(Hlo(text), used)
+    kernels = flops / (FLOPS_PER_CYCLE * REACHED)
     return Counts(
         cycles=sum(cost.cycles or 0 for cost in costs) + kernels,
         kernel_cycles=kernels,
@@ -64,6 +69,7 @@ def counts_of(compiled: jax.stages.Compiled, device_kind: str = "TPU v5 lite", u
         wire=sum(cost.received_bytes for cost in costs),
         temporaries=memory.temp_size_in_bytes,
         traffic=sum(cost.memory_bytes for cost in costs),
+        flops=sum(cost.flops for cost in costs) + flops,
     )
 
 

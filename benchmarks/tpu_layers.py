@@ -64,7 +64,9 @@ def full_attention(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, inte
     """Each sees all, by the same kernel: time is padded to what it takes, and the padding is another segment."""
     length, width = q_BTNH.shape[1], q_BTNH.shape[-1]
     padded = -(-length // LANES) * LANES
-    q, k, v = (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0))) for x in (q_BTNH, k_BTNH, v_BTNH))
+    q, k, v = (
+        jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0))) for x in (q_BTNH, k_BTNH, v_BTNH)
+    )
     is_padding = jnp.asarray(np.arange(padded) >= length, jnp.int32)
     kernel = _kernel(splash.FullMask((padded, padded)), q.shape[1], interpret)
     with jax.default_matmul_precision("default"):

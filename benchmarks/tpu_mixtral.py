@@ -1,6 +1,6 @@
 """A Mixtral for TPUs by hand: as the Llama, with experts over `model` and JAX's grouped products on each device.
 
-Shapes: S tokens of all devices of `model`, C experts of each, R rows: of each token one for each of its experts; F hidden.
+Shapes: S tokens of all devices of `model`, C experts of each, R rows: of each token one for each of these; F hidden.
 """
 
 import dataclasses

@@ -59,7 +59,11 @@ class Qwen(Mixtral):
     @property
     def _entries(self) -> dict[str, tuple[tuple[int, ...], P]]:
         d, v = self.width, self.vocab
-        found: dict[str, tuple[tuple[int, ...], P]] = {"tok": ((v, d), OUT_IN), "head": ((d, v), IN_OUT), "ln": ((d,), P())}
+        found: dict[str, tuple[tuple[int, ...], P]] = {
+            "tok": ((v, d), OUT_IN),
+            "head": ((d, v), IN_OUT),
+            "ln": ((d,), P()),
+        }
         layers = range(self.layers)
         return found | {f"h.{i}.{name}": entry for i in layers for name, entry in self.layer_entries.items()}
 
