@@ -116,6 +116,7 @@ def main(
     console.print(json.dumps(facts))
     shown = rows if kept is None else keep(kept, rows)
     if to_page is not None:
+        shown = {section: shown[section] for section in SECTIONS if section in shown}
         told = {section: _said_of(section) for section in shown}
         to_page.write_text(page(shown, told, facts, to_page))
     for path in write(rows, points, facts, out):

@@ -66,11 +66,18 @@ def keep(path: Path, found: Found) -> Found:
     kept = json.loads(path.read_text()) if path.exists() else {}
     all_rows: Found = {section: [Row(**row) for row in rows] for section, rows in kept.items()}
     for section, rows in found.items():
-        by_subject = _subjects(all_rows.get(section, [])) | _subjects(rows)
-        all_rows[section] = [row for own in by_subject.values() for row in own.values()]
+        by_subject: dict[str, list[Row]] = {}
+        for subject, own in itertools.groupby(all_rows.get(section, []), _subject):
+            by_subject[subject] = list(own)
+        by_subject |= {subject: list(own) for subject, own in itertools.groupby(rows, _subject)}
+        all_rows[section] = [row for own in by_subject.values() for row in own]
     text = json.dumps({s: [dataclasses.asdict(row) for row in rows] for s, rows in all_rows.items()}, indent=1)
     path.write_text(text + "\n")
     return all_rows
+
+
+def _subject(row: Row) -> str:
+    return row.name.rpartition(": ")[0] or row.name
 
 
 def page(found: Found, told: dict[str, Section], facts: dict[str, Any], path: Path) -> str:

@@ -21,7 +21,9 @@ from benchmarks.tpu_counts import Counts, counts_of
 PAGE = """# Under TPU's compiler
 
 Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
-numbers are the same on every machine. `python -m benchmarks --only tpu,tpu_options,scale --page docs/tpu.md` makes it.
+numbers are the same on every machine. `python -m benchmarks --kept benchmarks/tpu_kept.json --page docs/tpu.md` makes
+this page of what was measured before; with `--only tpu,tpu_held_out,tpu_models,tpu_options,scale` it is measured again,
+with `--only tpu_models --models vit,clip` these rows alone.
 
 ## Against hand-written JAX
 
@@ -40,8 +42,9 @@ XLA can cut a product whose factor is gathered, or whose result is summed over d
 others are computed. For Llama that was 7 % more cycles and 2 % more with waiting, and a third more memory traffic, so
 steps leave collectives whole (`xla_jf_spmd_threshold_for_windowed_einsum_mib`; set it in `LIBTPU_INIT_ARGS` to choose).
 
-Mixtral's cycles depend on how many rows each side counts for its experts: ours are those of balanced routing, the
-rival's kernels are taken to work on all rows that a device may get.
+Cycles of models with experts are those of balanced routing, on both sides: of the rows that a device may get, those
+count that its experts have if all have as many, in the tiles that its kernels take them in. Qwen3-MoE and gpt-oss are
+split by `ts.plans.expert(tp="model")`, as Mixtral is, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout.
 """
 
 QUANTITIES = {

@@ -201,6 +201,7 @@ def test_rows_measured_again_take_the_places_of_the_old_ones(tmp_path):
     assert [row.name for row in found["tpu"]] == ["a: rival", "b: cycles", "d: cycles"]
     assert keep(path, {}) == found
     assert found["scale"] == [Row("c", "4")]
+    assert keep(path, {"scale": [Row("e", "6")]})["scale"] == [Row("c", "4"), Row("e", "6")]
 
 
 def test_models_are_chosen_by_name():
