@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--quick] [--only step,compile] [--out DIR]`."""
+"""`python -m benchmarks [--quick] [--only step,compile] [--models vit,clip] [--kept JSON] [--page MD] [--out DIR]`."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.processes import Failed, isolated
-from benchmarks.report import page, table, write
+from benchmarks.report import Section, keep, page, table, write
 from benchmarks.rows import Point, Row
 
 SECTIONS = {  # and the simulated devices of each
@@ -30,6 +30,8 @@ SECTIONS = {  # and the simulated devices of each
     "generation": 1,
     "gpu": 1,
     "tpu": 1,
+    "tpu_held_out": 1,
+    "tpu_models": 1,
     "tpu_options": 1,
     "scale": 1,
     "tuning": 1,
@@ -38,12 +40,14 @@ SECTIONS = {  # and the simulated devices of each
     "state": 8,
     "precision": 1,
 }
+BY_MODEL = ("tpu", "tpu_held_out", "tpu_models", "tpu_options", "scale")
+"""Sections of which some models may be chosen."""
 
 
-def run_section(name: str, quick: bool) -> list[dict[str, Any]]:
+def run_section(name: str, quick: bool, names: list[str]) -> list[dict[str, Any]]:
     """Run one section, in the present process; print each row as it is found."""
-    found = []
-    for entry in _until_error(importlib.import_module(f"benchmarks.{name}").rows(quick)):
+    found, module = [], importlib.import_module(f"benchmarks.{name}")
+    for entry in _until_error(module.rows(quick, names) if names else module.rows(quick)):
         found.append({type(entry).__name__: dataclasses.asdict(entry)})
         if isinstance(entry, Row):
             ratio = "not measured" if entry.ratio is None else f"{entry.ratio:.3g}"
@@ -71,11 +75,17 @@ def main(
     only: Annotated[str, typer.Option(help=f"Sections, by comma: {', '.join(SECTIONS)}.")] = "",
     out: Annotated[Path, typer.Option(help="Where the JSON and the pictures go.")] = Path("benchmarks-out"),
     to_page: Annotated[Path | None, typer.Option("--page", help="Where the tables go as a page in Markdown.")] = None,
+    models: Annotated[str, typer.Option(help=f"Models of {', '.join(BY_MODEL)}, by comma; all, if none is said.")] = "",
+    kept: Annotated[
+        Path | None, typer.Option(help="Rows of earlier runs, as JSON: what is measured now is put among them.")
+    ] = None,
 ) -> None:
     """Compare torch_shard with its rivals, as ratios of two programs run in turn."""
-    chosen = only.split(",") if only else list(SECTIONS)
+    chosen = only.split(",") if only else [] if kept is not None else list(SECTIONS)
     if unknown := set(chosen) - set(SECTIONS):
         raise typer.BadParameter(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if models and (others := set(chosen) - set(BY_MODEL)):
+        raise typer.BadParameter(f"--models is for {', '.join(BY_MODEL)}, not for {', '.join(sorted(others))}")
     console = Console(width=None if sys.stdout.isatty() else 170)
     rows: dict[str, list[Row]] = {}
     points: list[Point] = []
@@ -86,7 +96,12 @@ def main(
         try:
             devices, where = SECTIONS[section], "" if section == "gpu" else "cpu"
             found = isolated(
-                "benchmarks.__main__:run_section", num_devices=devices, platform=where, name=section, quick=quick
+                "benchmarks.__main__:run_section",
+                num_devices=devices,
+                platform=where,
+                name=section,
+                quick=quick,
+                names=models.split(",") if models else [],
             )
             entries = list(_entries(found))
         except Failed as error:  # the other sections are still worth having
@@ -100,15 +115,19 @@ def main(
     )
     facts = {"quick": quick, "seconds": took, **_machine()}
     console.print(json.dumps(facts))
+    shown = rows if kept is None else keep(kept, rows)
     if to_page is not None:
-        to_page.write_text(page(rows, {section: _introduction(section) for section in rows}, facts, to_page))
+        shown = {section: shown[section] for section in SECTIONS if section in shown}
+        told = {section: _said_of(section) for section in shown}
+        to_page.write_text(page(shown, told, facts, to_page))
     for path in write(rows, points, facts, out):
         console.print(str(path))
 
 
-def _introduction(section: str) -> str:
-    """What a page says before the table of a section."""
-    return getattr(importlib.import_module(f"benchmarks.{section}"), "PAGE", f"## {section}")
+def _said_of(section: str) -> Section:
+    """What a page says before the table of a section, and how that looks."""
+    module = importlib.import_module(f"benchmarks.{section}")
+    return Section(getattr(module, "PAGE", f"## {section}"), getattr(module, "markdown", None))
 
 
 def _machine() -> dict[str, Any]:

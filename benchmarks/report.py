@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,66 @@ def _cells(row: Row) -> tuple[str, ...]:
 SHORT = 15  # rows that are read at a glance
 
 
-def page(found: Found, introductions: dict[str, str], facts: dict[str, Any], path: Path) -> str:
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """How a section looks on a page.
+
+    Attributes:
+        introduction: What is said before its rows.
+        markdown: Of its rows, where they are no ratios of ours and a rival's.
+    """
+
+    introduction: str
+    markdown: Callable[[list[Row]], str] | None = None
+
+
+def keep(path: Path, found: Found) -> Found:
+    """Put rows among those of earlier runs, in the places of those of the same subjects; and all of them into the file.
+
+    Args:
+        path: Of a JSON file, which need not be there.
+        found: Rows by section.
+
+    Returns:
+        All rows, in the order in which sections and subjects were first seen.
+    """
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    all_rows: Found = {section: [Row(**row) for row in rows] for section, rows in kept.items()}
+    for section, rows in found.items():
+        by_subject: dict[str, list[Row]] = {}
+        for subject, own in itertools.groupby(all_rows.get(section, []), _subject):
+            by_subject[subject] = list(own)
+        by_subject |= {subject: list(own) for subject, own in itertools.groupby(rows, _subject)}
+        all_rows[section] = [row for own in by_subject.values() for row in own]
+    text = json.dumps({s: [dataclasses.asdict(row) for row in rows] for s, rows in all_rows.items()}, indent=1)
+    path.write_text(text + "\n")
+    return all_rows
+
+
+def _subject(row: Row) -> str:
+    return row.name.rpartition(": ")[0] or row.name
+
+
+def page(found: Found, told: dict[str, Section], facts: dict[str, Any], path: Path) -> str:
     """The sections as Markdown, each behind its introduction; a long table is a picture, a short table, and folds away.
 
     Args:
         found: Rows by section.
-        introductions: What is said before the rows of each.
+        told: How each looks.
         facts: What the numbers depend on.
         path: Of the page: its pictures are written into `images` beside it.
     """
     parts = []
     for section, rows in found.items():
-        if len(rows) > SHORT:
+        parts.append(told[section].introduction.strip())
+        if (markdown := told[section].markdown) is not None:
+            parts.append(markdown(rows))
+        elif len(rows) > SHORT:
             save_both(path.parent / "images" / section, (8, 4.2), partial(_draw_ratios, rows=rows))
             image = shown(section, "Ratios of the table below as bars, with a line at 1")
-            parts += [introductions[section].strip(), image, _by_subject(rows), folded("All rows", _markdown(rows))]
+            parts += [image, _by_subject(rows), folded("All rows", _markdown(rows))]
         else:
-            parts += [introductions[section].strip(), _markdown(rows)]
+            parts.append(_markdown(rows))
     made = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
     return "\n\n".join(part.rstrip() for part in parts) + f"\n\nMade with {made}.\n"
 

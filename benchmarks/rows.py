@@ -1,6 +1,7 @@
 """What a section yields: rows of the table and points of the curves."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -72,3 +73,10 @@ def clock(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Those of the known names that were asked for; all of them, if none was."""
+    if unknown := set(names) - set(known):
+        raise ValueError(f"no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return [name for name in known if not names or name in names]

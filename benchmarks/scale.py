@@ -5,13 +5,13 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from benchmarks.processes import Failed, isolated
-from benchmarks.rows import Row
+from benchmarks.rows import Row, chosen
 from benchmarks.tpu import host_memory
 from benchmarks.tpu_cases import TpuCase, hf_llama, hf_mixtral, next_token_loss, over_both, tokens
 from benchmarks.tpu_llama import Llama
@@ -63,9 +63,10 @@ MACHINES = {
 }
 
 
-def rows(quick: bool) -> Iterator[Row]:
+def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
     """Bytes of one device over those that it has, for each model and machine."""
-    for name, scale in MACHINES.items():
+    for name in chosen(names, list(MACHINES)):
+        scale = MACHINES[name]
         title = f"{name}, {scale.axes}, {scale.batch[0]} x {scale.batch[1]} tokens"
         try:
             found = isolated("benchmarks.scale:measure", name=name, quick=quick)

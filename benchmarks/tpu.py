@@ -8,20 +8,22 @@ a rival is named `layers in a loop` or `layers one by one`.
 import dataclasses
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks.processes import Failed, isolated
-from benchmarks.rows import Row
+from benchmarks.rows import Row, chosen
 from benchmarks.tpu_cases import CASES, OPTIONS, OURS, find
 from benchmarks.tpu_counts import Counts, counts_of
 
 PAGE = """# Under TPU's compiler
 
 Steps compiled ahead of time by XLA:TPU, which needs no TPU, and counted: nothing is timed but the compilation, so the
-numbers are the same on every machine. `python -m benchmarks --only tpu,tpu_options,scale --page docs/tpu.md` makes it.
+numbers are the same on every machine. `python -m benchmarks --kept benchmarks/tpu_kept.json --page docs/tpu.md` makes
+this page of what was measured before; with `--only tpu,tpu_held_out,tpu_models,tpu_options,scale` it is measured again,
+with `--only tpu_models --models vit,clip` these rows alone.
 
 ## Against hand-written JAX
 
@@ -40,8 +42,9 @@ XLA can cut a product whose factor is gathered, or whose result is summed over d
 others are computed. For Llama that was 7 % more cycles and 2 % more with waiting, and a third more memory traffic, so
 steps leave collectives whole (`xla_jf_spmd_threshold_for_windowed_einsum_mib`; set it in `LIBTPU_INIT_ARGS` to choose).
 
-Mixtral's cycles depend on how many rows each side counts for its experts: ours are those of balanced routing, the
-rival's kernels are taken to work on all rows that a device may get.
+Cycles of models with experts are those of balanced routing, on both sides: of the rows that a device may get, those
+count that its experts have if all have as many, in the tiles that its kernels take them in. Qwen3-MoE and gpt-oss are
+split by `ts.plans.expert(tp="model")`, as Mixtral is, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout.
 """
 
 QUANTITIES = {
@@ -54,9 +57,9 @@ QUANTITIES = {
 TITLES = {"time": "with waiting", "wire": "received", "traffic": "memory traffic"}
 
 
-def rows(quick: bool) -> Iterator[Row]:
+def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
     """Every case."""
-    for name in CASES:
+    for name in chosen(names, list(CASES)):
         yield from case_rows(name, quick)
 
 
@@ -118,7 +121,7 @@ def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"refused": str(error)[:300]}
-    counts = counts_of(compiled)
+    counts = counts_of(compiled, used=1.0 if side in OPTIONS else case.used)
     took = time.perf_counter() - start
     return dataclasses.asdict(dataclasses.replace(counts, compile_s=took, host_memory=host_memory()))
 

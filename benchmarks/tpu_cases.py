@@ -13,15 +13,19 @@ from torch import nn
 import torch_shard as ts
 from benchmarks.handwritten import HandwrittenStep, Rival, Values
 from benchmarks.tpu_gpt import Gpt
+from benchmarks.tpu_gpt_oss import GptOss
 from benchmarks.tpu_layers import EPS
 from benchmarks.tpu_llama import Llama
-from benchmarks.tpu_mixtral import Mixtral
+from benchmarks.tpu_mixtral import TILES, Mixtral, share_of_rows
+from benchmarks.tpu_qwen import TILES as SMALL_TILES
+from benchmarks.tpu_qwen import Qwen
 from benchmarks.tpu_resnet import ResNet
+from benchmarks.tpu_vit import Vit
 
 PRECISION: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 """Of our step: float32 parameters, activations in bfloat16, as the rivals have them."""
 
-SCANNED, UNROLLED = "layers in a loop", "layers one by one"
+SCANNED, UNROLLED, WITH_KERNEL = "layers in a loop", "layers one by one", "with an attention kernel"
 """How a rival runs them."""
 
 OURS, AUTOCAST, IN_LOOPS = "ours", 'mixed_precision="autocast"', "scan_layers=True"
@@ -56,6 +60,8 @@ class TpuCase:
         optimizer: Of both sides.
         options: Of our step.
         targets: Of our counts over the first rival's, by their names.
+        used: Of the arithmetic that the rival's grouped products would do for all rows that a device may get, what they
+            do where all experts have as many rows.
     """
 
     name: str
@@ -70,6 +76,7 @@ class TpuCase:
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(1e-4))
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     targets: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    used: float = 1.0
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -97,7 +104,7 @@ class TpuCase:
         return HandwrittenStep(rival, self.optimizer, mesh, start).lower(batch)
 
 
-def by_hand(sizes: Gpt | Llama | ResNet) -> ByHand:
+def by_hand(sizes: Gpt | Llama | ResNet | Vit) -> ByHand:
     """A rival of these sizes."""
     return lambda mesh: (sizes.rival(mesh), sizes.start)
 
@@ -263,7 +270,107 @@ def mixtral(quick: bool) -> TpuCase:
         {SCANNED: by_hand(sizes)},
         options={"remat": "block"},
         targets={"cycles": 1.10, "wire": 1.10},
+        used=share_of_rows(sizes.chosen, 4 * (256 if quick else 2048), (sizes.experts, sizes.experts // 4), TILES[0]),
     )
+
+
+def hf_vit(sizes: Vit) -> nn.Module:
+    """`ViTForImageClassification`, on the meta device."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=sizes.width,
+        intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        image_size=sizes.image,
+        patch_size=sizes.patch,
+        num_labels=sizes.classes,
+        layer_norm_eps=EPS,
+    )
+    with torch.device("meta"):
+        return ViTForImageClassification(config)
+
+
+def fsdp_tp(model: nn.Module, mesh: Mesh) -> ts.ShardingPlan:
+    """FSDP and tensor parallel."""
+    return ts.plans.fsdp_tp(model, mesh)
+
+
+def vit(quick: bool, layers: int) -> TpuCase:
+    """ViT-B/16."""
+    small = {"layers": 2, "width": 128, "hidden": 256, "heads": 2, "image": 64, "classes": 16}
+    sizes = Vit(**small if quick else {"layers": layers})
+    pixels = torch.empty(16 if quick else 256, 3, sizes.image, sizes.image, device="meta")
+    classes = torch.empty(len(pixels), dtype=torch.int64, device="meta")
+    return TpuCase(
+        f"ViT-B/16, {layers} layers",
+        "v5e:2x4",
+        {"batch": 4, "model": 2},
+        lambda: hf_vit(sizes),
+        class_loss,
+        (pixels, classes),
+        fsdp_tp,
+        {UNROLLED: by_hand(sizes), WITH_KERNEL: by_hand(dataclasses.replace(sizes, kernel=True))},
+        targets=WITHIN_A_TENTH,
+    )
+
+
+WITHIN_A_TENTH = {"cycles": 1.10, "time": 1.10, "wire": 1.10}
+
+
+def hf_qwen(sizes: Qwen) -> nn.Module:
+    """`Qwen3MoeForCausalLM`, on the meta device."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    own = {"moe_intermediate_size": sizes.hidden, "num_experts": sizes.experts, "num_experts_per_tok": sizes.chosen}
+    config = Qwen3MoeConfig(**_sizes(sizes) | own, head_dim=sizes.head)
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def hf_gpt_oss(sizes: GptOss) -> nn.Module:
+    """`GptOssForCausalLM` without the stretched positions of its long contexts, on the meta device."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    own = {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.chosen, "sliding_window": sizes.window}
+    rope = {"rope_type": "default", "rope_theta": sizes.base}
+    config = GptOssConfig(**_sizes(sizes) | own, head_dim=sizes.head, rope_parameters=rope)
+    with torch.device("meta"):
+        return GptOssForCausalLM(config)
+
+
+def _small_experts(heads: int) -> dict[str, Any]:
+    return {"layers": 2, "width": 256, "hidden": 256, "heads": heads, "kv_heads": 2, "vocab": 512, "experts": 8}
+
+
+def with_many_experts(name: str, make: Callable[[Any], nn.Module], sizes: Qwen, batch: torch.Tensor) -> TpuCase:
+    """Three layers on eight chips."""
+    num_tokens, num_here = batch.numel() // 4, sizes.experts // 2
+    return TpuCase(
+        name,
+        "v5e:2x4",
+        {"batch": 4, "model": 2},
+        lambda: make(sizes),
+        next_token_loss,
+        batch,
+        over_both,
+        {UNROLLED: by_hand(sizes)},
+        targets=WITHIN_A_TENTH,
+        used=share_of_rows(sizes.chosen, num_tokens, (sizes.experts, num_here), SMALL_TILES[0]),
+    )
+
+
+def qwen(quick: bool) -> TpuCase:
+    """Qwen3-MoE, half of the experts of its 30B."""
+    sizes = Qwen(**_small_experts(heads=4) if quick else {})
+    return with_many_experts("Qwen3-MoE, 3 layers, 64 experts", hf_qwen, sizes, tokens(8, 256 if quick else 2048))
+
+
+def gpt_oss(quick: bool) -> TpuCase:
+    """gpt-oss, half of the experts of its 20B."""
+    sizes = GptOss(**_small_experts(heads=4) if quick else {})
+    return with_many_experts("gpt-oss, 3 layers, 16 experts", hf_gpt_oss, sizes, tokens(4, 256 if quick else 2048))
 
 
 CASES: dict[str, Callable[[bool], TpuCase]] = {
@@ -272,9 +379,58 @@ CASES: dict[str, Callable[[bool], TpuCase]] = {
     "gpt": gpt,
     "resnet": resnet,
     "mixtral": mixtral,
+    "vit": lambda quick: vit(quick, 4),
+    "vit deep": lambda quick: vit(quick, 12),
+    "qwen": qwen,
+    "gpt-oss": gpt_oss,
 }
+
+
+def _held_out_llama() -> TpuCase:
+    """The width of Llama 3.2 3B, rows of 4096."""
+    sizes = Llama(width=3072, hidden=8192, heads=24, remat=False)
+    return dataclasses.replace(
+        llama(quick=False, remat="none"),
+        name="Llama 3.2 3B, 4 layers, 8 x 4096 tokens, remat=none",
+        model=lambda: hf_llama(sizes),
+        batch=tokens(8, 4096),
+        rivals={UNROLLED: by_hand(dataclasses.replace(sizes, unroll=True))},
+    )
+
+
+def _held_out_gpt() -> TpuCase:
+    sizes = Gpt(layers=24, width=1024, heads=16)
+    return dataclasses.replace(
+        gpt(quick=False),
+        name="GPT-2 medium, 32 x 1024 tokens",
+        model=lambda: hf_gpt(sizes),
+        batch=tokens(32, sizes.length),
+        rivals={SCANNED: by_hand(dataclasses.replace(sizes, unroll=False))},
+    )
+
+
+def _held_out_resnet() -> TpuCase:
+    sizes, found = ResNet(depths=(3, 4, 23, 3)), resnet(quick=False)
+    pixels = torch.empty(256, 3, 192, 192, device="meta")
+    classes = torch.empty(len(pixels), dtype=torch.int64, device="meta")
+    return dataclasses.replace(
+        found,
+        name="ResNet-101, 256 images of 192 x 192",
+        model=lambda: hf_resnet(sizes),
+        batch=(pixels, classes),
+        rivals={UNROLLED: by_hand(sizes)},
+        rival_batch=(pixels.permute(0, 2, 3, 1), classes),
+    )
+
+
+HELD_OUT: dict[str, Callable[[], TpuCase]] = {
+    "llama held out": _held_out_llama,
+    "gpt held out": _held_out_gpt,
+    "resnet held out": _held_out_resnet,
+}
+"""Of other sizes than those that we look at when we choose defaults."""
 
 
 def find(name: str, quick: bool) -> TpuCase:
     """A case by its short name."""
-    return CASES[name](quick)
+    return HELD_OUT[name]() if name in HELD_OUT else CASES[name](quick)

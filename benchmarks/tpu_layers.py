@@ -14,6 +14,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 EPS = 1e-5
 BLOCK = 512
 """Of the attention kernel, rows and columns."""
+LANES = 128
+"""That rows of the attention kernel are a multiple of."""
 
 
 def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -26,23 +28,69 @@ def scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-def causal_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, interpret: bool = False) -> jax.Array:
-    """JAX's splash attention."""
-    return heads_first_attention(*(x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH)), interpret).swapaxes(1, 2)
+def causal_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    interpret: bool = False,
+    *,
+    window: int | None = None,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """JAX's splash attention; within a window and beside sinks, if any."""
+    given = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return heads_first_attention(*given, interpret, window=window, sinks_N=sinks_N).swapaxes(1, 2)
 
 
-def heads_first_attention(q_BNTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, interpret: bool) -> jax.Array:
+def heads_first_attention(
+    q_BNTH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    interpret: bool,
+    *,
+    window: int | None = None,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
     """The same, as the kernel takes it."""
-    heads, length, width = q_BNTH.shape[1:]
-    block = min(BLOCK, length)
+    shape = (q_BNTH.shape[2],) * 2
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    kernel = _kernel(mask, q_BNTH.shape[1], interpret)
+    with jax.default_matmul_precision("default"):  # Mosaic knows no other
+        run = jax.vmap(lambda q, k, v: kernel(q, k, v, None, sinks_N))
+        return run(q_BNTH * q_BNTH.shape[-1] ** -0.5, k_BKTH, v_BKTH)
+
+
+def full_attention(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array, interpret: bool) -> jax.Array:
+    """Each sees all, by the same kernel: time is padded to what it takes, and the padding is another segment."""
+    length, width = q_BTNH.shape[1], q_BTNH.shape[-1]
+    padded = -(-length // LANES) * LANES
+    q, k, v = (
+        jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - length), (0, 0))) for x in (q_BTNH, k_BTNH, v_BTNH)
+    )
+    is_padding = jnp.asarray(np.arange(padded) >= length, jnp.int32)
+    kernel = _kernel(splash.FullMask((padded, padded)), q.shape[1], interpret)
+    with jax.default_matmul_precision("default"):
+        segments = splash.SegmentIds(is_padding, is_padding)
+        out = jax.vmap(lambda q, k, v: kernel(q, k, v, segments))(q * width**-0.5, k, v)
+    return out[:, :, :length].swapaxes(1, 2)
+
+
+def _kernel(mask: Any, heads: int, interpret: bool) -> Any:
+    block = min(BLOCK, mask.shape[0])
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    kernel = splash.make_splash_mha_single_device(
-        mask=splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+    return splash.make_splash_mha_single_device(
+        mask=splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
         interpret=interpret,
     )
-    with jax.default_matmul_precision("default"):  # Mosaic knows no other
-        return jax.vmap(kernel)(q_BNTH * width**-0.5, k_BKTH, v_BKTH)
+
+
+@jax.checkpoint
+def written_attention(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array) -> jax.Array:
+    """Each sees all, written out, for rows too short for a kernel; the backward pass has q, k and v alone."""
+    scores = jnp.einsum("bqnh,bknh->bnqk", q_BTNH * q_BTNH.shape[-1] ** -0.5, k_BTNH)
+    shares = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(v_BTNH.dtype)
+    return jnp.einsum("bnqk,bknh->bqnh", shares, v_BTNH)
 
 
 def rotate(x_BTNH: jax.Array, base: float) -> jax.Array:

@@ -61,6 +61,12 @@ class Llama:
         """What FSDP has split, gathered narrow."""
         return gather(weight.astype(self.dtype), "batch", dim)
 
+    def run(self, x: jax.Array, params: Arrays) -> jax.Array:
+        """All layers."""
+        layers = {name.removeprefix("h."): value for name, value in params.items() if name.startswith("h.")}
+        body = jax.checkpoint(self.block, prevent_cse=False) if self.remat else self.block
+        return jax.lax.scan(body, x, layers, unroll=self.layers if self.unroll else 1)[0]
+
     def block(self, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
         """One layer; time is split over `model` between its halves, and in `x`."""
         x = attend(self, x, p)
@@ -70,10 +76,7 @@ class Llama:
 
 
 def _loss(sizes: Llama, params: Arrays, tokens: jax.Array) -> jax.Array:
-    layers = {name.removeprefix("h."): value for name, value in params.items() if name.startswith("h.")}
-    x = embed(sizes.whole(params["tok"], 1), tokens, "model")
-    body = jax.checkpoint(sizes.block, prevent_cse=False) if sizes.remat else sizes.block
-    x, _ = jax.lax.scan(body, x, layers, unroll=sizes.layers if sizes.unroll else 1)
+    x = sizes.run(embed(sizes.whole(params["tok"], 1), tokens, "model"), params)
     logits = gather(rms_norm(x, params["ln"]), "model", 1) @ sizes.whole(params["head"], 0)
     count = tokens.shape[0] * jax.lax.axis_size("batch") * (tokens.shape[1] - 1)
     return jax.lax.psum(next_token_loss(logits, tokens, "model"), "batch") / count

@@ -1,6 +1,6 @@
 """A Mixtral for TPUs by hand: as the Llama, with experts over `model` and JAX's grouped products on each device.
 
-Shapes: S tokens of all devices of `model`, R of these twice, once for each of their experts, F hidden.
+Shapes: S tokens of all devices of `model`, C experts of each, R rows: of each token one for each of these; F hidden.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from benchmarks.tpu_llama import Llama, attend
 EXPERTS = P(None, "model", "batch")
 TILES = (512, 1024, 1024)
 """Of the grouped products: rows, inputs, outputs."""
-CHOSEN = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Mixtral(Llama):
     vocab: int = 32000
     base: float = 1e6
     experts: int = 8
+    chosen: int = 2
 
     @property
     def specs(self) -> dict[str, P]:
@@ -57,59 +57,107 @@ class Mixtral(Llama):
         return x + scatter(out.reshape(y.shape), "model", 1), None
 
     def _experts(self, y_SD: jax.Array, p: Arrays) -> jax.Array:
-        weights_S2, chosen_S2 = jax.lax.top_k(
-            jax.nn.softmax((y_SD @ p["gate"].astype(y_SD.dtype)).astype(jnp.float32)), CHOSEN
-        )
-        weights_S2 = (weights_S2 / weights_S2.sum(-1, keepdims=True)).astype(y_SD.dtype)
-        own = self.experts // jax.lax.axis_size("model")
-        place_R = chosen_S2.reshape(-1) - jax.lax.axis_index("model") * own
-        place_R = jnp.where((place_R >= 0) & (place_R < own), place_R, own)  # others' experts come last
+        logits = (y_SD @ p["gate"].astype(y_SD.dtype)).astype(jnp.float32)
+        weights_SC, chosen_SC = jax.lax.top_k(jax.nn.softmax(logits), self.chosen)
+        weights_SC = (weights_SC / weights_SC.sum(-1, keepdims=True)).astype(y_SD.dtype)
+        rows = Rows.sort(chosen_SC, self.experts)
+        product = functools.partial(grouped, rows=rows, tiles=TILES, interpret=self.interpret)
+        gate, up = jnp.split(product(rows.take(y_SD), self.whole(p["up"], 1)), 2, -1)
+        return rows.give(product(gated(gate, up), self.whole(p["down"], 1)), weights_SC)
+
+
+def share_of_rows(chosen: int, num_tokens: int, experts: tuple[int, int], tile: int) -> float:
+    """Rows in the tiles that grouped products work on, over those they are given: where each expert has as many.
+
+    Args:
+        chosen: Experts of a token.
+        num_tokens: On a device.
+        experts: In all, and on a device.
+        tile: Rows of a tile; one in which experts meet is worked on once for each of them.
+    """
+    num_rows, (num_all, num_here) = chosen * num_tokens, experts
+    return min((num_rows * num_here / num_all + (num_here - 1) * tile) / num_rows, 1.0)
+
+
+def grouped(
+    x_RI: jax.Array, weights_EIO: jax.Array, *, rows: "Rows", tiles: tuple[int, int, int], interpret: bool
+) -> jax.Array:
+    """JAX's grouped product of rows, each with its expert's matrix."""
+    tiles = (min(tiles[0], x_RI.shape[0]), min(tiles[1], weights_EIO.shape[1]), min(tiles[2], weights_EIO.shape[2]))
+    with jax.default_matmul_precision("default"):
+        return gmm(x_RI, weights_EIO, rows.sizes, x_RI.dtype, tiles, None, None, False, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Each token for each of its experts, in the order of the experts that are here; those of others come last.
+
+    Attributes:
+        order: Of these, which pair of token and choice it is.
+        back: Where each pair is.
+        used: Whether its expert is here, in order.
+        expert: Its number here, in order.
+        sizes: Rows of each expert here.
+        chosen: Experts of a token.
+    """
+
+    order: jax.Array
+    back: jax.Array
+    used: jax.Array
+    expert: jax.Array
+    sizes: jax.Array
+    chosen: int
+
+    @classmethod
+    def sort(cls, chosen_SC: jax.Array, experts: int) -> "Rows":
+        """Of all pairs those whose expert this device of `model` has."""
+        own = experts // jax.lax.axis_size("model")
+        place_R = chosen_SC.reshape(-1) - jax.lax.axis_index("model") * own
+        place_R = jnp.where((place_R >= 0) & (place_R < own), place_R, own)
         order_R = jnp.argsort(place_R)
-        back_R = jnp.argsort(order_R)
         sizes = jnp.bincount(place_R, length=own + 1)[:own].astype(jnp.int32)
         used_R = jnp.arange(place_R.size) < sizes.sum()
-        product = functools.partial(_product, sizes=sizes, interpret=self.interpret)
-        gate, up = jnp.split(product(_to_rows(y_SD, order_R, back_R, used_R), self.whole(p["up"], 1)), 2, -1)
-        out_RD = product(gated(gate, up), self.whole(p["down"], 1))
-        return (_to_tokens(out_RD, order_R, back_R, used_R) * weights_S2[..., None]).sum(1)
+        return cls(order_R, jnp.argsort(order_R), used_R, place_R[order_R], sizes, chosen_SC.shape[1])
+
+    def take(self, y_SD: jax.Array) -> jax.Array:
+        """`y_RD`."""
+        return _to_rows(self.chosen, y_SD, self.order, self.back, self.used)
+
+    def give(self, out_RD: jax.Array, weights_SC: jax.Array) -> jax.Array:
+        """Each token's sum, `out_SD`."""
+        return (_to_tokens(self.chosen, out_RD, self.order, self.back, self.used) * weights_SC[..., None]).sum(1)
 
 
-def _product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, interpret: bool) -> jax.Array:
-    tiles = tuple(map(min, TILES, (rows.shape[0], *weights.shape[1:])))
-    with jax.default_matmul_precision("default"):
-        return gmm(rows, weights, sizes, rows.dtype, tiles, None, None, False, interpret)
+def _sorted(chosen: int, y_SD: jax.Array, order_R: jax.Array) -> jax.Array:
+    return y_SD[order_R // chosen]
 
 
-def _sorted(y_SD: jax.Array, order_R: jax.Array) -> jax.Array:
-    return y_SD[order_R // CHOSEN]
-
-
-def _unsorted(x_RD: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
+def _unsorted(chosen: int, x_RD: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
     kept = jnp.where(used_R[:, None], x_RD, 0)  # the products leave other rows as they are
-    return kept[back_R].reshape(-1, CHOSEN, x_RD.shape[-1])
+    return kept[back_R].reshape(-1, chosen, x_RD.shape[-1])
 
 
-@jax.custom_vjp
-def _to_rows(y_SD: jax.Array, order_R: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_rows(chosen: int, y_SD: jax.Array, order_R: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
     """Each token for each of its experts, these in order; backward nothing is scattered."""
-    return _sorted(y_SD, order_R)
+    return _sorted(chosen, y_SD, order_R)
 
 
 _to_rows.defvjp(
-    lambda y, order, back, used: (_sorted(y, order), (back, used)),
-    lambda saved, grad: (_unsorted(grad, *saved).sum(1), None, None, None),
+    lambda chosen, y, order, back, used: (_sorted(chosen, y, order), (back, used)),
+    lambda chosen, saved, grad: (_unsorted(chosen, grad, *saved).sum(1), None, None, None),
 )
 
 
-@jax.custom_vjp
-def _to_tokens(x_RD: jax.Array, order_R: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_tokens(chosen: int, x_RD: jax.Array, order_R: jax.Array, back_R: jax.Array, used_R: jax.Array) -> jax.Array:
     """The way back: tokens by their experts, of which those of other devices give nothing."""
-    return _unsorted(x_RD, back_R, used_R)
+    return _unsorted(chosen, x_RD, back_R, used_R)
 
 
 _to_tokens.defvjp(
-    lambda x, order, back, used: (_unsorted(x, back, used), (order, used)),
-    lambda saved, grad: (
+    lambda chosen, x, order, back, used: (_unsorted(chosen, x, back, used), (order, used)),
+    lambda chosen, saved, grad: (
         jnp.where(saved[1][:, None], grad.reshape(-1, grad.shape[-1])[saved[0]], 0),
         None,
         None,

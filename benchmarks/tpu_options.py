@@ -1,8 +1,8 @@
 """Options of our step that a user may set, against the default, under TPU's own compiler: see `benchmarks.tpu`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, chosen
 from benchmarks.tpu import compared, side_counts
 from benchmarks.tpu_cases import CASES, OURS, find
 
@@ -13,9 +13,9 @@ The same models with options that a user may set, over the default.
 """
 
 
-def rows(quick: bool) -> Iterator[Row]:
+def rows(quick: bool, names: Sequence[str] = ()) -> Iterator[Row]:
     """Each case."""
-    for name in CASES:
+    for name in chosen(names, list(CASES)):
         case, default = find(name, quick), side_counts(OURS, name, quick)
         for side in case.others:
             yield from compared(f"{case.name}: {side} ÷ default", side_counts(side, name, quick), default, {})

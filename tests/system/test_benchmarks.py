@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from benchmarks import cases, counts, models, sides
+from benchmarks import cases, counts, models, sides, tpu_models
 from benchmarks.handwritten import HandwrittenStep, Layout
 from benchmarks.processes import Failed, isolated
-from benchmarks.report import page, table, write
-from benchmarks.rows import Point, Row, timed
+from benchmarks.report import Section, keep, page, table, write
+from benchmarks.rows import Point, Row, chosen, timed
 from benchmarks.timing import agree, summary
 from benchmarks.tpu_counts import kernel_flops
+from benchmarks.tpu_mixtral import share_of_rows
 from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of
 
@@ -158,7 +159,7 @@ def test_rows_and_points_are_written(tmp_path):
     found = {"step": [Row("a ÷ b", "1 s", "2 s", 0.5, (0.4, 0.6), 1.0)], "gpu": [Row("c", note="not measured")]}
     points = [Point("compile", "seconds", side, "layers", x, x * y) for side, y in (("a", 1), ("b", 2)) for x in (4, 8)]
     assert table(found, "title").row_count == 4  # two sections, two rows
-    made = page(found, {"step": "# Steps", "gpu": "## GPUs"}, {"jax": "1.0"}, tmp_path / "page.md")
+    made = page(found, {"step": Section("# Steps"), "gpu": Section("## GPUs")}, {"jax": "1.0"}, tmp_path / "page.md")
     assert "# Steps\n\n|  |" in made
     assert "| a ÷ b | 1 s | 2 s | 0.5 | ≤ 1 | reached |\n\n## GPUs" in made
     assert "| c; not measured |  |  |  |  |  |\n\nMade with jax 1.0.\n" in made
@@ -184,9 +185,45 @@ def test_kernels_count_as_their_authors_say_or_as_causal_attention():
     assert kernel_flops(Hlo(KERNELS)) == 2 * 2 * half + 1000  # two products, a multiply and an add each
 
 
+def test_of_grouped_products_what_is_used_counts():
+    half = 2 * 8 * (64 * 64 // 2) * 16
+    assert kernel_flops(Hlo(KERNELS), used=0.25) == 2 * 2 * half + 250
+    whole, tile = 8 * 4096, 128  # rows of a device, of which half are for its 32 experts of 64
+    assert share_of_rows(8, 4096, (64, 32), tile) == (whole / 2 + 31 * tile) / whole
+    assert share_of_rows(1, 16, (4, 4), tile) == 1.0
+
+
+def test_rows_measured_again_take_the_places_of_the_old_ones(tmp_path):
+    path = tmp_path / "kept.json"
+    old = [Row("a: cycles", "1"), Row("a: wire", "2"), Row("b: cycles", "3")]
+    assert keep(path, {"tpu": old, "scale": [Row("c", "4")]})["tpu"] == old
+    found = keep(path, {"tpu": [Row("a: rival", note="too large"), Row("d: cycles", "5")]})
+    assert [row.name for row in found["tpu"]] == ["a: rival", "b: cycles", "d: cycles"]
+    assert keep(path, {}) == found
+    assert found["scale"] == [Row("c", "4")]
+    assert keep(path, {"scale": [Row("e", "6")]})["scale"] == [Row("c", "4"), Row("e", "6")]
+
+
+def test_models_are_chosen_by_name():
+    assert chosen([], ["a", "b"]) == ["a", "b"]
+    assert chosen(["b", "a"], ["a", "b", "c"]) == ["a", "b"]
+    with pytest.raises(ValueError, match="no model d; there are a, b, c"):
+        chosen(["d"], ["a", "b", "c"])
+
+
+def test_a_model_is_a_line_of_what_it_takes_beside_what_it_took():
+    names = ("waiting", "temporaries", "seconds of a core to compile")
+    found = [Row("vit: cycles", "30 + 2", "15", 2.13, note="ViT (4)"), *(Row(f"vit: {n}", "1") for n in names)]
+    found += [Row("vit: received", "0.5", "0.35", 1.43), Row("t5: cycles", note="not compiled in 12 minutes of a core")]
+    short, long = tpu_models.markdown(found).split("???")
+    assert "| ViT (4) | 2.1 | 2.9 | 1.4 | 2.2 |" in short
+    assert "| t5 | not compiled in 12 minutes of a core | not compiled |  |  |" in short
+    assert "| ViT (4) | 30 + 2 | 42 | 15 | 1 | 1 | 1.3 | 0.5 | 0.76 | 1 |" in long
+
+
 def test_a_long_table_is_a_picture_a_short_table_and_folds_away(tmp_path):
     rows = [Row(f"model {n}: ours ÷ theirs: {what}", "1", "2", 0.5 + n, target=3.0) for n in range(8) for what in "ab"]
-    made = page({"tpu": rows}, {"tpu": "# TPU"}, {"jax": "1.0"}, tmp_path / "page.md")
+    made = page({"tpu": rows}, {"tpu": Section("# TPU")}, {"jax": "1.0"}, tmp_path / "page.md")
     assert "|  | a | b |" in made
     assert "| model 7: ours ÷ theirs | **7.5** | **7.5** |" in made
     assert '??? note "All rows"\n\n    |  | ours |' in made
