@@ -182,14 +182,16 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     """Search, then compile what an engineer would have chosen, as far as the time goes; all of it is kept."""
     case, deadline = CASES[name](), time.monotonic() + 60 * minutes
     task, directory = case.task(), CACHES / name.replace(" ", "_").replace(":", "_")
-    pruning, cache = task.prune(), Cache(directory, task.about())
-    search = task.search(pruning, cache, time.monotonic() + 60 * minutes / 2)
+    pruning, about = task.prune(), task.about()
+    search = task.search(pruning, Cache(directory / "found", about), time.monotonic() + 60 * minutes / 2)
     search.run()
+    others = Cache(directory / "hand", about)  # which the search does not know of
     hand = dict[Candidate, tuple[Measured | None, str]]()
     for late in (True, False):  # what is known comes first, so that a report is there whenever this is interrupted
         for candidate in case.by_hand:
             compiles = not late and time.monotonic() < deadline
-            hand[candidate] = _known(candidate, task, cache, pruning, compiles=compiles)
+            known = search.found.get(candidate)
+            hand[candidate] = (known, "") if known else _known(candidate, task, others, pruning, compiles=compiles)
             if not late:
                 (directory / "report.json").write_text(json.dumps(_report(search, hand, pruning), indent=1))
     return _report(search, hand, pruning)
