@@ -266,11 +266,15 @@ def _fields(candidate: Candidate, found: Measured) -> dict[str, Any]:
 
 def page() -> str:
     """The tables of all models whose caches have a report."""
-    parts = [PAGE_HEAD]
+    parts, missing = [PAGE_HEAD], list[str]()
     for name in CASES:
         file = CACHES / name.replace(" ", "_").replace(":", "_") / "report.json"
-        parts.append(f"## {name}\n")
-        parts.append(_section(json.loads(file.read_text())) if file.exists() else "Not measured yet.\n")
+        if file.exists():
+            parts.append(f"## {name}\n\n{_section(json.loads(file.read_text()))}")
+        else:
+            missing.append(name)
+    if missing:
+        parts.append(f"Not run for this page: {', '.join(missing)}.\n")
     return "\n".join(parts)
 
 
