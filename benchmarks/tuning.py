@@ -182,14 +182,16 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     """Search, then compile what an engineer would have chosen, as far as the time goes; all of it is kept."""
     case, deadline = CASES[name](), time.monotonic() + 60 * minutes
     task, directory = case.task(), CACHES / name.replace(" ", "_").replace(":", "_")
-    pruning, cache = task.prune(), Cache(directory, task.about())
-    search = task.search(pruning, cache, time.monotonic() + 60 * minutes / 2)
+    pruning, about = task.prune(), task.about()
+    search = task.search(pruning, Cache(directory / "found", about), time.monotonic() + 60 * minutes / 2)
     search.run()
+    others = Cache(directory / "hand", about)  # which the search does not know of
     hand = dict[Candidate, tuple[Measured | None, str]]()
     for late in (True, False):  # what is known comes first, so that a report is there whenever this is interrupted
         for candidate in case.by_hand:
             compiles = not late and time.monotonic() < deadline
-            hand[candidate] = _known(candidate, task, cache, pruning, compiles=compiles)
+            known = search.found.get(candidate)
+            hand[candidate] = (known, "") if known else _known(candidate, task, others, pruning, compiles=compiles)
             if not late:
                 (directory / "report.json").write_text(json.dumps(_report(search, hand, pruning), indent=1))
     return _report(search, hand, pruning)
@@ -264,11 +266,15 @@ def _fields(candidate: Candidate, found: Measured) -> dict[str, Any]:
 
 def page() -> str:
     """The tables of all models whose caches have a report."""
-    parts = [PAGE_HEAD]
+    parts, missing = [PAGE_HEAD], list[str]()
     for name in CASES:
         file = CACHES / name.replace(" ", "_").replace(":", "_") / "report.json"
-        parts.append(f"## {name}\n")
-        parts.append(_section(json.loads(file.read_text())) if file.exists() else "Not measured yet.\n")
+        if file.exists():
+            parts.append(f"## {name}\n\n{_section(json.loads(file.read_text()))}")
+        else:
+            missing.append(name)
+    if missing:
+        parts.append(f"Not run for this page: {', '.join(missing)}.\n")
     return "\n".join(parts)
 
 

@@ -1,5 +1,6 @@
 """The order in which candidates are compiled, what ends a search, and what is kept of it; nothing is compiled here."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -77,6 +78,25 @@ def test_where_all_are_refused_the_first_error_is_raised():
     made, _ = search({c: ValueError(str(c)) for c in (A, B, C)}, {A: estimate(1), B: estimate(1.1), C: estimate(1.2)})
     with pytest.raises(ValueError, match="replicated, remat"):
         made.run()
+
+
+def test_the_best_of_what_is_scaled_is_compiled_whole_and_then_the_next_if_it_is_better():
+    scaled = {A: Measured(compute=1.0, scaled="2 and 3 of 12"), B: Measured(compute=1.1, scaled="2 and 3 of 12")}
+    whole = {A: Measured(compute=1.2), B: Measured(compute=1.15)}
+    made, _ = search(scaled, {A: estimate(1.0), B: estimate(1.1)})
+    made.whole = lambda candidate: lambda: whole[candidate]
+    made.run()
+    assert (made.best, {c: found.compute for c, found in made.found.items()}) == (B, {A: 1.2, B: 1.15})
+
+
+def test_the_best_is_not_compiled_whole_without_time_for_it(monkeypatch):
+    made, _ = search({A: Measured(compute=1.0, scaled="2 and 3 of 12")}, {A: estimate(1.0)}, seconds=30)
+    monkeypatch.setattr(made, "_compile", lambda candidate, job: dataclasses.replace(job(), took=20.0))
+    made.whole = None
+    made.run()
+    made.whole = lambda candidate: lambda: Measured(compute=2.0)
+    made.run()
+    assert made.found[A].scaled
 
 
 def test_what_is_known_is_not_compiled_again(tmp_path):

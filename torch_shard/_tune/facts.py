@@ -1,4 +1,4 @@
-"""What a step does, whatever splits it: its arithmetic, and what its backward pass needs. Read from one capture."""
+"""What a step does, whatever splits it: its arithmetic, and what its backward pass needs. Read from captures."""
 
 # PyTorch types what nodes hold as anything.
 # pyright: reportUnknownMemberType=false

@@ -100,7 +100,12 @@ class Search:
         sizes = [int(number) for number in re.findall(r"\d+", found.scaled)]
         if time.monotonic() + found.took * sizes[-1] / sum(sizes[:-1]) >= self.deadline:
             return False
-        self._running[pool.submit(self._compile, best, self.whole(best))] = best
+        try:
+            job = self.whole(best)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            self.found[best] = dataclasses.replace(found, refused=" ".join(str(error).split())[:200])
+            return False
+        self._running[pool.submit(self._compile, best, job)] = best
         return True
 
     @property
