@@ -47,11 +47,13 @@ class RowSplit:
         mesh: All devices of the step.
         axes: Those over which the rows are split.
         kept: Whether values are to keep their rows split so, where the compiler might choose otherwise.
+        experts: The axes over which the plan splits the experts of its mixtures, in the order of their spec.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     kept: bool = True
+    experts: tuple[str, ...] = ()
 
     @property
     def num_shards(self) -> int:

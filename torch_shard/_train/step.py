@@ -31,6 +31,7 @@ from torch_shard._loss import (
     program_for,
 )
 from torch_shard._lowering import RowSplit, capture_settings
+from torch_shard._plans import experts_of, layers_of
 from torch_shard._sharding import (
     LossFn,
     ResolvedPlan,
@@ -290,7 +291,16 @@ class Step:
         rows = self.layout.row_axes
         of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
         kept = self.options.split_activations and not of_params.isdisjoint(rows)
-        return RowSplit(self.mesh, rows, kept)
+        return RowSplit(self.mesh, rows, kept, experts=self._expert_axes())
+
+    def _expert_axes(self) -> tuple[str, ...]:
+        """The axes over which all mixtures of the model have their experts; none if they are not alike."""
+        used = dict(self.layers.uses)
+        known = {id(entry): name for name, entry in self._held.all.items()}
+        matrices = (p for _, layer in layers_of(self.model) for p in experts_of(layer).values() if p.ndim == 3)
+        names = [known[id(p)] for p in matrices if id(p) in known]
+        found = {tuple(axes_of(tuple(used.get(name, self.plan[name].spec))[:1])) for name in names}
+        return found.pop() if len(found) == 1 else ()
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)

@@ -2,13 +2,16 @@
 
 HF's models sort all tokens by expert, whole on each device, and then leave grouped products. As one operator, tokens
 stay split over the axes of the batch, and experts over the others: a device sorts its own tokens, runs its own experts
-on them (see `expert_blocks`), and one sum over the axes of the experts gives each token its result.
+on them (see `expert_blocks`), and one sum over the axes of the experts gives each token its result. Where a plan has
+experts over an axis of the batch too, tokens are sent to them and back, if that is less than to gather the experts (see
+`expert_dispatch`).
 
 Experts may have biases, matrices that lie transposed, and the clamped gate of gpt-oss: see `Gate`.
 
 Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F.
 """
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -18,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from jax import lax
@@ -28,6 +32,7 @@ from torch_shard._common.axes import manual_axes
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
+from torch_shard._lowering.ops.expert_dispatch import RAGGED, Exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows
 
@@ -221,52 +226,98 @@ def _fits(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     )
 
 
-def _split(num_tokens: int, num_experts: int) -> tuple[jax.sharding.Mesh | None, tuple[str, ...], tuple[str, ...]]:
-    """The mesh, the axes over which tokens are split, and those over which experts are; None on one device."""
-    split = current_rows()
-    if split is None or manual_axes():
-        return None, (), ()
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where tokens and experts are.
+
+    Attributes:
+        mesh: None on one device.
+        rows: The axes over which tokens are split.
+        over: Those over which experts are.
+        exchange: How tokens come to experts that are split over axes of the tokens; None if there are none such.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    rows: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
-    for axis, size in split.mesh.shape.items():
-        if axis not in split.axes and num_experts % (size * math.prod(split.mesh.shape[a] for a in over)) == 0:
-            over = (*over, axis)
-    return split.mesh, split.axes if num_tokens % split.num_shards == 0 else (), over
+    exchange: Exchange | None = None
+
+    @staticmethod
+    def of(x: jax.Array, ids: jax.Array, matrices: Sequence[Any]) -> "_Places":
+        """Tokens as the batch, and experts over the other axes that divide, or where the plan has them.
+
+        Experts over axes of the batch are gathered there, unless it is less to send them their tokens.
+        """
+        split, num_experts = current_rows(), len(matrices[0])
+        if split is None or manual_axes():
+            return _Places(None)
+        over: tuple[str, ...] = ()
+        for axis, size in split.mesh.shape.items():
+            if axis not in split.axes and num_experts % (size * math.prod(split.mesh.shape[a] for a in over)) == 0:
+                over = (*over, axis)
+        rows = split.axes if len(x) % split.num_shards == 0 else ()
+        sizes = {axis: split.mesh.shape[axis] for axis in split.experts}
+        via = tuple(axis for axis in rows if sizes.get(axis, 1) > 1)
+        exchange = Exchange(sizes, via, is_ragged=split.platform in RAGGED)
+        if not via or not rows or num_experts % exchange.num_parts:
+            return _Places(split.mesh, rows, over)
+        tokens, width = (len(x) // split.num_shards, *ids.shape[1:]), x.shape[1] * matrices[0].dtype.itemsize
+        num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in matrices)
+        if exchange.bytes_of_tokens(*tokens, width) >= exchange.bytes_of_experts(num_bytes):
+            return _Places(split.mesh, rows, over)
+        return _Places(split.mesh, rows, tuple(sizes), exchange)
+
+    @property
+    def beside_tokens(self) -> tuple[str, ...]:
+        """The axes of experts over which tokens are not split: what these give is summed."""
+        return tuple(axis for axis in self.over if axis not in self.rows)
+
+    @property
+    def beside_experts(self) -> tuple[str, ...]:
+        """The axes of tokens over which experts are not split: their gradients are summed."""
+        return tuple(axis for axis in self.rows if axis not in self.over)
 
 
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
 def experts(x, ids, weights, matrices, *about):
     """Of each token, the sum over the axes of the experts."""
-    num_experts, gate = len(matrices[0]), _gate(*about)
-    mesh, rows, over = _split(len(x), num_experts)
-    matrices = tuple(_put_together(each, mesh, over) for each in matrices)
+    places, num_experts, gate = _Places.of(x, ids, matrices), len(matrices[0]), _gate(*about)
+    matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
     def run(x, ids, weights, *matrices):
-        num_here = len(matrices[0])
-        here = sort_slots(ids, _first(over, num_here), num_here, num_experts)
-        return _sum(experts_forward((x, weights, *matrices), here, gate), over)
+        send, back, ids = _ways(places, ids, len(matrices[0]))
+        here = sort_slots(ids, _first(places.over, len(matrices[0])), len(matrices[0]), num_experts)
+        return _sum(back(experts_forward((send(x), send(weights), *matrices), here, gate)), places.beside_tokens)
 
-    tokens, of_experts = PartitionSpec(rows), PartitionSpec(over)
+    tokens, of_experts = PartitionSpec(places.rows), PartitionSpec(places.over)
     specs = (*(tokens,) * 3, *(of_experts,) * len(matrices))
-    return _mapped(run, mesh, specs, tokens)(x, ids, weights, *matrices)
+    return _mapped(run, places.mesh, specs, tokens)(x, ids, weights, *matrices)
 
 
 @lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
 def backward(grad, x, ids, weights, matrices, *about):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
-    num_experts, gate = len(matrices[0]), _gate(*about)
-    mesh, rows, over = _split(len(x), num_experts)
-    matrices = tuple(_put_together(each, mesh, over) for each in matrices)
+    places, num_experts, gate = _Places.of(x, ids, matrices), len(matrices[0]), _gate(*about)
+    matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
     def run(grad, x, ids, weights, *matrices):
-        num_here = len(matrices[0])
-        here = sort_slots(ids, _first(over, num_here), num_here, num_experts)
-        found = experts_backward(grad, (x, weights, *matrices), here, gate)
-        sums = (over, over, *(rows,) * len(matrices))
-        return tuple(_sum(g, axes) for g, axes in zip(found, sums, strict=True))
+        send, back, ids = _ways(places, ids, len(matrices[0]))
+        here = sort_slots(ids, _first(places.over, len(matrices[0])), len(matrices[0]), num_experts)
+        found = experts_backward(send(grad), (send(x), send(weights), *matrices), here, gate)
+        of_tokens = (_sum(back(g), places.beside_tokens) for g in found[:2])
+        return *of_tokens, *(_sum(g, places.beside_experts) for g in found[2:])
 
-    tokens, of_experts = PartitionSpec(rows), (PartitionSpec(over),) * len(matrices)
+    tokens, of_experts = PartitionSpec(places.rows), (PartitionSpec(places.over),) * len(matrices)
     specs = (*(tokens,) * 4, *of_experts), (tokens, tokens, *of_experts)
-    return _mapped(run, mesh, *specs)(grad, x, ids, weights, *matrices)
+    return _mapped(run, places.mesh, *specs)(grad, x, ids, weights, *matrices)
+
+
+def _ways(places, ids, num_here):
+    """How values come to the experts and back, and the experts of what came; all stays where tokens stay."""
+    if places.exchange is None:
+        return (lambda x: x), (lambda x: x), ids
+    route = find_route(places.exchange, ids, num_here)
+    return route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
 
 
 def _put_together(stack, mesh, over):

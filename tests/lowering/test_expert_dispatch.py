@@ -1,0 +1,102 @@
+"""Tokens that go to their experts and come back: against eager torch, with NaN where nobody writes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from tests.lowering.test_experts import EXPERTS, WIDTH, make_clamped, make_experts
+from torch_shard._lowering.ops import expert_dispatch
+
+TOKENS = 32
+LAYOUTS: dict[str, tuple[dict[str, int], P]] = {
+    "one axis": ({"batch": 4}, P("batch")),
+    "two axes": ({"batch": 2, "model": 2}, P(("batch", "model"))),
+    "the other way": ({"batch": 2, "model": 2}, P(("model", "batch"))),
+    "the first beside": ({"model": 2, "batch": 4}, P("batch")),
+}
+ROUTES = {
+    "spread": lambda: torch.rand(TOKENS, EXPERTS).topk(2).indices,
+    "all to one": lambda: torch.full((TOKENS, 1), 2),
+    "some to none": lambda: torch.rand(TOKENS, EXPERTS - 1).topk(3).indices,
+    "each to all": lambda: torch.arange(EXPERTS).expand(TOKENS, -1).clone(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a few bytes would be gathered."""
+    monkeypatch.setattr(expert_dispatch.Exchange, "bytes_of_experts", lambda *_: np.inf)
+
+
+def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Any:
+    *given, wanted = batch
+    out = experts(*given)
+    return (out * wanted).sum(), {"out": out}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_value_and_gradients_equal_eager_torch(layout: str, route: str) -> None:
+    """With biases where tokens are spread. Tokens and weights get their gradients by layers in front."""
+    experts = make_clamped() if route == "spread" else make_experts()
+    model = _Layer(experts)
+    sizes, spec = LAYOUTS[layout]
+    ids = ROUTES[route]()
+    batch = torch.randn(TOKENS, WIDTH), ids, torch.rand(ids.shape), torch.randn(TOKENS, WIDTH)
+    plan = ts.ShardingPlan({"experts.*": spec}, default=P())
+    found = ts.prove(
+        model,
+        loss_fn,
+        batch,
+        plans={"dispatch": plan},
+        meshes=[ts.make_mesh(**sizes)],
+        steps=1,
+        optimizer=optax.sgd(0.1),
+        torch_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    found.raise_if_different()
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(**sizes), plan=plan)
+    text = step.lower(step.structs, batch).as_text()
+    assert "all_to_all" in text
+
+
+class _Layer(torch.nn.Module):
+    """Experts behind products that their tokens and weights have gradients for."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts, self.first = experts, torch.nn.Linear(WIDTH, WIDTH)
+        self.scale = torch.nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.first(x), ids, weights * self.scale)
+
+
+def test_what_nobody_has_written_is_not_a_number() -> None:
+    """So that these tests see who reads it: the ragged all-to-all of accelerators leaves anything there."""
+    assert np.isnan(expert_dispatch._unwritten((2,), np.dtype(np.float32))).all()
+    assert (np.asarray(expert_dispatch._unwritten((2,), np.dtype(np.int32))) < 0).all()
+
+
+def test_bytes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens go to large experts; small experts come to many tokens."""
+    monkeypatch.undo()
+    experts = make_experts()
+    plan = ts.ShardingPlan({"*": P("batch")}, default=P())
+    step = ts.make_train_step(experts, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(batch=4), plan=plan)
+
+    def moves(num_tokens: int) -> bool:
+        meta = {"device": "meta"}
+        x, weights = torch.empty(num_tokens, WIDTH, **meta), torch.empty(num_tokens, 2, **meta)
+        batch = x, torch.empty(num_tokens, 2, dtype=torch.int64, **meta), weights, x
+        return "all_to_all" in step.lower(step.structs, batch).as_text()
+
+    assert moves(8)
+    assert not moves(4096)
+    jax.clear_caches()
