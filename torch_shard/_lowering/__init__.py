@@ -26,20 +26,25 @@ from torch_shard._lowering.ops import (
     world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
+from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.pieces import mark_pieces
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, USED_AS, RowSplit, current_rows, rows_split
+from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, RowSplit, current_rows, rows_split
 
 __all__ = [
+    "LAID",
     "LOWERINGS",
     "RANDOM",
     "ROWS",
+    "SEQUENCE",
+    "SPLIT",
     "STORAGE_KWARGS",
     "USED_AS",
     "GraphOutline",
     "Kind",
     "Number",
+    "OverContext",
     "Own",
     "Place",
     "Program",

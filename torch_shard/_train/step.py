@@ -255,6 +255,7 @@ class Step:
             plan=self.plan,
             microbatch=microbatch,
             trained=self._trained,
+            sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
         ).with_rows(self._row_split())
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
@@ -289,8 +290,8 @@ class Step:
         """The axes over which rows are split; they are to be kept so where parameters are split over these too."""
         rows = self.layout.row_axes
         of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
-        kept = self.options.split_activations and not of_params.isdisjoint(rows)
-        return RowSplit(self.mesh, rows, kept)
+        kept = self.options.split_activations and (self.plan.context is not None or not of_params.isdisjoint(rows))
+        return RowSplit(self.mesh, rows, kept, self.plan.context)
 
     def _jitted(self, loss: LossProgram, placed: list[jax.Array], skip_grad_norm: float | None) -> StepProgram:
         jitted = self._jit(loss, [array.sharding for array in placed], skip_grad_norm)

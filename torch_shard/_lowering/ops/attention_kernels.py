@@ -136,14 +136,9 @@ def _why_not_cudnn(q, v, segments, band):
     return "" if suits else f"cuDNN's takes heads of a multiple of 8, up to 128, and not of {width} and {v.shape[-1]}"
 
 
-def _others(rows):
-    """The axes of a mesh over which heads are split."""
-    return tuple(axis for axis in rows.mesh.axis_names if axis not in rows.axes)
-
-
 def undivided(rows, shape):
     """Say which dims of queries (B, N, T, D) do not divide over a mesh, so that devices compute the same."""
-    parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", _others(rows)))
+    parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", rows.other_axes))
     sizes = [(f"{size} {what}", {axis: rows.mesh.shape[axis] for axis in axes}) for size, what, axes in parts]
     found = [
         (what, over) for (size, *_), (what, over) in zip(parts, sizes, strict=True) if size % math.prod(over.values())
@@ -194,7 +189,7 @@ class OnMesh:
 
     def _heads(self, q):
         """The axes of the mesh over which heads are split, and their number of devices."""
-        others = _others(self._rows)
+        others = self._rows.other_axes
         size = math.prod(self._rows.mesh.shape[axis] for axis in others)
         return ((), 1) if q.shape[1] % size else (others, size)
 

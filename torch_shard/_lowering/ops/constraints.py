@@ -61,17 +61,21 @@ CONSTRAINED = torch.ops.torch_shard.constrained.default
 
 
 @lowers(CONSTRAINED, pieces=True)
-def constrained_array(x: jax.Array | InPieces, spec: str, row_dim: int | None = None) -> jax.Array | InPieces:
+def constrained_array(
+    x: jax.Array | InPieces, spec: str, row_dim: int | None = None, sequence_dim: int | None = None
+) -> jax.Array | InPieces:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
     rows, parts = current_rows(), _read(spec)
     if rows is None:
         return x
     if row_dim is not None and has_three_axes(rows.mesh):
         parts = _beside_rows(parts, x.shape, row_dim, rows)
+    if rows.context is not None and sequence_dim is not None:
+        parts = _along_sequence(parts, x.shape, sequence_dim, rows)
     if not isinstance(x, InPieces):
-        return constrain_in_steps(x, NamedSharding(rows.mesh, parts), rows.axes)
+        return constrain_in_steps(x, NamedSharding(rows.mesh, parts), rows.data_axes)
     if not _divides(x, parts, rows.mesh):
-        return constrained_array(merged(x), spec, row_dim)
+        return constrained_array(merged(x), spec, row_dim, sequence_dim)
     return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(parts))), x.dim)
 
 
@@ -88,6 +92,17 @@ def _beside_rows(spec: PartitionSpec, shape: tuple[int, ...], row_dim: int, rows
 
     parts = [*map(without_rows, spec), *(None for _ in range(row_dim + 1 - len(spec)))]
     parts[row_dim] = PartitionSpec.UNCONSTRAINED if shape[row_dim] % rows.num_shards else rows.axes
+    return PartitionSpec(*parts)
+
+
+def _along_sequence(spec: PartitionSpec, shape: tuple[int, ...], dim: int, rows: RowSplit) -> PartitionSpec:
+    """The spec with the sequence split over the axis of the context too, which it does not speak of."""
+    assert rows.context is not None
+    parts = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
+    if parts[dim] is PartitionSpec.UNCONSTRAINED or rows.context.axis in axes_of(spec):
+        return spec
+    axes = (rows.context.axis, *axes_of((parts[dim],)))
+    parts[dim] = axes if shape[dim] % rows.size_of(axes) == 0 else parts[dim]
     return PartitionSpec(*parts)
 
 

@@ -189,12 +189,18 @@ def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
     each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them the same way.
     """
     split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
-    if split is None or not split.kept or manual_axes() or grad.shape[-1] % split.num_shards:
+    if split is None or not split.kept or manual_axes():
         return grad
-    if not num_weights <= num_tokens <= num_weights * split.num_shards:  # of more tokens, tables are fewer bytes
-        return grad
-    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), split.axes)
-    return jax.lax.with_sharding_constraint(grad, NamedSharding(split.mesh, by_features))
+    num_shards = split.size_of(split.data_axes)
+    if grad.shape[-1] % num_shards or not num_weights <= num_tokens <= num_weights * num_shards:
+        return grad  # of more tokens, tables are fewer bytes
+    axes: tuple[str, ...] = ()
+    for more in filter(None, ((split.context.axis,) if split.context else (), split.axes)):  # XLA moves one at a time
+        axes = (*axes, *more)
+        places = (None if at or more == split.axes else split.axes for at in range(grad.ndim - 1))
+        sharding = NamedSharding(split.mesh, PartitionSpec(*places, axes))
+        grad = jax.lax.with_sharding_constraint(grad, sharding)
+    return grad
 
 
 @lowers(aten.embedding_renorm.default)
