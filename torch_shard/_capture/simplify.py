@@ -97,7 +97,7 @@ def _unflatten_mm(node: Node) -> Node | None:
 
 
 def _with_dims_of(node: Node, product: Node) -> Node | None:
-    """A linear layer on dims that are merged in one with others (heads), seen with its rows' dims again: so it is made."""
+    """A linear layer whose input merges rows as it merges heads, and whose output parts rows again: on parted rows."""
     *bias, left, right = args_of(product)
     shape, source = shape_of(node), _source(left)
     is_layer = not product.kwargs and all(len(shape_of(b)) == 1 for b in bias)

@@ -305,8 +305,7 @@ class BatchLayout:
                 f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
                 + "\n".join(faults)
                 + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
-                "(DataLoader(drop_last=True))."
-                + " Pad sequences to a length that divides." * self._follows_plan
+                "(DataLoader(drop_last=True))." + " Pad sequences to a length that divides." * self._follows_plan
             )
 
     def at(self, paths: list[str]) -> list["BatchLayout"]:
@@ -333,8 +332,8 @@ class BatchLayout:
     def of_leaves(self, shapes: Sequence[tuple[int, ...]], paths: list[str] | None = None) -> list["BatchLayout"]:
         """The placement of each leaf, of a batch whose sequence is split over an axis of its own too.
 
-        The leaves with two dims, (rows, sequence), say how long the sequence is; without any, all leaves with more. Each
-        leaf whose second dim is as long has a sequence.
+        The leaves with two dims, (rows, sequence), say how long the sequence is; without any, all leaves with more.
+        Each leaf whose second dim is as long has a sequence.
 
         Args:
             shapes: Of all leaves.
@@ -343,7 +342,7 @@ class BatchLayout:
         Raises:
             ValueError: A name of `batch_spec` finds none, or it is not clear how long the sequence is.
         """
-        layouts = [self] * len(shapes) if paths is None else self.at(paths)
+        layouts: list[BatchLayout] = [self for _ in shapes] if paths is None else self.at(paths)
         if self.context is None or not self._follows_plan:
             return layouts
         own = {shape for shape, layout in zip(shapes, layouts, strict=True) if layout is self and len(shape) > 1}
@@ -356,8 +355,8 @@ class BatchLayout:
                 f'batch_spec={{"input_ids": P({", ".join(map(repr, (*self.row_axes, self.context.axis)))})}}.'
             )
         split = BatchLayout(self.mesh, PartitionSpec(self.spec[0], self.context.axis))
-        has_sequence = (layout is self and len(s) > 1 and {s[1]} == lengths for s, layout in zip(shapes, layouts, strict=True))
-        return [split if found else layout for found, layout in zip(has_sequence, layouts, strict=True)]
+        pairs = list(zip(shapes, layouts, strict=True))
+        return [split if own is self and len(s) > 1 and {s[1]} == lengths else own for s, own in pairs]
 
     def sequence_dims(self, shapes: Sequence[tuple[int, ...]], paths: list[str]) -> tuple[int | None, ...]:
         """Which dim of each leaf is its sequence, split over the axis of the context; None of what has none."""

@@ -21,7 +21,16 @@ from torch_shard._lowering.ops.constraints import CONSTRAINED
 from torch_shard._lowering.ops.context import LAID
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
-from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, as_used, keep_rows, merged, whole_if_cut, whole_if_uneven
+from torch_shard._lowering.rows import (
+    ROWS,
+    SEQUENCE,
+    USED_AS,
+    as_used,
+    keep_rows,
+    merged,
+    whole_if_cut,
+    whole_if_uneven,
+)
 
 Lowered = Callable[..., list[PyTree]]
 

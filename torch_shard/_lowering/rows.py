@@ -96,9 +96,13 @@ class RowSplit:
 
     def along(self, axes: Mapping[int, tuple[str, ...]], ndim: int) -> NamedSharding:
         """That of a value whose dims are split over these axes: the compiler chooses for the others."""
-        return NamedSharding(self.mesh, PartitionSpec(*(axes.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(ndim))))
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(axes.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(ndim)))
+        )
 
-    def places(self, row_dim: int | None, sequence_dim: int | None, shape: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+    def places(
+        self, row_dim: int | None, sequence_dim: int | None, shape: tuple[int, ...]
+    ) -> dict[int, tuple[str, ...]]:
         """The axes of the dims of a value that has rows and a sequence there, where they divide."""
         found: dict[int, tuple[str, ...]] = {}
         of_sequence = (self.context.axis,) if self.context else ()

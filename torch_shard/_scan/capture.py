@@ -190,6 +190,7 @@ def capture_layers(
     Raises:
         ValueError: Layers were asked to be loops and cannot be; with the reasons.
     """
+
     def follow(program: Program[Any], specs: list[Spec], calls: dict[int, Call]) -> None:
         _follow_batch(program, specs, num_batch, sequence_dims, calls=calls)
 

@@ -249,7 +249,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    if (parts := context_for(q, k, Weights(**about, dropout=dropout))) is not None:
+    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
     kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
@@ -263,7 +263,7 @@ def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sin
     """A kernel runs forward once more: what it keeps for itself is no output of the first run."""
     (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
     kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
-    if (parts := context_for(q, k, Weights(**about, dropout=dropout))) is not None:
+    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
     elif kernel is None:
         kept = kept_in(q, k, seed, dropout)

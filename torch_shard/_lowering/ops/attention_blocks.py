@@ -39,7 +39,7 @@ def wide(dtype):
 
 
 def _scores(q, k, segments, block, *, scale, band, cap, start):
-    """Scores of a block in float32 at least, -inf where a query does not see a key; and the derivative by their soft cap."""
+    """Scores of a block, wide, -inf where a query does not see a key; and the derivative by their soft cap."""
     queries, keys = block
     scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide(q.dtype))
     seen = _seen(scores.shape, segments, block, band=band, start=start)
@@ -70,8 +70,8 @@ def _seen(shape, segments, block, *, band, start):
 def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), start=None, dtype=None):
     """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros.
 
-    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them. The output is of
-    `dtype`, by default that of the values.
+    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them. The output is
+    of `dtype`, by default that of the values.
     """
     dtype = dtype or v.dtype
     grouped = _by_key_head(q, k.shape[1])

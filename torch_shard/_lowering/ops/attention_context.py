@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
+from torch_shard._lowering.ops.attention_kernels import kernel_in_context
 from torch_shard._lowering.ops.block_draws import kept_in
 from torch_shard._lowering.rows import RowSplit, current_rows
 
@@ -45,27 +46,33 @@ class InContext:
 
     Args:
         rows: How the rows lie, and the context.
-        shapes: Of the queries, (B, N, T, D), and the keys, (B, K, S, D).
+        qkv: Queries (B, N, T, D), keys (B, K, S, D) and values.
+        segments: None, or the numbers of the queries and of the keys: only a key with the number of a query is seen.
+        sinks: None, or a number for each head.
         weights: How they are made.
-        kernel: `(q, k, v, segments, sinks, extra) -> out` for one device, differentiable, and `extra` with its specs;
-            None for blocks.
     """
 
-    def __init__(self, rows: RowSplit, shapes, weights: Weights, kernel=None) -> None:
+    def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights) -> None:
         assert rows.context is not None
-        (shape, (_, num_key_heads, num_keys, _)) = shapes
+        shape, (_, num_key_heads, num_keys, _) = qkv[0].shape, qkv[1].shape
         self._rows, self._weights, self._of = rows, weights, (*shape[:3], num_keys)
-        self._kernel, self._extra, self._extra_specs = kernel or (None, (), ())
-        self._axis, self._mode = rows.context.axis, rows.context.mode
+        self._axis, self._mode = rows.context.axis, str(rows.context.mode)
         self._num = rows.mesh.shape[self._axis]
         self._batch = () if shape[0] % rows.num_shards else rows.axes
         others = rows.other_axes
         self._heads = () if shape[1] % rows.size_of(others) else others
         size = rows.size_of(self._heads)
         self._times = size // math.gcd(num_key_heads, size)
-        if self._mode == "heads" and (shape[1] % (size * self._num) or num_key_heads * self._times % (size * self._num)):
-            self._mode = "gather"  # refused in the capture, unless features do not divide there
+        if self._mode == "heads" and (
+            shape[1] % (size * self._num) or num_key_heads * self._times % (size * self._num)
+        ):
+            self._mode = "gather"  # not in a step: a capture refuses it
         self._split = PartitionSpec(self._batch, self._heads, self._axis)
+        found, num_heads = None, shape[1] // size
+        if not weights.dropout:
+            about = {**self._about, "num_heads": num_heads, "sinks": sinks}
+            found = kernel_in_context(rows, self._mode, qkv, segments, **about)
+        self._kernel, self._extra, self._extra_specs = found or (None, (), ())
 
     def forward(self, q, k, v, segments, sinks, seed):
         """The output, and the logarithm of each row's total weight."""
@@ -102,9 +109,7 @@ class InContext:
             local = fn
             if self._kernel is not None:
                 local = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
-            mapped = jax.shard_map(
-                local, mesh=self._rows.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-            )
+            mapped = jax.shard_map(local, mesh=self._rows.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
             return mapped(tensors, segments, sinks, seed, extra)
 
         return run
@@ -122,7 +127,9 @@ class InContext:
         if self._kernel is not None:
             out = self._kernel(q, k, v, segments, sinks, extra, start)
             return out, jnp.zeros(q.shape[:-1], jnp.float32)
-        return in_blocks(q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype)
+        return in_blocks(
+            q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
+        )
 
     def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None):
         if self._kernel is not None:
@@ -130,9 +137,12 @@ class InContext:
             *found, of_sinks = jax.vjp(run, *saved[:3], sinks)[1](grad)
             return *found, *of_sinks
         kept = self._kept(saved[0], saved[1], drawn, start)
-        return in_blocks_backward(grad, saved, segments, **self._about, kept=kept, sinks=sinks, start=start, dtype=dtype)
+        return in_blocks_backward(
+            grad, saved, segments, **self._about, kept=kept, sinks=sinks, start=start, dtype=dtype
+        )
 
     def _of_kernel(self, q, k, v, sinks, *, segments, extra, start):
+        assert self._kernel is not None
         return self._kernel(q, k, v, segments, sinks, extra, start)
 
     @property
@@ -250,7 +260,7 @@ def _merged(out, total, more, more_total):
     return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
 
 
-def context_for(q, k, weights: Weights) -> InContext | None:
+def context_for(q, k, v, segments, sinks, weights: Weights) -> InContext | None:
     """Attention of such arrays on the devices of the step; None where no plan splits the sequence, or not evenly."""
     rows = current_rows()
     if rows is None or rows.context is None or manual_axes():
@@ -258,4 +268,4 @@ def context_for(q, k, weights: Weights) -> InContext | None:
     size = rows.mesh.shape[rows.context.axis]
     if size == 1 or q.shape[2] % size or k.shape[2] % size:
         return None
-    return InContext(rows, (q.shape, k.shape), weights)
+    return InContext(rows, (q, k, v), segments, sinks, weights)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._lowering.rows import current_rows
@@ -29,9 +29,6 @@ LANES, LARGEST = 128, 512
 
 def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
     """Splash attention of `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
     shape, num_keys, sees_any = q.shape[:-1], k.shape[2], None
     if segments:
         sees_any = _sees_any(segments, band)
@@ -39,12 +36,21 @@ def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
         segments = tuple(jnp.ones((len(x), x.shape[2]), jnp.int32) for x in (q, k))
     segments = tuple(_padded(x, 1, value) for x, value in zip(segments, (0, _NOBODYS), strict=False))
     q, k, v = (_padded(x, 2) for x in (q * scale, k, v))
-    size = (q.shape[2], k.shape[2])
+    kernel = _splash_kernel((q.shape[2], k.shape[2]), q.shape[1], band, cap, interpret=interpret)
+    out = _run_splash(kernel, q, k, v, segments, sinks)[:, :, : shape[2]]
+    return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+
+
+def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False):
+    """The kernel for so many queries and keys, of which each of so many devices has a part of the queries."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
     seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
-    of_queries, of_keys = (math.gcd(length, LARGEST) for length in size)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([seen] * q.shape[1]),
+    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([seen] * num_heads),
         block_sizes=kernels.BlockSizes(
             block_q=of_queries,
             block_kv=of_keys,
@@ -54,21 +60,30 @@ def splash(q, k, v, segments, sinks=(), *, scale, band, cap=0, interpret=False):
             block_kv_dq=of_keys,
         ),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=num_shards,
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
+
+
+def _run_splash(kernel, q, k, v, segments, sinks):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
     of_rows = (kernels.SegmentIds(*segments) if segments else None, *(sink.astype(jnp.float32) for sink in sinks))
     run: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))  # pyright: ignore
-    out = run(q, k, v, *of_rows)
-    out = out[:, :, : shape[2]]
-    return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+    return run(q, k, v, *of_rows)
 
 
-def _sees_any(segments, band):
+def splash_of_part(q, k, v, segments, sinks, kernel, start, *, scale, band):
+    """Splash attention of a part of the queries, by what `_splash_kernel` made for all of them, to all keys."""
+    out = _run_splash(kernel, q * scale, k, v, segments, sinks)
+    return jnp.where(_sees_any(segments, band, start[0])[:, None, :, None], out, 0) if segments else out
+
+
+def _sees_any(segments, band, start=0):
     """Which queries see a key at all."""
     queries, keys = segments
-    (before, after), later = band, jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    (before, after), later = band, start + jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
     near = queries[:, :, None] == keys[:, None, :]
     near = near if after is None else near & (later >= -after)
     return jnp.any(near if before is None else near & (later <= before), -1)
@@ -101,6 +116,42 @@ def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
     if why_no_kernel(rows.platform, (q, k, v), segments, band, is_plain=not cap and not sinks):
         return None
     return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band, cap=cap))
+
+
+def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=0, sinks=(), interpret=False):
+    """The kernel where the sequence is split too, for one device, with what it takes besides; None where there is none.
+
+    Args:
+        rows: How the rows and the sequence lie.
+        mode: Of the context.
+        qkv: Queries, keys and values of all devices.
+        segments: Numbers of queries and keys.
+        num_heads: Heads of the queries on one device, when its sequence is split.
+        scale: Of the scores.
+        band: What is seen.
+        cap: Soft cap of the scores.
+        sinks: A number for each head.
+        interpret: Run without a TPU.
+
+    Returns:
+        `(q, k, v, segments, sinks, extra, start) -> out`, `extra` and its specs.
+    """
+    if (rows.platform not in KERNELS and not interpret) or mode == "ring":
+        return None
+    platform = "tpu" if interpret else rows.platform
+    if why_no_kernel(platform, qkv, segments, band, is_plain=not cap and not sinks):
+        return None
+    q, k, _ = qkv
+    if mode == "heads" or (platform != "tpu" and band == (None, None)):
+        options = {"interpret": True} if interpret else {}
+        kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
+        return lambda q, k, v, segments, sinks, extra, start: kernel(q, k, v, segments, sinks), (), ()
+    num = rows.mesh.shape[rows.context.axis]
+    if platform != "tpu" or q.shape[2] % (num * LANES) or k.shape[2] % LANES:
+        return None
+    kernel = _splash_kernel((q.shape[2], k.shape[2]), num_heads, band, cap, num_shards=num, interpret=interpret)
+    specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
+    return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
 
 
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}

@@ -17,8 +17,8 @@ import torch
 
 from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
-from torch_shard._lowering.ops.context import gathered
 from torch_shard._lowering.ops.attention import WHY, OurAttention, as_autocast_has_it, refusal
+from torch_shard._lowering.ops.context import gathered
 
 _KNOWN = {"587d5b52": "soft cap", "3cb759e1": "sinks"}
 """By the first digits of the SHA-256 of their source: that of Gemma 2 and ten models more, and that of gpt-oss."""

@@ -101,7 +101,7 @@ def current_context() -> OverContext | None:
 def gathered(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What attention takes: queries of a part of the sequence, keys and values of all; as they are without a context."""
+    """What attention takes: queries of a part of the sequence, keys and values of all."""
     if current_context() is None or min(query.ndim, key.ndim, value.ndim) < 3:
         return query, key, value
     q: Any = _Laid.apply(query, SPLIT, SPLIT)

@@ -191,16 +191,14 @@ def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
     split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
     if split is None or not split.kept or manual_axes():
         return grad
-    num_shards = split.size_of(split.data_axes)
-    if grad.shape[-1] % num_shards or not num_weights <= num_tokens <= num_weights * num_shards:
-        return grad  # of more tokens, tables are fewer bytes
-    axes: tuple[str, ...] = ()
-    for more in filter(None, ((split.context.axis,) if split.context else (), split.axes)):  # XLA moves one at a time
-        axes = (*axes, *more)
-        places = (None if at or more == split.axes else split.axes for at in range(grad.ndim - 1))
-        sharding = NamedSharding(split.mesh, PartitionSpec(*places, axes))
-        grad = jax.lax.with_sharding_constraint(grad, sharding)
-    return grad
+    axes = tuple(axis for axis in split.data_axes if split.mesh.shape[axis] > 1)
+    num_shards = split.size_of(axes)
+    if grad.shape[-1] % num_shards or (split.context is not None and len(axes) > 1):  # XLA moves no two axes at once
+        return grad
+    if not num_weights <= num_tokens <= num_weights * num_shards:  # of more tokens, tables are fewer bytes
+        return grad
+    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), axes)
+    return jax.lax.with_sharding_constraint(grad, NamedSharding(split.mesh, by_features))
 
 
 @lowers(aten.embedding_renorm.default)
