@@ -150,10 +150,11 @@ def _captured(
         _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
     program = LossProgram(captured, model, guard := reads.guard())
     _warn_of(guard.too_large, what)
-    if any(dim is not None for dim in sequence_dims) and (found := program.written_out):
+    context = joint.context
+    if context is not None and context.mode != "gather" and (found := program.written_out):
         raise ValueError(
-            f"{what}: the plan splits the sequence, and attention is written out as softmax and products, so that its "
-            f"keys are not gathered: {', '.join(found[:4])}{', ...' * (len(found) > 4)}. Use "
+            f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out as "
+            f'softmax and products: {", ".join(found[:4])}{", ..." * (len(found) > 4)}. Use context_mode="gather", or '
             'torch.nn.functional.scaled_dot_product_attention (Hugging Face: attn_implementation="sdpa"; '
             "nn.MultiheadAttention: need_weights=False)."
         )

@@ -78,7 +78,7 @@ class JointLoss:
         trained: Collection[str] | None = None,
         context: OverContext | None = None,
     ) -> None:
-        self._host, self._activations, self._context = host, activations, context
+        self._host, self._activations, self.context = host, activations, context
         self._model, self._loss_fn, self.signature = model, loss_fn, signature
         self._precision, self._train = precision, train
         self._held = holdings(model).training(trained)
@@ -101,8 +101,8 @@ class JointLoss:
                 specialise(self._host, {name: given[name] for name in self._held.buffers if name in given}, batch)
             note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
-                if self._context:
-                    stack.enter_context(self._context.active())
+                if self.context:
+                    stack.enter_context(self.context.active())
                 if self._activations:  # within the layers, which see them
                     stack.enter_context(self._activations.active())
                 if regions:

@@ -48,12 +48,16 @@ def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | N
     if rows is None or rows.context is None:
         return []
     axis, mode, paths = rows.context.axis, rows.context.mode, collections.Counter[str]()
+    graphs = list(graphs)
     lines = [
         f"The sequence is split over {axis}={rows.mesh.shape[axis]}, in order: under a causal mask the devices that "
         f"have its end compute more than the others. Attention finds its keys by context_mode={mode!r}."
     ]
     if mode == "gather":
-        return lines
+        return [
+            *lines,
+            *(f"{path}: attention is written out: it keeps all weights." for path in find_written_out(graphs)),
+        ]
     for path, node in _nodes(graphs):
         why = node.meta.get("custom", {}).get(WHY)
         if why is not None and aten_name(node) in _SOFTMAX:
@@ -62,11 +66,13 @@ def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | N
 
 
 def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
-    """The modules that write attention out over a sequence that is split: its keys are not gathered."""
+    """The modules that write attention out over a sequence that is split: the compiler gathers its keys."""
     found: dict[str, None] = {}
     for path, node in _nodes(graphs):
-        is_over_sequence = aten_name(node) in _SOFTMAX and node.meta.get(SEQUENCE) == len(shape_of(node)) - 1
-        if is_over_sequence and node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):
+        shape, dim = shape_of(node) if aten_name(node) in _SOFTMAX else (), node.meta.get(SEQUENCE)
+        if dim is None or len(shape) < 3 or dim != len(shape) - 2 or shape[dim] != shape[-1]:
+            continue
+        if node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):
             found[path] = None
     return list(found)
 

@@ -58,7 +58,7 @@ class OverContext:
     """
 
     def __init__(self, context: Context, mesh: Mesh) -> None:
-        self._context, self._mesh = context, mesh
+        self._context, self._mesh, self.mode = context, mesh, context.mode
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -228,9 +228,10 @@ def _split(num_tokens: int, num_experts: int) -> tuple[jax.sharding.Mesh | None,
         return None, (), ()
     over: tuple[str, ...] = ()
     for axis, size in split.mesh.shape.items():
-        if axis not in split.axes and num_experts % (size * math.prod(split.mesh.shape[a] for a in over)) == 0:
+        if axis not in split.data_axes and num_experts % (size * math.prod(split.mesh.shape[a] for a in over)) == 0:
             over = (*over, axis)
-    return split.mesh, split.axes if num_tokens % split.num_shards == 0 else (), over
+    axes = next((axes for axes in (split.data_axes, split.axes) if num_tokens % split.size_of(axes) == 0), ())
+    return split.mesh, axes, over
 
 
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
