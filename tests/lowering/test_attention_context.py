@@ -67,7 +67,7 @@ def on_devices(case: Case) -> Callable[..., Any]:
     )
     weights = Weights(0.3, case.band, case.cap, case.dropout)
 
-    def run(grad: Any, qkv: Any, segments: Any, sinks: Any, seed: Any) -> Any:
+    def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
         with rows_split(rows):
             attention = context_for(*qkv, segments, sinks, weights)
         assert attention is not None
@@ -79,7 +79,7 @@ def on_devices(case: Case) -> Callable[..., Any]:
 
 
 def on_one(case: Case) -> Callable[..., Any]:
-    def run(grad: Any, qkv: Any, segments: Any, sinks: Any, seed: Any) -> Any:
+    def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
         kept = kept_in(qkv[0], qkv[1], seed, case.dropout)
         about: dict[str, Any] = {"scale": 0.3, "band": case.band, "cap": case.cap, "kept": kept, "sinks": sinks}
         out, total = in_blocks(*qkv, segments, **about)

@@ -119,7 +119,7 @@ DOUBLE = ("net", "written")
 class Case:
     model: str = "net"
     sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"batch": 2, "context": 4})
-    mode: ContextMode = "gather"
+    mode: Any = "gather"
     kind: str = ""
     """Of mask: padding, documents, or causal."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -178,7 +178,11 @@ def check(case: Case) -> None:
     """Loss, logits and every gradient, as a step of SGD shows it, against eager torch."""
     torch.manual_seed(0)
     model = MODELS[case.model]()
-    rtol = 1e-10 if case.model in DOUBLE else 2e-5  # float64, and float32, whose sums have another order
+    if case.model != "mixtral":  # whose grouped products PyTorch has in float32 alone
+        model = model.double()
+    # In float64; Hugging Face's norms, rotations and losses are float32 there too, and parameters that are read off
+    # after a step of SGD round at 1, where gradients of norms are a thousandth.
+    rtol = 1e-10 if case.model in DOUBLE else 2e-4 if case.model == "mixtral" else 2e-6
     step, batch = make_step(case, model), make_batch(case.kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state, metrics = step(step.init(seed=0), batch)

@@ -153,10 +153,10 @@ def _captured(
     context = joint.context
     if context is not None and context.mode != "gather" and (found := program.written_out):
         raise ValueError(
-            f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out as "
-            f'softmax and products: {", ".join(found[:4])}{", ..." * (len(found) > 4)}. Use context_mode="gather", or '
-            'torch.nn.functional.scaled_dot_product_attention (Hugging Face: attn_implementation="sdpa"; '
-            "nn.MultiheadAttention: need_weights=False)."
+            f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out "
+            f"as softmax and products: {', '.join(found[:4])}{', ...' * (len(found) > 4)}. Use "
+            "context_mode='gather', or torch.nn.functional.scaled_dot_product_attention (Hugging Face: "
+            'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False).'
         )
     return program
 

@@ -193,6 +193,9 @@ def fsdp_tp(
     _tell_of_experts(model)
     data = rows if over is None else (*rows, over.axis)
     decisions = _decide(model, mesh, fsdp=data or None, tp=tp, pad_vocab=pad_vocab)
+    if over is not None and rows and any(made.fault for made in decisions.values()):  # some divide over the rows alone
+        less = _decide(model, mesh, fsdp=rows, tp=tp, pad_vocab=pad_vocab)
+        decisions = {n: less[n] if made.fault and not less[n].fault else made for n, made in decisions.items()}
     activations = sequence_constraints(model, decisions, batch=rows or None, tp=tp) if sequence and tp else {}
     if over is not None:
         _check_heads(model, mesh, over, tp)
