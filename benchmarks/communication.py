@@ -6,7 +6,8 @@ gradient, fully sharded it gathers each parameter twice and scatters its gradien
 parameters, tensor parallelism sums the residual stream twice in each layer, forward and backward, and once after
 the embedding and before the head (the tables of MaxText's guide on sharding and of the scaling book). With the stream
 split along its sequence each sum is a scatter and a gather, and what two column layers of each block took is gathered
-once more in the backward pass, as it is kept split (Korthikanti et al., 2022).
+once more in the backward pass, as it is kept split (Korthikanti et al., 2022). With the sequence of the batch on an
+axis of its own, keys and values of all tokens are gathered, again in the backward pass, and their gradients scattered.
 """
 
 import dataclasses
@@ -132,6 +133,16 @@ RECIPES = {
 }
 
 
+def _context(sizes: Sizes) -> float:
+    """Keys and values are gathered in both passes, and their gradients scattered."""
+    return 3 * ring(sizes.parameters, 8) + 3 * sizes.layers * 2 * ring(sizes.stream(batch=2), 4)
+
+
+RECIPES["context"] = Recipe(
+    {"batch": 2, "context": 4},
+    lambda model, mesh: {"plan": ts.plans.fsdp_tp(model, mesh, tp=None, context="context")},
+    _context,
+)
 RECIPES |= {
     f"{name}, fused": dataclasses.replace(RECIPES[name], fused=True) for name in ("tp", "fsdp_tp", "fsdp_tp, sequence")
 }

@@ -51,6 +51,8 @@ def _rewrite_view(node: Node) -> Node | None:
     source = _source(args_of(node)[0])
     if shape_of(node) == shape_of(source):
         return source
+    if source.target in (aten.mm.default, aten.addmm.default) and (product := _with_dims_of(node, source)) is not None:
+        return product
     return _view(node, source, shape_of(node)) if source is not args_of(node)[0] else None
 
 
@@ -87,11 +89,23 @@ def _unflatten_mm(node: Node) -> Node | None:
         return _view(node, call_before(node, aten.matmul.default, (source, right), shape), shape_of(node))
     if left.target is not aten.t.default:
         return None
-    grad, x = _unflattened(args_of(left)[0]), _unflattened(right)
+    grad, x = (_like(_unflattened(a), a, b, node) for a, b in ((args_of(left)[0], right), (right, args_of(left)[0])))
     if grad is None or x is None or shape_of(grad)[:-1] != shape_of(x)[:-1]:
         return None
     dims = list(range(len(shape_of(x)) - 1))
     return call_before(node, aten.tensordot.default, (grad, x, dims, dims), shape_of(node))
+
+
+def _with_dims_of(node: Node, product: Node) -> Node | None:
+    """A linear layer whose input merges rows as it merges heads, and whose output parts rows again: on parted rows."""
+    *bias, left, right = args_of(product)
+    shape, source = shape_of(node), _source(left)
+    is_layer = not product.kwargs and all(len(shape_of(b)) == 1 for b in bias)
+    if not is_layer or len(shape) < 3 or shape[-1] != shape_of(right)[1] or source is left:
+        return None
+    rows = _view(node, source, (*shape[:-1], shape_of(right)[0]))
+    target = aten.addmm.default if bias else aten.matmul.default
+    return call_before(node, target, (*bias, rows, right), shape)
 
 
 @rewrites(aten.addmm.default)
@@ -133,6 +147,14 @@ def _unflattened(node: Node) -> Node | None:
     source = _source(node)
     shape, wide = shape_of(node), shape_of(source)
     return source if len(shape) == 2 and len(wide) > 2 and wide[-1] == shape[-1] else None
+
+
+def _like(found: Node | None, node: Node, other: Node, at: Node) -> Node | None:
+    """What was found; else, if a matrix merges its rows in another way, with the dims of the other factor."""
+    model = _unflattened(other)
+    if found is not None or model is None or _source(node) is node:
+        return found
+    return _view(at, _source(node), (*shape_of(model)[:-1], shape_of(node)[-1]))
 
 
 def _unmerged(node: Node) -> Node | None:

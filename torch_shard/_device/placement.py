@@ -1,7 +1,7 @@
 """Entries of a state_dict onto the mesh and back, one at a time; host batches onto the mesh."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from torch_shard._common.wrappers import unwrapped
 from torch_shard._device.tensor import JaxTensor, wrap_array
 from torch_shard._hosts import exchange
 from torch_shard._sharding import (
+    Context,
     ShardingPlan,
     Stacks,
     TensorPlaces,
@@ -226,13 +227,16 @@ class BatchLayout:
         mesh: The devices.
         spec: Of all leaves, by default the leading dim over the axis `batch`; or of some by the names of their places,
             as in `{"targets.**": P()}`, and of the others the default.
+        context: Over which axis leaves that have a sequence are split along it, where `spec` does not say it all.
 
     Raises:
         TypeError: It is something else.
         ValueError: It does not fit the mesh.
     """
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec | Mapping[str, PartitionSpec] | None) -> None:
+    def __init__(
+        self, mesh: Mesh, spec: PartitionSpec | Mapping[str, PartitionSpec] | None, context: Context | None = None
+    ) -> None:
         self.mesh = check_mesh(mesh)
         self.apart: dict[str, BatchLayout] = {}
         if isinstance(spec, Mapping):
@@ -241,6 +245,9 @@ class BatchLayout:
                 check_kind(f"batch_spec[{glob!r}]", own, PartitionSpec)
                 self.apart[glob] = BatchLayout(mesh, own)
             spec = None
+        self.context, self._follows_plan = context, spec is None and context is not None
+        if spec is None and context is not None:
+            spec = PartitionSpec(context.rows_on(mesh) or None)
         if spec is None and "batch" not in mesh.axis_names:
             raise ValueError(
                 f"{caller()}: batches are split over the mesh axis 'batch', but mesh {describe_mesh(mesh)} has none. "
@@ -257,6 +264,11 @@ class BatchLayout:
         """The axes over which rows are split."""
         return tuple(axes_of(tuple(self.spec)[:1]))
 
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Those, and the one over which the sequence is split: each of their devices has tokens of its own."""
+        return (*self.row_axes, *((self.context.axis,) if self.context else ()))
+
     def sharding(self, ndim: int) -> NamedSharding:
         """The sharding of a leaf with that many dims: the spec, cut to the rank."""
         if ndim not in self._shardings:
@@ -271,7 +283,7 @@ class BatchLayout:
             paths: Where each stands in the batch.
         """
         faults: list[str] = []
-        for leaf, path, layout in zip(leaves, paths, self.at(paths), strict=True):
+        for leaf, path, layout in zip(leaves, paths, self.of_leaves([np.shape(x) for x in leaves], paths), strict=True):
             shape = tuple(np.shape(leaf))
             spec = layout.sharding(len(shape)).spec
             found = find_spec_faults(spec, shape, self.mesh)
@@ -293,7 +305,7 @@ class BatchLayout:
                 f"{caller()}: the batch cannot be split on mesh {describe_mesh(self.mesh)}.\n\n"
                 + "\n".join(faults)
                 + "\n\nChoose a batch size that divides, and drop the last incomplete batch "
-                "(DataLoader(drop_last=True))."
+                "(DataLoader(drop_last=True))." + " Pad sequences to a length that divides." * self._follows_plan
             )
 
     def at(self, paths: list[str]) -> list["BatchLayout"]:
@@ -316,6 +328,43 @@ class BatchLayout:
                 )
         found = (next((glob for glob, matches in matchers.items() if matches(name)), None) for name in names)
         return [self if glob is None else self.apart[glob] for glob in found]
+
+    def of_leaves(self, shapes: Sequence[tuple[int, ...]], paths: list[str] | None = None) -> list["BatchLayout"]:
+        """The placement of each leaf, of a batch whose sequence is split over an axis of its own too.
+
+        The leaves with two dims, (rows, sequence), say how long the sequence is; without any, all leaves with more.
+        Each leaf whose second dim is as long has a sequence.
+
+        Args:
+            shapes: Of all leaves.
+            paths: Where each stands in the batch; may be left out where leaves have no specs by name.
+
+        Raises:
+            ValueError: A name of `batch_spec` finds none, or it is not clear how long the sequence is.
+        """
+        layouts: list[BatchLayout] = [self for _ in shapes] if paths is None else self.at(paths)
+        if self.context is None or not self._follows_plan:
+            return layouts
+        own = {shape for shape, layout in zip(shapes, layouts, strict=True) if layout is self and len(shape) > 1}
+        lengths = {shape[1] for shape in own if len(shape) == 2} or {shape[1] for shape in own}
+        if len(lengths) != 1:
+            listed = ", ".join(map(str, sorted(own))) or "no leaf has two dims"
+            raise ValueError(
+                f"{caller()}: the plan splits the sequence of the batch over {self.context.axis!r}, and the leaves do "
+                f"not say with one voice how long it is, by their second dim: {listed}. Say how each is split: "
+                f'batch_spec={{"input_ids": P({", ".join(map(repr, (*self.row_axes, self.context.axis)))})}}.'
+            )
+        split = BatchLayout(self.mesh, PartitionSpec(self.spec[0], self.context.axis))
+        pairs = list(zip(shapes, layouts, strict=True))
+        return [split if own is self and len(s) > 1 and {s[1]} == lengths else own for s, own in pairs]
+
+    def sequence_dims(self, shapes: Sequence[tuple[int, ...]], paths: list[str]) -> tuple[int | None, ...]:
+        """Which dim of each leaf is its sequence, split over the axis of the context; None of what has none."""
+        if self.context is None:
+            return (None,) * len(shapes)
+        specs = [layout.sharding(len(s)).spec for s, layout in zip(shapes, self.of_leaves(shapes, paths), strict=True)]
+        split = [[dim for dim, part in enumerate(spec) if self.context.axis in axes_of((part,))] for spec in specs]
+        return tuple(next(iter(dims), None) for dims in split)
 
     def put(self, leaves: list[PyTree]) -> list[jax.Array]:
         """Leaves onto the mesh."""

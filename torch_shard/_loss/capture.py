@@ -27,6 +27,7 @@ from torch_shard._loss.host_values import HostValues, capture_with
 from torch_shard._loss.joint import JointLoss
 from torch_shard._loss.program import LossProgram
 from torch_shard._lowering import (
+    OverContext,
     Program,
     capture_settings,
 )
@@ -70,6 +71,7 @@ def loss_program(
     plan: ResolvedPlan,
     microbatch: int = 0,
     trained: Collection[str] | None = None,
+    sequence_dims: tuple[int | None, ...] = (),
 ) -> LossProgram:
     """The program of `loss_fn(model, batch)` for batches like this, captured once per model, loss and signature.
 
@@ -84,12 +86,14 @@ def loss_program(
         plan: How what modules take and return is split.
         microbatch: For whose values it is.
         trained: The parameters with gradients, if not all that require them.
+        sequence_dims: Of the leaves of the batch, the dim that the plan splits as their sequence.
     """
     held = holdings(model).training(trained)
     entries = tuple((name, tuple(t.shape), t.dtype, name in held.trainable) for name, t in held.all.items())
     flags = tuple(m.training for m in model.modules()) if train else None
     key = (_identity(loss_fn), signature, entries, flags, precision, layers, capture_settings())
-    key = (*key, values.num > 1, plan.activations, plan.mesh if plan.activations else None)  # the mesh says what fits
+    key = (*key, values.num > 1, plan.activations, plan.context, sequence_dims)
+    key = (*key, plan.mesh if plan.activations or plan.context else None)  # the mesh says what fits
     family = _CAPTURED.setdefault(model, _Captures())
     programs = [program for program in family.of(key) if not program.outdated()]
     host = values.of(microbatch)
@@ -105,15 +109,21 @@ def loss_program(
             host=host,
             activations=activations,
             trained=trained,
+            context=OverContext(plan.context, plan.mesh) if plan.context else None,
         )
-        program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, num_batch=len(signature.specs)))
+        program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, sequence_dims=sequence_dims))
         programs = [program, *programs[: KEPT - 1]]
     family.keep(key, programs)
     return program
 
 
 def _captured(
-    model: torch.nn.Module, loss_fn: LossFn, joint: JointLoss, layers: LayerOptions, *, num_batch: int
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    joint: JointLoss,
+    layers: LayerOptions,
+    *,
+    sequence_dims: Sequence[int | None],
 ) -> LossProgram:
     what = f"{caller()}: the loss"
     reads = Reads(loss_fn)
@@ -122,7 +132,15 @@ def _captured(
         clocks = stack.enter_context(clocks_noted())
         stack.enter_context(_told(what, joint.signature))
         stack.enter_context(reads.seen())
-        captured = capture_layers(model, loss_fn, layers, joint=joint, num_batch=num_batch, what=what)
+        captured = capture_layers(
+            model,
+            loss_fn,
+            layers,
+            joint=joint,
+            num_batch=len(joint.signature.specs),
+            what=what,
+            sequence_dims=sequence_dims,
+        )
     if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
         _refuse_counting(joint, what, f"changes {name} on each call")
     if clocks:
@@ -132,6 +150,14 @@ def _captured(
         _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
     program = LossProgram(captured, model, guard := reads.guard())
     _warn_of(guard.too_large, what)
+    context = joint.context
+    if context is not None and context.mode != "gather" and (found := program.written_out):
+        raise ValueError(
+            f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out "
+            f"as softmax and products: {', '.join(found[:4])}{', ...' * (len(found) > 4)}. Use "
+            "context_mode='gather', or torch.nn.functional.scaled_dot_product_attention (Hugging Face: "
+            'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False).'
+        )
     return program
 
 

@@ -31,6 +31,7 @@ from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.metric_updates import for_objects
 from torch_shard._loss.result import as_metric, split_loss
+from torch_shard._lowering import OverContext
 from torch_shard._scan import Bundle, GraphInput, LayerInterceptor, graph_inputs
 from torch_shard._sharding import LossFn, entry_places, holdings, mark_parameter, marked_like
 
@@ -61,6 +62,7 @@ class JointLoss:
         host: What the host has of the batch and of buffers, where Python asks for values; they are refused without.
         activations: How what modules take and return is split.
         trained: The parameters with gradients, if not all that require them.
+        context: How attention finds its keys, where the sequence of the batch is split.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class JointLoss:
         host: HostInputs | None = None,
         activations: Activations | None = None,
         trained: Collection[str] | None = None,
+        context: OverContext | None = None,
     ) -> None:
-        self._host, self._activations = host, activations
+        self._host, self._activations, self.context = host, activations, context
         self._model, self._loss_fn, self.signature = model, loss_fn, signature
         self._precision, self._train = precision, train
         self._held = holdings(model).training(trained)
@@ -98,6 +101,8 @@ class JointLoss:
                 specialise(self._host, {name: given[name] for name in self._held.buffers if name in given}, batch)
             note([("", self._model), *reached_by(self._model, self._loss_fn)])
             with contextlib.ExitStack() as stack:
+                if self.context:
+                    stack.enter_context(self.context.active())
                 if self._activations:  # within the layers, which see them
                     stack.enter_context(self._activations.active())
                 if regions:

@@ -103,13 +103,15 @@ class Microbatches:
         def constrain(sums: Stacks) -> Stacks:
             placed = (plan.stored(group[0]) for group in sums.layout.groups)
             wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
-            return constrain_stacks(sums, wide, self._layout.row_axes)
+            return constrain_stacks(sums, wide, self._layout.data_axes)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
             rows, given = batch[: len(batch) - program.num_given], batch[len(batch) - program.num_given :]
-            split = [*(self._split(array) if array.ndim else None for array in rows), *given]
+            layouts = self._layout.of_leaves([array.shape for array in rows])
+            own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
+            split = [*own, *given]
             trained = tensors.part(tensors.layout.restricted(program.grads))
             carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
 
@@ -144,10 +146,10 @@ class Microbatches:
         rest, shards = array.shape[1:], self._num_shards(tuple(array.shape))
         return array.reshape(shards, self.num, -1, *rest).swapaxes(0, 1).reshape(self.num, -1, *rest)
 
-    def _split(self, array: jax.Array) -> jax.Array:
+    def _split(self, array: jax.Array, layout: BatchLayout) -> jax.Array:
         """`(B, ...)` to `(n, B / n, ...)`, each microbatch spread as the batch was; compiles to no communication."""
         rows = self._rows(array)
-        spec = PartitionSpec(None, *self._layout.sharding(array.ndim).spec)
+        spec = PartitionSpec(None, *layout.sharding(array.ndim).spec)
         return jax.lax.with_sharding_constraint(rows, NamedSharding(self._layout.mesh, spec))
 
 

@@ -36,7 +36,9 @@ from torch_shard._lowering import (
     Program,
     RowSplit,
     compiler_options,
+    find_written_out,
     report_attention,
+    report_context,
     report_own,
     rows_split,
 )
@@ -132,8 +134,13 @@ class LossProgram:
         """The same program, which keeps the rows of the batch split over these axes."""
         other = self._copy()
         other._rows = rows
-        other.report = [*self.report, *report_attention(self._graphs, rows)]
+        other.report = [*self.report, *report_context(self._graphs, rows), *report_attention(self._graphs, rows)]
         return other
+
+    @property
+    def written_out(self) -> list[str]:
+        """The modules that write attention out over a sequence that is split."""
+        return find_written_out(self._graphs)
 
     @property
     def host(self) -> HostPart | None:

@@ -18,28 +18,35 @@ from torch_shard._lowering.ops import (
     RANDOM,
     STORAGE_KWARGS,
     find_lowering,
+    find_written_out,
     import_torchax,
     keeps_whole,
     lowers,
     refuse_generator,
     report_attention,
+    report_context,
     world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
+from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.pieces import mark_pieces
 from torch_shard._lowering.program import Program, capture_settings
-from torch_shard._lowering.rows import ROWS, USED_AS, RowSplit, current_rows, rows_split
+from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, RowSplit, current_rows, rows_split
 
 __all__ = [
+    "LAID",
     "LOWERINGS",
     "RANDOM",
     "ROWS",
+    "SEQUENCE",
+    "SPLIT",
     "STORAGE_KWARGS",
     "USED_AS",
     "GraphOutline",
     "Kind",
     "Number",
+    "OverContext",
     "Own",
     "Place",
     "Program",
@@ -51,6 +58,7 @@ __all__ = [
     "current_rows",
     "draws_random",
     "find_lowering",
+    "find_written_out",
     "import_torchax",
     "is_own",
     "keeps_whole",
@@ -65,6 +73,7 @@ __all__ = [
     "place_of",
     "refuse_generator",
     "report_attention",
+    "report_context",
     "report_own",
     "rows_split",
     "sources_of",

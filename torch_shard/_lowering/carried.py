@@ -17,7 +17,7 @@ from torch_shard._common.dtypes import has_x64
 from torch_shard._common.fx import args_of, dtype_of, fill_in, new_before, shape_of
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES
-from torch_shard._lowering.rows import ROWS, USED_AS
+from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ Place = tuple[int, Key]
 
 Kind = Literal["int", "float"]
 
-_NOTES = ("random_place", "random_axes", ROWS, PIECES, USED_AS)
+_NOTES = ("random_place", "random_axes", ROWS, SEQUENCE, PIECES, USED_AS)
 """What the lowering reads of the metadata of a node."""
 
 _LAYERS = ("torch_shard.layer.default", "torch_shard.layer_backward.default")

@@ -18,9 +18,19 @@ from torch_shard._common.random import Key, fold_axes
 from torch_shard._common.types import PyTree
 from torch_shard._lowering.ops import RANDOM, STORAGE_KWARGS, find_lowering, refuse_generator
 from torch_shard._lowering.ops.constraints import CONSTRAINED
+from torch_shard._lowering.ops.context import LAID
 from torch_shard._lowering.own import own_of
 from torch_shard._lowering.pieces import PIECES, as_stored, operate_on_pieces
-from torch_shard._lowering.rows import ROWS, USED_AS, as_used, keep_rows, merged, whole_if_cut, whole_if_uneven
+from torch_shard._lowering.rows import (
+    ROWS,
+    SEQUENCE,
+    USED_AS,
+    as_used,
+    keep_rows,
+    merged,
+    whole_if_cut,
+    whole_if_uneven,
+)
 
 Lowered = Callable[..., list[PyTree]]
 
@@ -117,8 +127,8 @@ def operation(node: Node) -> Callable[[Key, Place, Sequence[PyTree]], PyTree]:
             assert key is not None, target
             assert place is not None, target
             first = (jax.random.fold_in(fold_axes(key, axes), place),)
-        if target is CONSTRAINED:
-            named = {**named, "row_dim": dims[0]}
+        if target in (CONSTRAINED, LAID):
+            named = {**named, "row_dim": dims[0], "sequence_dim": node.meta.get(SEQUENCE)}
         if own is not None or first:
             args, named = merged(list(args)), merged(dict(named))
         apart = PIECES in node.meta or any(isinstance(value, InPieces) for value in values)

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,15 @@ from torch_shard._common.fx import aten_name, operator_name, shape_of
 from torch_shard._common.operator_families import PRODUCTS, RESHAPES
 from torch_shard._common.pieces import InPieces
 from torch_shard._common.types import PyTree
-from torch_shard._sharding import has_three_axes
+from torch_shard._sharding import Context, has_three_axes
 
 Results = tuple[jax.Array, ...]
 
 ROWS = "rows"
 """Under this name the metadata of a node say which dim of its value has the rows of the batch."""
+
+SEQUENCE = "sequence"
+"""Under this name they say which dim has the sequence of the batch, where a plan splits it over an axis of its own."""
 
 USED_AS = "used_as"
 """Under this name those of an input say how an entry is split in use, if that is less than in store."""
@@ -47,18 +50,34 @@ class RowSplit:
         mesh: All devices of the step.
         axes: Those over which the rows are split.
         kept: Whether values are to keep their rows split so, where the compiler might choose otherwise.
+        context: Over which other axis the sequence is split.
         experts: The axes over which the plan splits the experts of its mixtures, in the order of their spec.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     kept: bool = True
+    context: Context | None = None
     experts: tuple[str, ...] = ()
 
     @property
     def num_shards(self) -> int:
         """Number of parts."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Those of the rows, and that of the sequence."""
+        return (*self.axes, *((self.context.axis,) if self.context else ()))
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """Those over which features are split."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """Number of parts that these axes split into."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def dividing(self, num_rows: int) -> tuple[str, ...]:
         """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
@@ -75,8 +94,25 @@ class RowSplit:
 
     def sharding(self, dim: int, ndim: int) -> NamedSharding:
         """That of a value which has the rows along one of its dims: the compiler chooses for the others."""
-        free = PartitionSpec.UNCONSTRAINED
-        return NamedSharding(self.mesh, PartitionSpec(*(self.axes if at == dim else free for at in range(ndim))))
+        return self.along({dim: self.axes}, ndim)
+
+    def along(self, axes: Mapping[int, tuple[str, ...]], ndim: int) -> NamedSharding:
+        """That of a value whose dims are split over these axes: the compiler chooses for the others."""
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(axes.get(dim, PartitionSpec.UNCONSTRAINED) for dim in range(ndim)))
+        )
+
+    def places(
+        self, row_dim: int | None, sequence_dim: int | None, shape: tuple[int, ...]
+    ) -> dict[int, tuple[str, ...]]:
+        """The axes of the dims of a value that has rows and a sequence there, where they divide."""
+        found: dict[int, tuple[str, ...]] = {}
+        of_sequence = (self.context.axis,) if self.context else ()
+        for dim, axes in ((row_dim, self.axes), (sequence_dim, of_sequence)):
+            if dim is not None and axes:
+                both = (*found.get(dim, ()), *axes)
+                found |= {dim: both} if shape[dim] % self.size_of(both) == 0 else {}
+        return found
 
 
 _CURRENT: contextvars.ContextVar[RowSplit | None] = contextvars.ContextVar("rows", default=None)
@@ -208,7 +244,7 @@ def whole_if_cut(node: Node, value: PyTree) -> PyTree:
     split = current_rows()
     if split is None or not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    sizes = [size for axis, size in split.mesh.shape.items() if axis not in split.axes]
+    sizes = [split.mesh.shape[axis] for axis in split.other_axes]
     num = _num_parts(node, value.shape)
     return _whole_along(value, value.ndim - 1) if any(num % size for size in sizes) else value
 
@@ -228,12 +264,14 @@ def _num_parts(node: Node, shape: tuple[int, ...]) -> int:
 
 def keep_rows(node: Node, value: PyTree) -> PyTree:
     """The value of a node, with its rows split over the devices where that is asked for."""
-    split, dim = _CURRENT.get(), node.meta.get(ROWS)
-    if split is None or not split.kept or dim is None or operator_name(node) not in _KEPT:
+    split = _CURRENT.get()
+    if split is None or not split.kept or operator_name(node) not in _KEPT:
         return value
-    if value.shape[dim] % split.num_shards:
+    axes = split.places(node.meta.get(ROWS), node.meta.get(SEQUENCE), value.shape)
+    if not axes:
         return value
     if isinstance(value, InPieces):
-        at = dim + (dim > value.ndim + value.dim)
-        return InPieces(jax.lax.with_sharding_constraint(value.array, split.sharding(at, value.ndim + 1)), value.dim)
-    return jax.lax.with_sharding_constraint(value, split.sharding(dim, value.ndim))
+        axes = {dim + (dim > value.ndim + value.dim): own for dim, own in axes.items()}
+        sharding = split.along(axes, value.ndim + 1)
+        return InPieces(jax.lax.with_sharding_constraint(value.array, sharding), value.dim)
+    return jax.lax.with_sharding_constraint(value, split.along(axes, value.ndim))

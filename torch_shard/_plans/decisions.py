@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import caller
-from torch_shard._sharding import Padded, Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
+from torch_shard._sharding import Context, Padded, Pieces, ShardingPlan, describe_mesh, describe_spec, make_matcher
 
 T = TypeVar("T")
 
@@ -158,6 +158,7 @@ def plan_of(
     *,
     strict: bool = False,
     activations: Mapping[str, PartitionSpec] | None = None,
+    context: Context | None = None,
 ) -> ShardingPlan:
     """The plan of these decisions, with one rule for all layers of which the same holds.
 
@@ -166,6 +167,7 @@ def plan_of(
         decisions: For each entry, by name.
         strict: Whether an entry that could not be split is an error, and not a warning of the logger.
         activations: As `ShardingPlan` takes them.
+        context: As `ShardingPlan` takes it.
 
     Raises:
         ValueError: With `strict`, entries could not be split; all of them, with their bytes.
@@ -189,7 +191,7 @@ def plan_of(
     made = {n: d.form for n, d in decisions.items() if d.form is not None}
     forms = {n: form for n, form in made.items() if n not in tied or isinstance(form, Padded)}
     stored = with_globs(forms, entries)
-    return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored)
+    return ShardingPlan(rules, reasons=reasons, activations=dict(activations or {}), stored=stored, context=context)
 
 
 def _unsplit(entries: Mapping[str, torch.Tensor], decisions: Mapping[str, Decision]) -> list[str]:

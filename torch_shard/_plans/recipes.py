@@ -29,7 +29,7 @@ from torch_shard._plans.decisions import (
 from torch_shard._plans.layers import experts_of, kernels_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
-from torch_shard._sharding import Padded, Pieces, ShardingPlan, check_mesh
+from torch_shard._sharding import Context, ContextMode, Padded, Pieces, ShardingPlan, check_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +149,10 @@ def fsdp_tp(
     model: torch.nn.Module,
     mesh: Mesh,
     *,
-    fsdp: Axes = "batch",
-    tp: Axes = "model",
+    fsdp: Axes | None = "batch",
+    tp: Axes | None = "model",
+    context: str | None = None,
+    context_mode: ContextMode = "gather",
     sequence: bool = False,
     pad_vocab: PadVocab = "auto",
     strict: bool = False,
@@ -160,8 +162,11 @@ def fsdp_tp(
     Args:
         model: As `fsdp` takes it.
         mesh: Where it will lie.
-        fsdp: The axis of the batch.
-        tp: The axis of features.
+        fsdp: The axis of the batch; None for a mesh without one.
+        tp: The axis of features; None for none.
+        context: An axis over which the sequence of the batch is split, and what `fsdp` splits too: each device has a
+            part of each row. A step splits batches so; `context_mode` says how attention finds all keys.
+        context_mode: `"gather"`, `"heads"` or `"ring"`, as `ts.Context` has them.
         sequence: Whether the residual stream, (batch, sequence, features), is split along its sequence over `tp`
             (Korthikanti et al., 2022): each device normalises its part, and the two all-reduces of a layer become
             reduce-scatters and all-gathers.
@@ -169,8 +174,8 @@ def fsdp_tp(
         strict: As `tp` takes it.
 
     Raises:
-        ValueError: The mesh lacks an axis; `sequence`, and no layers of a transformer are found; or, with `strict`,
-            entries do not divide.
+        ValueError: The mesh lacks an axis, or one is given twice; `sequence`, and no layers of a transformer are found;
+            `context_mode="heads"`, and heads do not divide; or, with `strict`, entries do not divide.
 
     Example:
         >>> import jax, torch, torch_shard as ts
@@ -179,13 +184,41 @@ def fsdp_tp(
         >>> plan | {"0.bias": jax.sharding.PartitionSpec()}
         ShardingPlan({'0.weight': P('model', 'batch'), '0.bias': P(), '2.weight': P('batch', 'model')})
     """
-    model = _check(model, mesh, strict, fsdp=fsdp, tp=tp)
+    model = _check(model, mesh, strict)
+    check_axes(mesh, fsdp=fsdp, tp=tp, context=context)
+    check_kind("context", context, str | None)
     check_kind("sequence", sequence, bool)
     _check_padding(pad_vocab)
+    if tp is None and (sequence or (fsdp is None and context is None)):
+        wanted = "sequence=True splits the residual stream over it" if sequence else "no other axis is given"
+        raise TypeError(f"{caller()}: tp must be the name of an axis, or a tuple of some, got None: {wanted}.")
+    rows = () if fsdp is None else names_of(fsdp)
+    over = None if context is None else Context(context, context_mode, rows)
     _tell_of_experts(model)
-    decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, pad_vocab=pad_vocab)
-    activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence else {}
-    return plan_of(model, decisions, strict=strict, activations=activations)
+    data = rows if over is None else (*rows, over.axis)
+    decisions = _decide(model, mesh, fsdp=data or None, tp=tp, pad_vocab=pad_vocab)
+    if over is not None and rows and any(made.fault for made in decisions.values()):  # some divide over the rows alone
+        less = _decide(model, mesh, fsdp=rows, tp=tp, pad_vocab=pad_vocab)
+        decisions = {n: less[n] if made.fault and not less[n].fault else made for n, made in decisions.items()}
+    activations = sequence_constraints(model, decisions, batch=rows or None, tp=tp) if sequence and tp else {}
+    if over is not None:
+        _check_heads(model, mesh, over, tp)
+    return plan_of(model, decisions, strict=strict, activations=activations, context=over)
+
+
+def _check_heads(model: torch.nn.Module, mesh: Mesh, context: Context, tp: Axes | None) -> None:
+    """Refuse heads that do not divide over the axis of the context, if they are to be exchanged for the sequence."""
+    if context.mode != "heads":
+        return
+    axes = (*(() if tp is None else names_of(tp)), context.axis)
+    roles = {name: role for name, role in roles_of(model).items() if role.heads and role.side == "column"}
+    counts = {name: role.heads // role.pieces for name, role in roles.items()}
+    if odd := {name: num for name, num in counts.items() if num % size_of(axes, mesh)}:
+        name, num = next(iter(odd.items()))
+        raise ValueError(
+            f'{caller()}: context_mode="heads" gives each device whole heads, and {num} heads of {name} are not a '
+            f'multiple of {with_sizes(axes, mesh)}. Use a smaller axis, or context_mode="gather".'
+        )
 
 
 def _tell_of_experts(model: torch.nn.Module) -> None:

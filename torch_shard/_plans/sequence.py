@@ -21,7 +21,7 @@ from torch_shard._sharding import Padded, axes_of
 
 
 def sequence_constraints(
-    model: nn.Module, decisions: Mapping[str, Decision], *, batch: Axes, tp: Axes
+    model: nn.Module, decisions: Mapping[str, Decision], *, batch: Axes | None, tp: Axes
 ) -> dict[str, PartitionSpec]:
     """Constraints on what the layers of a transformer take and return, by name.
 

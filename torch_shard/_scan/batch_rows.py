@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from torch_shard._common.fx import args_of, aten_name, fill_in, outputs_of, shape_of
 from torch_shard._common.operator_families import DIM_VIEWS, MATRIX_PRODUCTS, REDUCTIONS, RESHAPES, is_pointwise
-from torch_shard._lowering import ROWS
+from torch_shard._lowering import LAID, ROWS, SEQUENCE, SPLIT
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Dim = int | None
@@ -27,20 +27,21 @@ _OF_TABLES = frozenset({"embedding_dense_backward", "_embedding_bag_backward", "
 """Operators that sum over the rows."""
 
 
-def note_rows(graph: Graph, inputs: Sequence[Dim], calls: Mapping[int, Call]) -> None:
+def note_rows(graph: Graph, inputs: Sequence[Dim], calls: Mapping[int, Call], note: str = ROWS) -> None:
     """Note on each node of a graph, and of the layers in it, which dim of its value has the rows of the batch.
 
     Args:
         graph: Functional.
         inputs: The dims of its inputs.
         calls: The calls of layers in it.
+        note: Under which name; `SEQUENCE` for the dim that has the sequence, which is followed alike.
     """
-    _Follow(calls).run(graph, inputs)
+    _Follow(calls, note).run(graph, inputs)
 
 
 class _Follow:
-    def __init__(self, calls: Mapping[int, Call]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Mapping[int, Call], note: str) -> None:
+        self._calls, self._note = calls, note
         self._results: dict[int, list[Dim]] = {}
         """Of regions that were run."""
         self._dims: dict[int, list[Dim]] = {}
@@ -56,7 +57,7 @@ class _Follow:
             elif node.op == "call_function":
                 known[node] = self._result(node, known)
             if isinstance(known.get(node), int):
-                node.meta[ROWS] = known[node]
+                node.meta[self._note] = known[node]
         return known
 
     def _result(self, node: Node, known: Mapping[Node, Any]) -> Any:
@@ -66,6 +67,8 @@ class _Follow:
             return known[source][index] if isinstance(known[source], list) else None
         if node.target in (LAYER, LAYER_BACKWARD):
             return self._layer(node, known)
+        if node.target is LAID and self._note == SEQUENCE:  # keys, and their gradient, say it themselves
+            return len(shape_of(node)) - 2 if args_of(node)[1] == SPLIT else None
         value = node.meta.get("val")
         found: list[Dim] = [None] * (len(value) if isinstance(value, Sequence) else 1)
         for source in dict.fromkeys(node.all_input_nodes):

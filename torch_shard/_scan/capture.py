@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
-from torch_shard._lowering import Program, draws_random
-from torch_shard._scan.batch_rows import note_rows
+from torch_shard._lowering import ROWS, SEQUENCE, Program, draws_random
+from torch_shard._scan.batch_rows import Dim, note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.entries import Cut, EntryNotes
 from torch_shard._scan.execute import Inputs, Result, execute
@@ -174,6 +174,7 @@ def capture_layers(
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
     num_batch: int,
     what: str,
+    sequence_dims: Sequence[Dim] = (),
 ) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
@@ -184,6 +185,7 @@ def capture_layers(
         joint: The function to capture, and its inputs, given the regions that it is to use.
         num_batch: How many of these, the last ones, are of the batch.
         what: Name of the function, for errors.
+        sequence_dims: Of those of the batch, the dim that is the sequence, which a plan splits over an axis of its own.
 
     Returns:
         The capture; its loops, if it has regions; and the groups of layers, with what became of them.
@@ -191,33 +193,46 @@ def capture_layers(
     Raises:
         ValueError: Layers were asked to be loops and cannot be; with the reasons.
     """
+
+    def follow(program: Program[Any], specs: list[Spec], calls: dict[int, Call]) -> None:
+        _follow_batch(program, specs, num_batch, sequence_dims, calls=calls)
+
     groups = repeats.groups(model)
     modules = {id(m): m for m in model.modules()}
     while any(group.refused is None for group in groups):
-        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, num_batch, what=what)
+        found = _try_capture(LayerInterceptor(groups, modules), repeats, joint, follow, what=what)
         if not isinstance(found, Restart):
             return *found, groups
         found.learn(groups)
     _refuse_if_asked(groups, repeats, what)
     fn, specs = joint(None)
     program = Program(fn, specs, what)
-    _note_rows(program, specs, num_batch, {})
+    follow(program, specs, {})
     repeats.notes.put(program.graph, {})
     return program, None, groups
 
 
-def _note_rows(program: Program[Any], specs: list[Spec], num_batch: int, calls: dict[int, Call]) -> None:
-    """Follow the rows of the batch, the first dim of its leaves."""
-    is_batch = [i >= len(specs) - num_batch for i in range(len(specs))]
-    dims = [0 if batch and spec.shape else None for batch, spec in zip(is_batch, specs, strict=True)]
-    note_rows(program.graph.module.graph, dims, calls)
+def _follow_batch(
+    program: Program[Any],
+    specs: list[Spec],
+    num_batch: int,
+    sequence_dims: Sequence[Dim],
+    *,
+    calls: dict[int, Call],
+) -> None:
+    """Follow the rows of the batch, the first dim of its leaves, and their sequence."""
+    graph, before = program.graph.module.graph, [None] * (len(specs) - num_batch)
+    rows = [0 if spec.shape else None for spec in specs[len(before) :]]
+    note_rows(graph, [*before, *rows], calls, ROWS)
+    if any(dim is not None for dim in sequence_dims):
+        note_rows(graph, [*before, *sequence_dims], calls, SEQUENCE)
 
 
 def _try_capture(
     regions: LayerInterceptor,
     repeats: LayerOptions,
     joint: Callable[[LayerInterceptor | None], tuple[TensorFn[Aux], list[Spec]]],
-    num_batch: int,
+    follow: Callable[[Program[Any], list[Spec], dict[int, Call]], None],
     *,
     what: str,
 ) -> tuple[Program[Aux], RolledLoss] | Restart:
@@ -227,7 +242,7 @@ def _try_capture(
         program = Program(fn, specs, what, others=(LAYER, LAYER_BACKWARD), inner=regions.graphs)
         if not only_adds_bundles(program.graph.module, regions.calls):
             return Unbundled()
-        _note_rows(program, specs, num_batch, regions.calls)
+        follow(program, specs, regions.calls)
         repeats.notes.put(program.graph, regions.calls)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again

@@ -1,6 +1,7 @@
 """Entries by name: what a module holds, which mesh, which plan splits it how, which entries are stacked. Pure."""
 
 from torch_shard._sharding.activations import RETURN, Constraint, find_moving_axes
+from torch_shard._sharding.context import Context, ContextMode
 from torch_shard._sharding.entries import (
     OF_EVERY_MODULE,
     Holdings,
@@ -58,6 +59,8 @@ __all__ = [
     "OF_EVERY_MODULE",
     "RETURN",
     "Constraint",
+    "Context",
+    "ContextMode",
     "Holdings",
     "Kept",
     "Layout",

@@ -6,7 +6,7 @@
 from collections.abc import Collection, Iterable
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._sharding.mesh import axes_of, has_three_axes
 from torch_shard._sharding.stacked import Stacks
@@ -45,14 +45,16 @@ def constrain_in_steps(
         is_vector: Dims that are split over axes of the batch alone are whole at first.
     """
     free = PartitionSpec.UNCONSTRAINED
-    parts = (part if part is free else _first(axes_of((part,)), rows, is_vector) for part in sharding.spec)
+    mesh = sharding.mesh
+    parts = (part if part is free else _first(axes_of((part,)), mesh, rows, is_vector) for part in sharding.spec)
     if (first := PartitionSpec(*parts)) != sharding.spec:
         array = jax.lax.with_sharding_constraint(array, NamedSharding(sharding.mesh, first))
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _first(axes: list[str], rows: Collection[str], is_vector: bool) -> str | None:
+def _first(axes: list[str], mesh: Mesh | AbstractMesh, rows: Collection[str], is_vector: bool) -> str | None:
     """The axis over which a dim is split at first."""
+    axes = [axis for axis in axes if mesh.shape[axis] > 1] or axes
     features = [axis for axis in axes if axis not in rows]
     return next(iter(features or ([] if is_vector else axes)), None)
 
@@ -72,4 +74,4 @@ def spec_in_use(sharding: NamedSharding, rows: Collection[str]) -> PartitionSpec
     apart = set(rows) if sum(mesh.shape[axis] > 1 for axis in rows) > 1 else set[str]()
     if not has_three_axes(mesh) or not any(len(part) > 1 or apart.intersection(part) for part in parts):
         return None
-    return PartitionSpec(*(_first(part, rows, is_vector=True) for part in parts))
+    return PartitionSpec(*(_first(part, mesh, rows, is_vector=True) for part in parts))

@@ -19,8 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from torch_shard._common.caller import public
 from torch_shard._common.types import PyTree
+from torch_shard._common.validate import check_kind
 from torch_shard._common.wrappers import unwrapped
 from torch_shard._sharding.activations import Constraint, find_type_fault, resolve_activations
+from torch_shard._sharding.context import Context
 from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.forms import Form, Padded, Pieces
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
@@ -59,6 +61,8 @@ class ShardingPlan:
             projection, of which every device then has its part of each piece; `Padded(50304, dim=0)` for a vocabulary
             that does not divide. Specs, files and what `state.params[name]` gives are for torch's shape; only the
             arrays within a state have the other one.
+        context: Over which axis a step splits the sequence of the batch, and how attention finds all keys; None for
+            none.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -79,11 +83,13 @@ class ShardingPlan:
     reasons: Mapping[_Rule, str] = field(default_factory=dict[_Rule, str], kw_only=True)
     ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
     stored: Forms = field(default_factory=dict[str, Form], kw_only=True)
+    context: Context | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         for what in ("rules", "activations", "reasons", "ranks", "stored"):
             _check_mapping(what, getattr(self, what))
             object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
+        check_kind("context", self.context, Context | None)
         rules = self._specs
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
@@ -122,6 +128,7 @@ class ShardingPlan:
             activations={**self.activations, **edits.activations},
             reasons=kept | dict(edits.reasons),
             stored={**self._forms, **edits._forms},
+            context=edits.context or self.context,
             ranks=dict(self.ranks) | ranks,
         )
 
@@ -133,11 +140,11 @@ class ShardingPlan:
 
     def __hash__(self):
         tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
-        return hash((self.default, *tables))
+        return hash((self.default, self.context, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
         fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks", "stored")}
-        return partial(ShardingPlan, default=self.default, **fields), (dict(self.rules),)
+        return partial(ShardingPlan, default=self.default, context=self.context, **fields), (dict(self.rules),)
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
@@ -145,6 +152,7 @@ class ShardingPlan:
         asked = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.activations.items())
         forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
         more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
+        more += f", context={self.context}" * (self.context is not None)
         return f"ShardingPlan({{{rules}}}{default}{more})"
 
     def __rich__(self) -> Table:
@@ -158,6 +166,8 @@ class ShardingPlan:
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
         for key, form in self._forms.items():
             table.add_row(*map(Text, (_quote(key), str(form), "how it is stored")))
+        if self.context is not None:
+            table.caption = f"the sequence is split over {self.context.axis} (context_mode={self.context.mode!r})"
         return table
 
     def __str__(self) -> str:
@@ -209,12 +219,15 @@ class ShardingPlan:
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
         constraints, wrong = self._constraints(source, mesh, entries) if is_model else ([], [])
+        if self.context and (lines := self.context.find_faults(mesh)):
+            raise ValueError(_list("the sequence cannot be split as asked", lines))
         tables = (self._specs, hits), (self._forms, formed)
         unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
         if faults or unused or wrong:
             hints = _hint_at_names(unused, list(values))
             raise ValueError(_report(faults, hints, wrong, mesh=mesh))
-        return ResolvedPlan(mesh, MappingProxyType({name: entries[name] for name in values}), tuple(constraints))
+        found = MappingProxyType({name: entries[name] for name in values})
+        return ResolvedPlan(mesh, found, tuple(constraints), self.context)
 
     def _constraints(
         self, model: torch.nn.Module, mesh: Mesh, entries: Mapping[str, ResolvedEntry]
@@ -387,4 +400,4 @@ def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:
     """The rules of a plan for entries that are stored as another plan has them."""
     ranks = {key: rank for key, rank in plan.ranks.items() if key[0] == "rules"}
     ranks |= {key: rank for key, rank in other.ranks.items() if key[0] == "stored"}
-    return replace(plan, stored=other.stored, ranks=ranks, activations={})
+    return replace(plan, stored=other.stored, ranks=ranks, activations={}, context=None)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_shard._sharding.activations import Constraint
+from torch_shard._sharding.context import Context
 from torch_shard._sharding.forms import Form, Kept, Padded
 from torch_shard._sharding.mesh import describe_mesh, describe_spec
 
@@ -79,11 +80,13 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         mesh: The mesh of every sharding.
         entries: Shape, dtype, rule and sharding by name.
         activations: What it asks for of what modules take and return.
+        context: Over which axis the sequence of the batch is split.
     """
 
     mesh: Mesh
     entries: Mapping[str, ResolvedEntry]
     activations: tuple[Constraint, ...] = ()
+    context: Context | None = None
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]

@@ -21,6 +21,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._device import put
 from torch_shard._loss import LossProgram
+from torch_shard._sharding import axes_of
 from torch_shard._state import KINDS, StateLayout, TrainState, check_names, check_state
 from torch_shard._train.options import StepOptions
 from torch_shard._train.step import Step
@@ -140,12 +141,21 @@ class ApplyStep(Step):
             check_names(state, self._held.all)
             out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
-            by_rows = NamedSharding(self.mesh, PartitionSpec(self.layout.row_axes))
+            axis = self.plan.context.axis if self.plan.context else None
+            pairs = zip(batch, batch_shardings, strict=True)
+            lengths = {x.shape[1] for x, s in pairs if axis and axis in axes_of(_spec(s)[1:2])}
 
             def placed(array: jax.Array) -> jax.Array:
-                has_rows = bool(array.ndim) and array.shape[0] in sizes
-                return jax.lax.with_sharding_constraint(array, by_rows if has_rows else self.replicated)
+                if not array.ndim or array.shape[0] not in sizes:
+                    return jax.lax.with_sharding_constraint(array, self.replicated)
+                more = (axis,) if array.ndim > 1 and array.shape[1] in lengths else ()
+                spec = PartitionSpec(self.layout.row_axes, *more)
+                return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
             return out.loss, jax.tree.map(placed, out.metrics["outputs"])
 
         return jax.jit(apply, compiler_options=program.compiler_options(self.mesh))
+
+
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

@@ -81,7 +81,11 @@ def _setting(plan: ResolvedPlan) -> dict[str, object]:
     devices = digest(repr([device.id for device in mesh.devices.flat]).encode())
     found: dict[str, object] = {"the version of python": platform.python_version().rpartition(".")[0]}
     found |= {f"the version of {name}": version(name) for name in ("torch", "jax", "jaxlib", "torch_shard", "optax")}
-    return found | {"the mesh": describe_mesh(mesh), "the order of the mesh's devices": devices}
+    return found | {
+        "the mesh": describe_mesh(mesh),
+        "the order of the mesh's devices": devices,
+        "the plan's context": str(plan.context),
+    }
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:

@@ -159,7 +159,7 @@ class StepOptions:
 
     def batch_layout(self) -> BatchLayout:
         """Give the placement of the leaves of a batch."""
-        return BatchLayout(self.mesh, self.batch_spec)
+        return BatchLayout(self.mesh, self.batch_spec, self.plan.context)
 
     def layers(self, plan: ResolvedPlan, moments: ResolvedPlan, names: list[str]) -> LayerOptions:
         """Give what concerns repeated layers, for a model with entries of these names.
@@ -172,7 +172,7 @@ class StepOptions:
         both = [(name, *(found.entries[name] for found in (plan, moments))) for name in names]
         specs = [(name, PartitionSpec(*own.padded_spec, *moment.padded_spec)) for name, own, moment in both]
         cuts = tuple((name, kept.cut) for name, kept in plan.kept.items() if kept.cut is not None)
-        rows = self.batch_layout().row_axes
+        rows = self.batch_layout().data_axes
         padded = {name for name, kept in plan.kept.items() if kept.cut is None}
         used = ((name, _in_use(plan, name, rows)) for name in names if name not in padded)
         uses = tuple((name, spec) for name, spec in used if spec is not None)

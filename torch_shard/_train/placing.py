@@ -150,9 +150,11 @@ class Placer:
             if local:
                 error.add_note("Shapes are of the whole batch, of which each process gives the rows of its devices.")
             raise
-        if self._layout.apart:
-            return LayoutByPath(self._layout.at(paths))
-        return self._own if local else self._layout
+        if local:
+            return self._own
+        if self._layout.apart or self._layout.context is not None:
+            return LayoutByPath(self._layout.of_leaves([spec.shape for spec in whole.specs], paths))
+        return self._layout
 
 
 def _say_rounded(paths: list[str], signature: BatchSignature) -> None:

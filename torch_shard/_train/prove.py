@@ -61,7 +61,7 @@ class GradientStep(Step):
         def gradients(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             grads = Stacks.from_dict(out.grads, [(name,) for name in out.grads])
-            grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.row_axes)
+            grads = constrain_stacks(grads, [self.optimizer_plan[name] for name in grads], self.layout.data_axes)
             parts = {"grads": grads, "buffers": out.buffers, "written": out.written}
             metrics = {name: value for name, value in out.metrics.items() if name != CALLS}
             return {"loss": out.loss, "metrics": metrics, **{name: whole(dict(part)) for name, part in parts.items()}}

@@ -256,6 +256,7 @@ class Step:
             plan=self.plan,
             microbatch=microbatch,
             trained=self._trained,
+            sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
         ).with_rows(self._row_split())
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
@@ -290,8 +291,8 @@ class Step:
         """The axes over which rows are split; they are to be kept so where parameters are split over these too."""
         rows = self.layout.row_axes
         of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
-        kept = self.options.split_activations and not of_params.isdisjoint(rows)
-        return RowSplit(self.mesh, rows, kept, experts=self._expert_axes())
+        kept = self.options.split_activations and (self.plan.context is not None or not of_params.isdisjoint(rows))
+        return RowSplit(self.mesh, rows, kept, self.plan.context, self._expert_axes())
 
     def _expert_axes(self) -> tuple[str, ...]:
         """The axes over which all mixtures of the model have their experts; none if they are not alike."""

@@ -281,7 +281,7 @@ class TrainStep(Step):
             out = run(key, state.tensors, batch, closure[: len(closure) - len(self._inputs)])
             params = Stacks.from_dict(state.params, layout.params).updated(out.written)
             parts = (Stacks.from_dict(part, layout.trained) for part in (out.grads, params))
-            grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.row_axes) for part in parts)
+            grads, held = (constrain_stacks(part, layout.updated.arrays, self.layout.data_axes) for part in parts)
             with jax.named_scope("optimizer"):
                 norm = global_norm(grads)
                 clipped = self.options.clip(grads, norm)

@@ -32,7 +32,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     special,
     tied_embedding,
 )
-from torch_shard._lowering.ops.attention_report import report_attention
+from torch_shard._lowering.ops.attention_report import find_written_out, report_attention, report_context
 from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
@@ -50,10 +50,12 @@ __all__ = [
     "RANDOM",
     "STORAGE_KWARGS",
     "find_lowering",
+    "find_written_out",
     "import_torchax",
     "keeps_whole",
     "lowers",
     "refuse_generator",
     "report_attention",
+    "report_context",
     "world_of_one",
 ]

@@ -23,8 +23,10 @@ from torch_shard._capture import Seen, annotated, autocast_only, seen_through
 from torch_shard._common.autocast_policy import LOWER
 from torch_shard._common.overrides import instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
+from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import kernel_for
 from torch_shard._lowering.ops.block_draws import MOST_DRAWN, kept_in
+from torch_shard._lowering.ops.context import current_context, gathered
 from torch_shard._lowering.ops.registry import lowers
 
 SHORTEST = 512
@@ -54,7 +56,8 @@ def _attention(
 def _attention_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    of_total = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=of_total)
 
 
 @torch.library.custom_op("torch_shard::attention_backward", mutates_args=())
@@ -163,6 +166,7 @@ def attention(
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             seed = (torch.ops.torch_shard.seed(),) if dropout_p else ()
             return OurAttention.apply(seen, scale, dropout_p, 0.0, q, k, v, *seed)  # pyright: ignore
+    q, k, v = gathered(q, k, v)
     with annotated(**{WHY: why or unknown(attn_mask)}):
         mask = attn_mask if attn_mask is None else as_autocast_has_it(attn_mask)
         return _in_full(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -226,10 +230,12 @@ def _undroppable(dropout_p: float, num_weights: int) -> str:
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool) -> str:
     """Say why our form would not mean the same as PyTorch's, or would not pay; empty if it does."""
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    shapes, context = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}", current_context()
+    if context is not None and min(q.ndim, k.ndim) > 2:
+        context.check_heads(q.shape[-3], k.shape[-3])
     if not q.ndim == k.ndim == v.ndim == 4:
         return f"queries, keys and values are {shapes}, and not (batch, heads, length, width) all three"
-    if q.shape[2] < SHORTEST or not k.shape[2]:
+    if (q.shape[2] < SHORTEST and context is None) or not k.shape[2]:
         return f"it is shorter than {SHORTEST} queries"
     is_alike = q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]
     if not is_alike or (q.shape[1] % k.shape[1] if grouped else q.shape[1] != k.shape[1]):
@@ -243,6 +249,8 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
+    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
+        return parts.forward(q, k, v, segments, sinks, seed)
     kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
         kept = kept_in(q, k, seed, dropout)
@@ -255,7 +263,9 @@ def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sin
     """Gradients of what `lowered` gave, which is among what was saved."""
     (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
     kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
-    if kernel is None:
+    if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
+        found = parts.backward(grad, saved, segments, sinks, seed)
+    elif kernel is None:
         kept = kept_in(q, k, seed, dropout)
         found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks)
     else:

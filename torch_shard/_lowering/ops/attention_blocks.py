@@ -2,6 +2,7 @@
 
 A band is how many keys before its own place and after it a query sees; None for all. A cap is a soft cap of the scores,
 0 for none; sinks are none, or one array with a number for each head, which is among the scores of each of its queries.
+A start is the places of the first query and the first key, where they are a part of all; they may be traced.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
@@ -15,26 +16,33 @@ BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
 """Fewest queries of a block where it leaves keys out, and where it sees all; and the largest number of blocks."""
 
 
-def _blocks(num_queries, num_keys, band):
+def _blocks(num_queries, num_keys, band, start):
     """Start and end of the queries of each block, and of the keys that they see."""
     before, after = band
-    size = max(WIDE_BLOCK if band == (None, None) else BLOCK, -(-num_queries // MOST_BLOCKS))
-    for start in range(0, num_queries, size):
-        end = min(start + size, num_queries)
-        first = 0 if before is None else max(start - before, 0)
+    if start is not None:
+        before = after = None  # which keys are seen is known only where it runs
+    size = max(WIDE_BLOCK if before is after is None else BLOCK, -(-num_queries // MOST_BLOCKS))
+    for begin in range(0, num_queries, size):
+        end = min(begin + size, num_queries)
+        first = 0 if before is None else max(begin - before, 0)
         last = num_keys if after is None else min(end + after, num_keys)
-        yield slice(start, end), slice(min(first, num_keys - 1), last)
+        yield slice(begin, end), slice(min(first, num_keys - 1), last)
 
 
 def _by_key_head(x, num_heads):
     return x.reshape(len(x), num_heads, -1, *x.shape[2:])
 
 
-def _scores(q, k, segments, block, *, scale, band, cap):
-    """Scores of a block in float32, -inf where a query does not see a key; and the derivative by their soft cap."""
+def wide(dtype):
+    """In which scores and sums are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _scores(q, k, segments, block, *, scale, band, cap, start):
+    """Scores of a block, wide, -inf where a query does not see a key; and the derivative by their soft cap."""
     queries, keys = block
-    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=jnp.float32)
-    seen = _seen(scores.shape, segments, block, band=band)
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide(q.dtype))
+    seen = _seen(scores.shape, segments, block, band=band, start=start)
     scores, slope = scale * scores, 1
     if cap:
         bent = jnp.tanh(scores / cap)
@@ -44,61 +52,67 @@ def _scores(q, k, segments, block, *, scale, band, cap):
 
 def _sink(sinks, num_heads):
     """The sinks as scores of a block, (1, K, N / K, 1, 1)."""
-    return sinks[0].astype(jnp.float32).reshape(1, num_heads, -1, 1, 1)
+    return sinks[0].astype(wide(sinks[0].dtype)).reshape(1, num_heads, -1, 1, 1)
 
 
-def _seen(shape, segments, block, *, band):
+def _seen(shape, segments, block, *, band, start):
     """Which keys the queries of a block see, broadcast to scores of this shape; None for all."""
     (queries, keys), (before, after) = block, band
-    row = queries.start + jax.lax.broadcasted_iota(jnp.int32, shape, 3)
-    column = keys.start + jax.lax.broadcasted_iota(jnp.int32, shape, 4)
+    first_query, first_key = start or (0, 0)
+    row = first_query + queries.start + jax.lax.broadcasted_iota(jnp.int32, shape, 3)
+    column = first_key + keys.start + jax.lax.broadcasted_iota(jnp.int32, shape, 4)
     parts = [] if after is None else [column - row <= after]
     parts += [] if before is None else [row - column <= before]
     parts += [(segments[0][:, queries, None] == segments[1][:, None, keys])[:, None, None]] if segments else []
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=()):
+def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), start=None, dtype=None):
     """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros.
 
-    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them.
+    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them. The output is
+    of `dtype`, by default that of the values.
     """
+    dtype = dtype or v.dtype
     grouped = _by_key_head(q, k.shape[1])
     outs, totals = [], []
-    for queries, keys in _blocks(q.shape[2], k.shape[2], band):
-        scores, _ = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band, cap=cap)
-        highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    for queries, keys in _blocks(q.shape[2], k.shape[2], band, start):
+        scores, _ = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band, cap=cap, start=start)
+        highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
         highest = jnp.maximum(highest, _sink(sinks, k.shape[1])) if sinks else highest
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, -1, keepdims=True)
         total = total + jnp.exp(_sink(sinks, k.shape[1]) - highest) if sinks else total
         total = jnp.where(total == 0, 1, total)
         weights = weights if kept is None else weights * kept(queries, keys)
-        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys])
-        outs.append(out / total.astype(v.dtype))
+        out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys], preferred_element_type=dtype)
+        outs.append(out / total.astype(dtype))
         totals.append((highest + jnp.log(total))[..., 0])
     out = jnp.concatenate(outs, 3).reshape(*q.shape[:-1], v.shape[-1])
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, sinks=()):
+def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, sinks=(), start=None, dtype=None):
     """Gradients of q, k, v and the sinks, of `saved = (q, k, v, out, log_total)`.
 
-    Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`.
+    Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`. That of
+    q is of `dtype`, by default its own, those of k and v are float32 at least.
     """
     shape = saved[0].shape
     grad, q, k, v, out, log_total = jax.lax.optimization_barrier((grad, *saved))
     q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
-    along = jnp.sum((grad * out).astype(jnp.float32), -1, keepdims=True)
-    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for queries, keys in _blocks(shape[2], k.shape[2], band):
+    along = jnp.sum((grad * out).astype(wide(q.dtype)), -1, keepdims=True)
+    grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide(k.dtype)), jnp.zeros(v.shape, wide(v.dtype))
+    for queries, keys in _blocks(shape[2], k.shape[2], band, start):
         rows = (..., queries, slice(None))
-        scores, slope = _scores(q, k, segments, (queries, keys), scale=scale, band=band, cap=cap)
+        scores, slope = _scores(q, k, segments, (queries, keys), scale=scale, band=band, cap=cap, start=start)
         weights = jnp.exp(scores - log_total[..., queries, None])
-        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=jnp.float32)
+        grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=wide(v.dtype))
         factors = 1 if kept is None else kept(queries, keys)
         grad_scores = (scale * slope * weights * (factors * grad_weights - along[rows])).astype(q.dtype)
-        grad_qs.append(jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys]))
+        grad_qs.append(
+            jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys], preferred_element_type=dtype or q.dtype)
+        )
         grad_k = grad_k.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", grad_scores, q[rows]))
         dropped = (weights * factors).astype(v.dtype)
         grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", dropped, grad[rows]))

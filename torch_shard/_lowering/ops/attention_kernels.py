@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.types import PyTree
@@ -108,11 +108,28 @@ def splash(q, k, v, segments, *, scale, band, cap=0, interpret=False):
         segments = tuple(jnp.ones((len(x), x.shape[2]), jnp.int32) for x in (q, k))
     segments = tuple(_padded(x, 1, value) for x, value in zip(segments, (0, _NOBODYS), strict=False))
     size = tuple(-(-n // LANES) * LANES for n in (length, num_keys))
+    kernel = _splash_kernel(size, q.shape[1], band, cap, interpret=interpret)
+
+    def scaled(q, k, v):
+        return q * scale, k, v
+
+    def finish(out):
+        out = out[:, :, :length]
+        return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+
+    return Kernel(_run_splash, (kernel, segments), lambda *qkv: tuple(_padded(x, 2) for x in scaled(*qkv)), finish)
+
+
+def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False):
+    """The kernel for so many queries and keys, of which each of so many devices has a part of the queries."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
     seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
-    of_queries, of_keys = (math.gcd(n, LARGEST) for n in size)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([seen] * q.shape[1]),
+    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([seen] * num_heads),
         block_sizes=kernels.BlockSizes(
             block_q=of_queries,
             block_kv=of_keys,
@@ -122,28 +139,35 @@ def splash(q, k, v, segments, *, scale, band, cap=0, interpret=False):
             block_kv_dq=of_keys,
         ),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=num_shards,
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
 
-    def run(others, q, k, v, *sinks):
-        kernel, segments = others
-        of_rows = kernels.SegmentIds(*segments) if segments else None
-        mapped: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))
-        return mapped(q, k, v, of_rows, *sinks)
+
+def _run_splash(others, q, k, v, *sinks):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    kernel, segments = others
+    of_rows = kernels.SegmentIds(*segments) if segments else None
+    run: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, *(None for _ in sinks)))
+    return run(q, k, v, of_rows, *sinks)
+
+
+def splash_of_part(q, k, v, segments, kernel, start, *, scale, band):
+    """Splash attention of a part of the queries, by what `_splash_kernel` made for all of them, to all keys."""
+    sees_any = _sees_any(segments, band, start[0])[:, None, :, None] if segments else None
 
     def finish(out):
-        out = out[:, :, :length]
-        return out if sees_any is None else jnp.where(sees_any[:, None, :, None], out, 0)  # the kernel takes some mean
+        return out if sees_any is None else jnp.where(sees_any, out, 0)
 
-    return Kernel(run, (kernel, segments), lambda q, k, v: tuple(_padded(x, 2) for x in (q * scale, k, v)), finish)
+    return Kernel(_run_splash, (kernel, segments), lambda q, k, v: (q * scale, k, v), finish)
 
 
-def _sees_any(segments, band):
+def _sees_any(segments, band, start=0):
     """Which queries see a key at all."""
     queries, keys = segments
-    (before, after), later = band, jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    (before, after), later = band, start + jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
     near = queries[:, :, None] == keys[:, None, :]
     near = near if after is None else near & (later >= -after)
     return jnp.any(near if before is None else near & (later <= before), -1)
@@ -180,6 +204,42 @@ def kernel_for(q, k, v, segments, *, scale, band, cap=0, sinks=()):
     return OnMesh(rows, functools.partial(KERNELS[rows.platform], scale=scale, band=band, cap=cap))
 
 
+def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=0, sinks=(), interpret=False):
+    """The kernel where the sequence is split too, for one device, with what it takes besides; None where there is none.
+
+    Args:
+        rows: How the rows and the sequence lie.
+        mode: Of the context.
+        qkv: Queries, keys and values of all devices.
+        segments: Numbers of queries and keys.
+        num_heads: Heads of the queries on one device, when its sequence is split.
+        scale: Of the scores.
+        band: What is seen.
+        cap: Soft cap of the scores.
+        sinks: A number for each head.
+        interpret: Run without a TPU.
+
+    Returns:
+        `(q, k, v, segments, extra, start) -> Kernel`, `extra` and its specs.
+    """
+    if (rows.platform not in KERNELS and not interpret) or mode == "ring":
+        return None
+    platform = "tpu" if interpret else rows.platform
+    if why_no_kernel(platform, qkv, segments, band, is_plain=not cap and not sinks):
+        return None
+    q, k, _ = qkv
+    if mode == "heads" or (platform != "tpu" and band == (None, None)):
+        options = {"interpret": True} if interpret else {}
+        kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
+        return lambda q, k, v, segments, extra, start: kernel(q, k, v, segments), (), ()
+    num = rows.mesh.shape[rows.context.axis]
+    if platform != "tpu" or q.shape[2] % (num * LANES) or k.shape[2] % LANES:
+        return None
+    kernel = _splash_kernel((q.shape[2], k.shape[2]), num_heads, band, cap, num_shards=num, interpret=interpret)
+    specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
+    return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
+
+
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}
 """By the platform of the devices."""
 
@@ -213,14 +273,9 @@ def _why_not_cudnn(q, v, segments, band):
     return "" if suits else f"cuDNN's takes heads of a multiple of 8, up to 128, and not of {width} and {v.shape[-1]}"
 
 
-def _others(rows):
-    """The axes of a mesh over which heads are split."""
-    return tuple(axis for axis in rows.mesh.axis_names if axis not in rows.axes)
-
-
 def undivided(rows, shape):
     """Say which dims of queries (B, N, T, D) do not divide over a mesh, so that devices compute the same."""
-    parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", _others(rows)))
+    parts = ((shape[0], "rows", rows.axes), (shape[1], "heads", rows.other_axes))
     sizes = [(f"{size} {what}", {axis: rows.mesh.shape[axis] for axis in axes}) for size, what, axes in parts]
     found = [
         (what, over) for (size, *_), (what, over) in zip(parts, sizes, strict=True) if size % math.prod(over.values())
@@ -275,7 +330,7 @@ class OnMesh:
 
     def _heads(self, q):
         """The axes of the mesh over which heads are split, and their number of devices."""
-        others = _others(self._rows)
+        others = self._rows.other_axes
         size = math.prod(self._rows.mesh.shape[axis] for axis in others)
         return ((), 1) if q.shape[1] % size else (others, size)
 

@@ -2,7 +2,7 @@
 
 import collections
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import torch
@@ -13,9 +13,10 @@ from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
 from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel
-from torch_shard._lowering.rows import RowSplit
+from torch_shard._lowering.rows import SEQUENCE, RowSplit
 
 _SHOWN = 4
+_SOFTMAX = ("_softmax", "_safe_softmax")
 _POINTWISE = frozenset(
     {"mul", "div", "add", "sub", "where", "masked_fill", "tanh", "_to_copy", "expand", "native_dropout"}
 )
@@ -31,12 +32,58 @@ def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit |
     if rows is None or rows.platform not in KERNELS:
         return []
     paths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for path, node in _nodes(graphs):
+        if found := _of_node(node, node.meta.get("custom", {}).get(WHY), rows):
+            paths[found][path] += 1
+    return [f"{_listed(where)}: attention {what}" for what, where in paths.items()]
+
+
+def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
+    """Lines that say how the sequence is split, and which attention does not get its keys as the plan has it.
+
+    Args:
+        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
+        rows: How rows and the sequence lie.
+    """
+    if rows is None or rows.context is None:
+        return []
+    axis, mode, paths = rows.context.axis, rows.context.mode, collections.Counter[str]()
+    graphs = list(graphs)
+    lines = [
+        f"The sequence is split over {axis}={rows.mesh.shape[axis]}, in order: under a causal mask the devices that "
+        f"have its end compute more than the others. Attention finds its keys by context_mode={mode!r}."
+    ]
+    if mode == "gather":
+        return [
+            *lines,
+            *(f"{path}: attention is written out: it keeps all weights." for path in find_written_out(graphs)),
+        ]
+    for path, node in _nodes(graphs):
+        why = node.meta.get("custom", {}).get(WHY)
+        if why is not None and aten_name(node) in _SOFTMAX:
+            paths[f"{path}: attention gathers all keys and values, in a form that keeps all weights: {why}."] += 1
+    return [*lines, *paths]
+
+
+def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
+    """The modules that write attention out over a sequence that is split: the compiler gathers its keys."""
+    found: dict[str, None] = {}
+    for path, node in _nodes(graphs):
+        shape, dim = shape_of(node) if aten_name(node) in _SOFTMAX else (), node.meta.get(SEQUENCE)
+        if dim is None or len(shape) < 3 or dim != len(shape) - 2 or shape[dim] != shape[-1]:
+            continue
+        if node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):
+            found[path] = None
+    return list(found)
+
+
+def _nodes(graphs: Iterable[tuple[str, GraphModule]]) -> Iterator[tuple[str, Node]]:
+    """The nodes of the forward passes, with the path of their module."""
     for path, graph in graphs:
         for node in graph.graph.nodes:
             notes = node.meta.get("custom", {})
-            if notes.get("pass") != "backward" and (found := _of_node(node, notes.get(WHY), rows)):
-                paths[found][".".join(filter(None, (path, notes.get("module")))) or "the loss"] += 1
-    return [f"{_listed(where)}: attention {what}" for what, where in paths.items()]
+            if notes.get("pass") != "backward":
+                yield ".".join(filter(None, (path, notes.get("module")))) or "the loss", node
 
 
 def _listed(where: collections.Counter[str]) -> str:
@@ -48,7 +95,7 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
     """What to say of a node, if it is attention; else empty."""
     if node.target is torch.ops.torch_shard.attention.default:
         return _of_ours(node, rows)
-    if aten_name(node) not in ("_softmax", "_safe_softmax") or len(shape := shape_of(node)) < 3:
+    if aten_name(node) not in _SOFTMAX or len(shape := shape_of(node)) < 3:
         return ""
     if min(shape[-2:]) < SHORTEST or (why is None and not _is_written_out(node)):
         return ""

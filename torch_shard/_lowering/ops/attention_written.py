@@ -18,6 +18,7 @@ import torch
 from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._lowering.ops.attention import WHY, OurAttention, as_autocast_has_it, refusal
+from torch_shard._lowering.ops.context import gathered
 
 _KNOWN = {"587d5b52": "soft cap", "3cb759e1": "sinks"}
 """By the first digits of the SHA-256 of their source: that of Gemma 2 and ten models more, and that of gpt-oss."""
@@ -70,7 +71,7 @@ def _attend(
         seen = None if why else _seen(mask, (q.shape[2], k.shape[2]))
         why = why or ("" if seen else _NOT_CONSTANT)
     with annotated(**{WHY: why}):
-        out, weights = written(module, query, key, value, attention_mask, **settings)
+        out, weights = written(module, *gathered(query, key, value), attention_mask, **settings)
     if seen is None:
         return out, weights
     scale = settings.get("scaling")

@@ -53,25 +53,48 @@ def kept(seed, shape, dropout):
     return jax.random.bernoulli(key, 1 - dropout, tuple(shape))
 
 
-def kept_in(q, k, seed, dropout):
-    """`(queries, keys) -> factors_BKGTS` of weights (B, N, T, S), N = K * G; None without dropout."""
+def kept_in(q, k, seed, dropout, *, of=None, start=(0, 0, 0, 0)):
+    """`(queries, keys) -> factors_BKGTS` of weights (B, N, T, S), N = K * G; None without dropout.
+
+    Args:
+        q: Queries, (B, N, T, D).
+        k: Keys, (B, K, S, D).
+        seed: One, or none without dropout.
+        dropout: The share that is dropped.
+        of: The shape (B, N, T, S) of all weights, where these are a part of them.
+        start: Where that part starts, for (B, K, T, S).
+    """
     if not dropout:
         return None
-    shape = (len(q), k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
-    scale = np.float32(1 / (1 - dropout))
+    own = (len(q), k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+    num_rows, num_heads, *lengths = of or (own[0], own[1] * own[2], *own[3:])
+    shape, scale = (num_rows, num_heads // own[2], own[2], *lengths), np.float32(1 / (1 - dropout))
+    start = (*start[:2], 0, *start[2:])
+
+    def place(queries, keys):
+        return (*own[:3], queries.stop - queries.start, keys.stop - keys.start), (
+            *start[:3],
+            start[3] + queries.start,
+            start[4] + keys.start,
+        )
+
     if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         whole = kept(seed[0], shape, dropout)
-        return lambda queries, keys: whole[..., queries, keys] * scale
+
+        def cut(queries, keys):
+            block, first = place(queries, keys)
+            return jax.lax.dynamic_slice(whole, first, block) * scale
+
+        return cut
     words = jax.lax.bitcast_convert_type(seed[0], jnp.uint32)
-    return lambda queries, keys: (_uniform(words, shape, queries, keys) < np.float32(1 - dropout)) * scale
+    return lambda queries, keys: (_uniform(words, shape, *place(queries, keys)) < np.float32(1 - dropout)) * scale
 
 
-def _uniform(words, shape, queries, keys):
-    """The numbers in [0, 1) of a block among those of `jax.random.uniform(key, shape)`."""
-    block = (*shape[:3], queries.stop - queries.start, keys.stop - keys.start)
+def _uniform(words, shape, block, first):
+    """The numbers in [0, 1) of a block, from this place on, among those of `jax.random.uniform(key, shape)`."""
     places = jnp.zeros(block, jnp.uint32)
-    for dim, start in enumerate((0, 0, 0, queries.start, keys.start)):
+    for dim, start in enumerate(first):
         size = np.uint32(int(np.prod(shape[dim + 1 :], dtype=np.int64)))
-        places += (jax.lax.broadcasted_iota(jnp.uint32, block, dim) + np.uint32(start)) * size
+        places += (jax.lax.broadcasted_iota(jnp.uint32, block, dim) + jnp.uint32(start)) * size
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(w, block) for w in words), jnp.zeros_like(places), places)
     return jax.lax.bitcast_convert_type(((high ^ low) >> 9) | np.uint32(0x3F800000), jnp.float32) - 1

@@ -64,7 +64,11 @@ CONSTRAINED = torch.ops.torch_shard.constrained.default
 
 @lowers(CONSTRAINED, pieces=True)
 def constrained_array(
-    x: jax.Array | InPieces, spec: str, gathered: str = "", row_dim: int | None = None
+    x: jax.Array | InPieces,
+    spec: str,
+    gathered: str = "",
+    row_dim: int | None = None,
+    sequence_dim: int | None = None,
 ) -> jax.Array | InPieces:
     """The same array, laid out on the mesh of the step; as it is where there is none."""
     rows, parts = current_rows(), _read(spec)
@@ -72,8 +76,10 @@ def constrained_array(
         return x
     if row_dim is not None and has_three_axes(rows.mesh):
         parts = _beside_rows(parts, x.shape, row_dim, rows)
+    if rows.context is not None and sequence_dim is not None:
+        parts = _along_sequence(parts, x.shape, sequence_dim, rows)
     x = _laid_out(x, parts, rows)
-    axes = [axis for axis in json.loads(gathered or "[]") if axis not in rows.axes]
+    axes = [axis for axis in json.loads(gathered or "[]") if axis not in rows.data_axes]
     return _laid_out(x, _without(axes, parts), rows) if axes else x
 
 
@@ -82,7 +88,7 @@ def _laid_out(x: jax.Array | InPieces, spec: PartitionSpec, rows: RowSplit) -> j
         x = merged(x)
     if isinstance(x, InPieces):
         return InPieces(jax.lax.with_sharding_constraint(x.array, NamedSharding(rows.mesh, x.spec(spec))), x.dim)
-    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.axes)
+    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.data_axes)
 
 
 def _without(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
@@ -103,6 +109,17 @@ def _beside_rows(spec: PartitionSpec, shape: tuple[int, ...], row_dim: int, rows
     """
     parts = [*_without(rows.axes, spec), *(None for _ in range(row_dim + 1 - len(spec)))]
     parts[row_dim] = PartitionSpec.UNCONSTRAINED if shape[row_dim] % rows.num_shards else rows.axes
+    return PartitionSpec(*parts)
+
+
+def _along_sequence(spec: PartitionSpec, shape: tuple[int, ...], dim: int, rows: RowSplit) -> PartitionSpec:
+    """The spec with the sequence split over the axis of the context too, which it does not speak of."""
+    assert rows.context is not None
+    parts = [*spec, *(None for _ in range(dim + 1 - len(spec)))]
+    if parts[dim] is PartitionSpec.UNCONSTRAINED or rows.context.axis in axes_of(spec):
+        return spec
+    axes = (rows.context.axis, *axes_of((parts[dim],)))
+    parts[dim] = axes if shape[dim] % rows.size_of(axes) == 0 else parts[dim]
     return PartitionSpec(*parts)
 
 

@@ -253,15 +253,15 @@ class _Places:
             return _Places(None)
         over: tuple[str, ...] = ()
         for axis, size in split.mesh.shape.items():
-            if axis not in split.axes and num_experts % (size * math.prod(split.mesh.shape[a] for a in over)) == 0:
+            if axis not in split.data_axes and num_experts % (size * split.size_of(over)) == 0:
                 over = (*over, axis)
-        rows = split.axes if len(x) % split.num_shards == 0 else ()
+        rows = next((axes for axes in (split.data_axes, split.axes) if len(x) % split.size_of(axes) == 0), ())
         sizes = {axis: split.mesh.shape[axis] for axis in split.experts}
         via = tuple(axis for axis in rows if sizes.get(axis, 1) > 1)
         exchange = Exchange(sizes, via, is_ragged=split.platform in RAGGED)
         if not via or not rows or num_experts % exchange.num_parts:
             return _Places(split.mesh, rows, over)
-        tokens, width = (len(x) // split.num_shards, *ids.shape[1:]), x.shape[1] * matrices[0].dtype.itemsize
+        tokens, width = (len(x) // split.size_of(rows), *ids.shape[1:]), x.shape[1] * matrices[0].dtype.itemsize
         num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in matrices)
         if exchange.bytes_of_tokens(*tokens, width) >= exchange.bytes_of_experts(num_bytes):
             return _Places(split.mesh, rows, over)

@@ -189,11 +189,15 @@ def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:
     each make the whole table of its own tokens, to be summed over the devices; with fewer it splits them the same way.
     """
     split, num_tokens = current_rows(), math.prod(grad.shape[:-1])
-    if split is None or not split.kept or manual_axes() or grad.shape[-1] % split.num_shards:
+    if split is None or not split.kept or manual_axes():
         return grad
-    if not num_weights <= num_tokens <= num_weights * split.num_shards:  # of more tokens, tables are fewer bytes
+    axes = tuple(axis for axis in split.data_axes if split.mesh.shape[axis] > 1)
+    num_shards = split.size_of(axes)
+    if grad.shape[-1] % num_shards or (split.context is not None and len(axes) > 1):  # XLA moves no two axes at once
         return grad
-    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), split.axes)
+    if not num_weights <= num_tokens <= num_weights * num_shards:  # of more tokens, tables are fewer bytes
+        return grad
+    by_features = PartitionSpec(*(None for _ in grad.shape[:-1]), axes)
     return jax.lax.with_sharding_constraint(grad, NamedSharding(split.mesh, by_features))
 
 

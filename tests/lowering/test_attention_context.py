@@ -1,0 +1,115 @@
+"""Attention over a sequence that is split, on eight devices, against the same attention on one."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import torch_shard as ts
+from torch_shard._lowering.ops import attention_context
+from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
+from torch_shard._lowering.ops.attention_context import Weights, context_for
+from torch_shard._lowering.ops.attention_kernels import kernel_in_context
+from torch_shard._lowering.ops.block_draws import kept_in
+from torch_shard._lowering.rows import RowSplit, rows_split
+from torch_shard._sharding.context import ContextMode
+
+BATCH, LENGTH, WIDTH = 2, 32, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mode: ContextMode
+    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"batch": 2, "context": 2, "model": 2})
+    heads: tuple[int, int] = (8, 4)
+    band: tuple[int | None, int | None] = (None, 0)
+    padded: bool = False
+    sinks: bool = False
+    cap: float = 0
+    dropout: float = 0
+
+
+ONE_AXIS = {"context": 8}
+CASES = {
+    "gather, causal": Case("gather"),
+    "gather, window, padding, one head of keys": Case("gather", heads=(8, 1), band=(5, 0), padded=True),
+    "gather, dropout, sinks, cap": Case("gather", dropout=0.4, sinks=True, cap=2.0, padded=True),
+    "heads, padding": Case("heads", padded=True),
+    "heads, dropout, sinks, cap": Case("heads", dropout=0.4, sinks=True, cap=2.0, band=(9, 3)),
+    "ring, causal, eight": Case("ring", sizes=ONE_AXIS),
+    "ring, padding, all keys": Case("ring", band=(None, None), padded=True),
+    "ring, dropout, sinks, cap": Case("ring", dropout=0.4, sinks=True, cap=2.0, padded=True, band=(9, 3)),
+}
+
+
+def given(case: Case, dtype: Any = np.float64, length: int = LENGTH, width: int = WIDTH) -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    q, k, v, grad = (
+        draw.normal(size=(BATCH, n, length, width)).astype(dtype) for n in (*case.heads, case.heads[1], case.heads[0])
+    )
+    sinks = (draw.normal(size=case.heads[0]).astype(dtype),) if case.sinks else ()
+    keys = np.ones((BATCH, length), np.int32)
+    keys[0, length // 2 :], keys[1, :3] = 0, 0  # the first queries of the second row see nothing
+    segments = (np.ones_like(keys), keys) if case.padded else ()
+    return {"grad": grad, "qkv": (q, k, v), "segments": segments, "sinks": sinks, "seed": (np.array([3, 5], np.int32),)}
+
+
+def on_devices(case: Case) -> Callable[..., Any]:
+    sizes: dict[str, Any] = {**case.sizes}
+    mesh = ts.make_mesh(**sizes)
+    rows = RowSplit(
+        mesh, tuple(axis for axis in ("batch",) if axis in case.sizes), context=ts.Context("context", case.mode)
+    )
+    weights = Weights(0.3, case.band, case.cap, case.dropout)
+
+    def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
+        with rows_split(rows):
+            attention = context_for(*qkv, segments, sinks, weights)
+        assert attention is not None
+        out, total = attention.forward(*qkv, segments, sinks, seed if case.dropout else ())
+        saved = (*qkv, out, total)
+        return out, attention.backward(grad, saved, segments, sinks, seed if case.dropout else ())
+
+    return run
+
+
+def on_one(case: Case) -> Callable[..., Any]:
+    def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
+        kept = kept_in(qkv[0], qkv[1], seed, case.dropout)
+        about: dict[str, Any] = {"scale": 0.3, "band": case.band, "cap": case.cap, "kept": kept, "sinks": sinks}
+        out, total = in_blocks(*qkv, segments, **about)
+        return out, in_blocks_backward(grad, (*qkv, out, total), segments, **about)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_attention_on_one_device(name: str) -> None:
+    case = CASES[name]
+    with jax.enable_x64(True):
+        found, wanted = (jax.jit(make(case))(**given(case)) for make in (on_devices, on_one))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)  # float64 sums in another order
+
+
+def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("gather", heads=(8, 2), padded=True)
+    monkeypatch.setattr(attention_context, "kernel_in_context", functools.partial(kernel_in_context, interpret=True))
+    arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=256, width=128))
+    arrays |= {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays[name]) for name in ("qkv", "grad")}
+    found, wanted = (jax.jit(make(case))(**arrays) for make in (on_devices, on_one))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max() / jnp.abs(other).max()
+        assert error < 3e-2  # both compute in bfloat16, of which a step is 2 ** -8, and round in other places
+
+
+def test_no_device_of_a_ring_has_all_keys() -> None:
+    case = CASES["ring, causal, eight"]
+    text = jax.jit(on_devices(case)).lower(**given(case, np.float32)).compile().as_text() or ""
+    assert "collective-permute" in text
+    assert "all-gather" not in text

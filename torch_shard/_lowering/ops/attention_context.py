@@ -1,0 +1,265 @@
+"""Attention where each device has a part of the sequence of its rows, and needs the keys of all of it.
+
+Three ways, with the same numbers. Gather: all keys and values on each device, for its own queries; their gradients are
+scattered. Heads: each device exchanges its part of all heads for the whole of some (Jacobs et al., 2023). Ring: keys
+and values go from device to device, and what each pair adds is merged in float32 by logarithmic totals (Liu et al.,
+2023); what is sent next does not wait for what is computed.
+
+Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from torch_shard._common.axes import manual_axes
+from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
+from torch_shard._lowering.ops.attention_kernels import kernel_in_context
+from torch_shard._lowering.ops.block_draws import kept_in
+from torch_shard._lowering.rows import RowSplit, current_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How weights are made of scores: as operators say it.
+
+    Attributes:
+        scale: Of the scores.
+        band: How many keys before its place and after it a query sees.
+        cap: Soft cap of the scores.
+        dropout: The share of weights that is dropped.
+    """
+
+    scale: float
+    band: tuple[int | None, int | None]
+    cap: float = 0
+    dropout: float = 0
+
+
+class InContext:
+    """Attention on the devices of a mesh, over whose context the sequence is split.
+
+    Args:
+        rows: How the rows lie, and the context.
+        qkv: Queries (B, N, T, D), keys (B, K, S, D) and values.
+        segments: None, or the numbers of the queries and of the keys: only a key with the number of a query is seen.
+        sinks: None, or a number for each head.
+        weights: How they are made.
+    """
+
+    def __init__(self, rows: RowSplit, qkv, segments, sinks, weights: Weights) -> None:
+        assert rows.context is not None
+        shape, (_, num_key_heads, num_keys, _) = qkv[0].shape, qkv[1].shape
+        self._rows, self._weights, self._of = rows, weights, (*shape[:3], num_keys)
+        self._axis, self._mode = rows.context.axis, str(rows.context.mode)
+        self._num = rows.mesh.shape[self._axis]
+        self._batch = () if shape[0] % rows.num_shards else rows.axes
+        others = rows.other_axes
+        self._heads = () if shape[1] % rows.size_of(others) else others
+        size = rows.size_of(self._heads)
+        self._times = size // math.gcd(num_key_heads, size)
+        if self._mode == "heads" and (
+            shape[1] % (size * self._num) or num_key_heads * self._times % (size * self._num)
+        ):
+            self._mode = "gather"  # not in a step: a capture refuses it
+        self._split = PartitionSpec(self._batch, self._heads, self._axis)
+        found, num_heads = None, shape[1] // size
+        if not weights.dropout:
+            about = {**self._about, "num_heads": num_heads, "sinks": sinks}
+            found = kernel_in_context(rows, self._mode, qkv, segments, **about)
+        self._kernel, self._extra, self._extra_specs = found or (None, (), ())
+
+    def forward(self, q, k, v, segments, sinks, seed):
+        """The output, and the logarithm of each row's total weight."""
+        run = {"gather": self._gather, "heads": self._exchange, "ring": self._ring}[self._mode]
+        return self._mapped(run, (self._split,) * 3, (self._split, self._split))(
+            (q, self._spread(k), self._spread(v)), tuple(segments), tuple(sinks), tuple(seed), self._extra
+        )
+
+    def backward(self, grad, saved, segments, sinks, seed):
+        """Gradients of q, k and v, and of the sinks if there are any."""
+        q, k, v, out, log_total = saved
+        run = {"gather": self._gather_back, "heads": self._exchange_back, "ring": self._ring_back}[self._mode]
+        out_specs = (*(self._split,) * 3, (PartitionSpec(self._of_sinks()),) * len(sinks))
+        mapped = self._mapped(run, (self._split,) * 6, out_specs)
+        given = (grad, q, self._spread(k), self._spread(v), out, log_total)
+        of_q, *others, of_sinks = mapped(given, tuple(segments), tuple(sinks), tuple(seed), self._extra)
+        of_k, of_v = (x.reshape(*k.shape[:2], -1, *x.shape[2:]).sum(2) for x in others)
+        return of_q, of_k, of_v, *of_sinks
+
+    def _mapped(self, fn, splits, out_specs):
+        of_rows = PartitionSpec(self._batch)
+        whole = self._mode == "heads"
+        of_segments = (of_rows, of_rows) if whole else (PartitionSpec(self._batch, self._axis),) * 2
+        of_segments = (of_segments[0], of_rows) if self._mode == "gather" else of_segments
+
+        def run(tensors, segments, sinks, seed, extra):
+            specs = (
+                splits,
+                of_segments[: len(segments)],
+                (PartitionSpec(self._of_sinks()),) * len(sinks),
+                (PartitionSpec(),) * len(seed),
+                self._extra_specs,
+            )
+            local = fn
+            if self._kernel is not None:
+                local = jax.default_matmul_precision("default")(fn)  # kernels of half precision have no other
+            mapped = jax.shard_map(local, mesh=self._rows.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+            return mapped(tensors, segments, sinks, seed, extra)
+
+        return run
+
+    def _spread(self, x):
+        """The heads of keys, each so often that they divide over the axes."""
+        return x if self._times == 1 else jnp.repeat(x, self._times, axis=1)
+
+    def _of_sinks(self):
+        return (*self._heads, self._axis) if self._mode == "heads" else self._heads
+
+    # One device
+
+    def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None):
+        if self._kernel is not None:
+            kernel = self._kernel(q, k, v, segments, extra, start)
+            return kernel.forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
+        return in_blocks(
+            q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
+        )
+
+    def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None):
+        if self._kernel is not None:
+            kernel = self._kernel(*saved[:3], segments, extra, start)
+            return kernel.backward(grad, saved, [sink.astype(jnp.float32) for sink in sinks])
+        kept = self._kept(saved[0], saved[1], drawn, start)
+        return in_blocks_backward(
+            grad, saved, segments, **self._about, kept=kept, sinks=sinks, start=start, dtype=dtype
+        )
+
+    @property
+    def _about(self):
+        return {"scale": self._weights.scale, "band": self._weights.band, "cap": self._weights.cap}
+
+    def _kept(self, q, k, seed, start):
+        if not self._weights.dropout:
+            return None
+        axes = self._of_sinks()
+        first = (_place(self._batch, len(q)), _place(axes, k.shape[1]), *(start or (0, 0)))
+        return kept_in(q, k, seed, self._weights.dropout, of=self._of, start=first)
+
+    def _first(self, length):
+        return lax.axis_index(self._axis) * length
+
+    def _sum_of_sinks(self, grads, sinks, *, over_context):
+        axes = (*self._batch, *((self._axis,) if over_context else ()))
+        return tuple((lax.psum(g, axes) if axes else g).astype(s.dtype) for g, s in zip(grads, sinks, strict=True))
+
+    # Gather
+
+    def _whole(self, x):
+        return lax.all_gather(x, self._axis, axis=2, tiled=True)
+
+    def _gather(self, tensors, segments, sinks, seed, extra):
+        q, k, v = tensors
+        start = self._first(q.shape[2]), 0
+        return self._attend(q, self._whole(k), self._whole(v), segments, sinks, seed, extra, start=start)
+
+    def _gather_back(self, tensors, segments, sinks, seed, extra):
+        grad, q, k, v, *results = tensors
+        start, saved = (self._first(q.shape[2]), 0), (q, self._whole(k), self._whole(v), *results)
+        of_q, of_k, of_v, *of_sinks = self._attend_back(grad, saved, segments, sinks, seed, extra, start=start)
+        of_k, of_v = (
+            lax.psum_scatter(g.astype(x.dtype), self._axis, scatter_dimension=2, tiled=True)
+            for g, x in ((of_k, k), (of_v, v))
+        )
+        return of_q, of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+
+    # Heads
+
+    def _to_heads(self, x):
+        return lax.all_to_all(x, self._axis, 1, 2, tiled=True)
+
+    def _to_sequence(self, x):
+        return lax.all_to_all(x, self._axis, 2, 1, tiled=True)
+
+    def _exchange(self, tensors, segments, sinks, seed, extra):
+        q, k, v = map(self._to_heads, tensors)
+        out, log_total = self._attend(q, k, v, segments, sinks, seed, extra)
+        return self._to_sequence(out), self._to_sequence(log_total)
+
+    def _exchange_back(self, tensors, segments, sinks, seed, extra):
+        grad, *saved = tensors
+        grad, saved = self._to_heads(grad), tuple(map(self._to_heads, saved))
+        of_q, of_k, of_v, *of_sinks = self._attend_back(grad, saved, segments, sinks, seed, extra)
+        of_q, of_k, of_v = (
+            self._to_sequence(g.astype(x.dtype)) for g, x in zip((of_q, of_k, of_v), saved, strict=False)
+        )
+        return of_q, of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=False)
+
+    # Ring
+
+    def _next(self, x):
+        pairs = [(device, (device + 1) % self._num) for device in range(self._num)]
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self._axis, pairs), x)
+
+    def _rounds(self, q, k, step):
+        """Where the queries of this device start, and the keys that it has after so many steps."""
+        owner = (lax.axis_index(self._axis) - step) % self._num
+        return self._first(q.shape[2]), owner * k.shape[2]
+
+    def _ring(self, tensors, segments, sinks, seed, extra):
+        q, k, v = tensors
+        dtype = wide(q.dtype)
+        lowest = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
+        total = jnp.maximum(lowest, sinks[0].astype(dtype)[:, None]) if sinks else lowest
+        held = (k, v, segments[1:])
+        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype)
+        for step in range(self._num):
+            k, v, of_keys = held
+            held = self._next(held) if step + 1 < self._num else held
+            start = self._rounds(q, k, step)
+            more = self._attend(q, k, v, (*segments[:1], *of_keys), (), seed, extra, start=start, dtype=dtype)
+            out, total = _merged(out, total, *more)
+        return out.astype(q.dtype), total
+
+    def _ring_back(self, tensors, segments, sinks, seed, extra):
+        grad, q, k, v, *results = tensors
+        dtype = wide(q.dtype)
+        held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+        of_q, of_sinks = jnp.zeros(q.shape, dtype), ()
+        for step in range(self._num):
+            k_here, v_here, of_keys = held
+            held = self._next(held) if step + 1 < self._num else held
+            saved, start = (q, k_here, v_here, *results), self._rounds(q, k_here, step)
+            own = (*segments[:1], *of_keys)
+            more, *parts = self._attend_back(grad, saved, own, sinks, seed, extra, start=start, dtype=dtype)
+            of_q, of_sinks = of_q + more, parts[2:]  # those of the sinks are the same each time
+            sums = self._next(tuple(old + new for old, new in zip(sums, parts[:2], strict=True)))
+        of_k, of_v = (g.astype(x.dtype) for g, x in zip(sums, (k, v), strict=True))
+        return of_q.astype(q.dtype), of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+
+
+def _place(axes, length):
+    return lax.axis_index(axes) * length if axes else 0
+
+
+def _merged(out, total, more, more_total):
+    """Two parts of a mean as one: by their weights, of which the highest is taken out first."""
+    highest = jnp.maximum(total, more_total)
+    mine, others = jnp.exp(total - highest), jnp.exp(more_total - highest)
+    both = mine + others
+    return (out * mine[..., None] + more * others[..., None]) / both[..., None], highest + jnp.log(both)
+
+
+def context_for(q, k, v, segments, sinks, weights: Weights) -> InContext | None:
+    """Attention of such arrays on the devices of the step; None where no plan splits the sequence, or not evenly."""
+    rows = current_rows()
+    if rows is None or rows.context is None or manual_axes():
+        return None
+    size = rows.mesh.shape[rows.context.axis]
+    if size == 1 or q.shape[2] % size or k.shape[2] % size:
+        return None
+    return InContext(rows, (q, k, v), segments, sinks, weights)

@@ -1,0 +1,122 @@
+"""Attention in a capture whose plan splits the sequence: queries stay as they are split, keys and values are gathered.
+
+What attention takes and returns is marked here, in operators that PyTorch has itself; the attention operator
+finds its keys in its own way, `attention_context`.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torch_shard._common.axes import manual_axes
+from torch_shard._common.caller import caller
+from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.rows import current_rows
+from torch_shard._sharding import Context, constrain_in_steps
+
+SPLIT, WHOLE = "split", "whole"
+"""How the sequence lies: over the axis of the context, or whole on each device."""
+
+
+@torch.library.custom_op("torch_shard::laid", mutates_args=())
+def _laid(x: torch.Tensor, sequence: str) -> torch.Tensor:
+    raise NotImplementedError("only captured, never run")
+
+
+@_laid.register_fake
+def _alike(x: torch.Tensor, sequence: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+LAID = torch.ops.torch_shard.laid.default
+
+
+class _Laid(torch.autograd.Function):
+    """A tensor, laid out in one way, its gradient in another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sequence: str, of_gradient: str) -> torch.Tensor:
+        ctx.ways = of_gradient, sequence
+        return torch.ops.torch_shard.laid(x, sequence)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Laid.apply(grads[0], *ctx.ways), None, None
+
+
+class OverContext:
+    """The context of a capture, and the mesh that its step runs on.
+
+    Args:
+        context: Of a plan.
+        mesh: Of the step.
+    """
+
+    def __init__(self, context: Context, mesh: Mesh) -> None:
+        self._context, self._mesh, self.mode = context, mesh, context.mode
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Attention that is captured within knows of it."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def check_heads(self, num_heads: int, num_key_heads: int) -> None:
+        """Refuse heads that cannot be exchanged for the sequence, if that is asked for.
+
+        Raises:
+            ValueError: They do not divide over the axis.
+        """
+        if self._context.mode != "heads":
+            return
+        axes = [axis for axis in self._mesh.axis_names if axis not in self._context.rows]
+        size = 1
+        for axis in axes:
+            size *= self._mesh.shape[axis]
+        if num_heads % size or num_key_heads % size:
+            over = " x ".join(f"{axis}={self._mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f'{caller()}: context_mode="heads" gives each device whole heads, and attention with {num_heads} heads '
+                f"of queries and {num_key_heads} of keys does not divide over {over}. Use a smaller axis, or "
+                'context_mode="gather", which needs no heads to divide.'
+            )
+
+
+_CURRENT: contextvars.ContextVar[OverContext | None] = contextvars.ContextVar("context", default=None)
+
+
+def current_context() -> OverContext | None:
+    """The context of the capture under way; None if its plan has none."""
+    return _CURRENT.get()
+
+
+def gathered(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What attention takes: queries of a part of the sequence, keys and values of all."""
+    if current_context() is None or min(query.ndim, key.ndim, value.ndim) < 3:
+        return query, key, value
+    q: Any = _Laid.apply(query, SPLIT, SPLIT)
+    k, v = (_Laid.apply(x, WHOLE, SPLIT) for x in (key, value))
+    return q, k, v  # pyright: ignore[reportReturnType]
+
+
+@lowers(LAID)
+def laid(x: jax.Array, sequence: str, row_dim: int | None = None, sequence_dim: int | None = None) -> jax.Array:
+    """The same array, (..., heads, sequence, width), laid out on the mesh of the step."""
+    rows = current_rows()
+    if rows is None or rows.context is None or manual_axes():
+        return x
+    axes = rows.places(row_dim, x.ndim - 2 if sequence == SPLIT else None, x.shape)
+    if x.ndim > 3 and x.shape[x.ndim - 3] % rows.size_of(rows.other_axes) == 0:
+        axes[x.ndim - 3] = (*axes.get(x.ndim - 3, ()), *rows.other_axes)
+    spec = PartitionSpec(*(axes.get(dim) for dim in range(x.ndim)))
+    return constrain_in_steps(x, NamedSharding(rows.mesh, spec), rows.data_axes)
