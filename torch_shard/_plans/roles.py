@@ -235,10 +235,13 @@ def _sides_at_inputs(products: Mapping[str, Product]) -> dict[str, tuple[Side, s
     """
     found: dict[str, tuple[Side, str]] = {}
     made = set[int]()
-    for (path, product), (after, taker) in itertools.pairwise((*products.items(), ("", None))):
+    followers = [*products.items()][1:]
+    for (path, product), (after, taker) in itertools.zip_longest(products.items(), followers, fillvalue=("", None)):
+        assert product is not None
         if product.is_kernel and product.groups == 1 and product.num_in not in made:
-            beside = taker is not None and after.rpartition(".")[0] == path.rpartition(".")[0]
-            if beside and taker.is_kernel and taker.groups == 1 and taker.num_in == product.num_out:
+            beside = after.rpartition(".")[0] == path.rpartition(".")[0]
+            is_kernel = taker is not None and taker.is_kernel and taker.groups == 1
+            if taker is not None and beside and is_kernel and taker.num_in == product.num_out:
                 found[path] = "column", "column layer, a convolution of the input"
                 found[after] = "row", "row layer, behind a convolution of the input"
             else:

@@ -132,7 +132,8 @@ class InContext:
 
     def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None):
         if self._kernel is not None:
-            kernel = self._kernel(*saved[:3], segments, extra, start)
+            q, k, v = saved[:3]
+            kernel = self._kernel(q, k, v, segments, extra, start)
             return kernel.backward(grad, saved, [sink.astype(jnp.float32) for sink in sinks])
         kept = self._kept(saved[0], saved[1], drawn, start)
         return in_blocks_backward(

@@ -98,9 +98,6 @@ def _is_by_row(own, q):
 
 def splash(q, k, v, segments, *, scale, band, cap=0, interpret=False):
     """Splash attention for `(q_BNTD, k_BKSD, v_BKSD, [of queries_BT, of keys_BS] or [])`."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
     length, num_keys, sees_any = q.shape[2], k.shape[2], None
     if segments:
         sees_any = _sees_any(segments, band)

@@ -261,9 +261,9 @@ class _Places:
         exchange = Exchange(sizes, via, is_ragged=split.platform in RAGGED)
         if not via or not rows or num_experts % exchange.num_parts:
             return _Places(split.mesh, rows, over)
-        tokens, width = (len(x) // split.size_of(rows), *ids.shape[1:]), x.shape[1] * matrices[0].dtype.itemsize
+        num_tokens, width = len(x) // split.size_of(rows), x.shape[1] * matrices[0].dtype.itemsize
         num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in matrices)
-        if exchange.bytes_of_tokens(*tokens, width) >= exchange.bytes_of_experts(num_bytes):
+        if exchange.bytes_of_tokens(num_tokens, ids.shape[1], width) >= exchange.bytes_of_experts(num_bytes):
             return _Places(split.mesh, rows, over)
         return _Places(split.mesh, rows, tuple(sizes), exchange)
 
