@@ -11,6 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+LONG = 512
+"""Queries from which on attention that leaves keys out is cut into blocks, or has a kernel."""
+
 BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
 """Fewest queries of a block where it leaves keys out, and where it sees all; and the largest number of blocks."""
 
@@ -18,7 +21,8 @@ BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
 def _blocks(num_queries, num_keys, band):
     """Start and end of the queries of each block, and of the keys that they see."""
     before, after = band
-    size = max(WIDE_BLOCK if band == (None, None) else BLOCK, -(-num_queries // MOST_BLOCKS))
+    is_whole = band == (None, None) or num_queries < LONG
+    size = max(WIDE_BLOCK if is_whole else BLOCK, -(-num_queries // MOST_BLOCKS))
     for start in range(0, num_queries, size):
         end = min(start + size, num_queries)
         first = 0 if before is None else max(start - before, 0)
