@@ -504,10 +504,11 @@ def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
     step.prove(step.init(), torch.randn(1, LONG, 8)).raise_if_different()
 
 
-def test_a_block_of_random_numbers_is_cut_from_those_of_all() -> None:
+@pytest.mark.parametrize("dropout", [0.3, 1e-9, 0.999999])
+def test_a_block_of_random_numbers_is_cut_from_those_of_all(dropout: float) -> None:
     key, shape = jax.random.fold_in(jax.random.key(3), 7), (2, 6, 40, 50)
-    whole = jax.random.bernoulli(key, 0.7, shape)
-    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], 0.3)
+    whole = jax.random.bernoulli(key, 1 - dropout, shape)
+    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], dropout)
     assert factors is not None
     block = np.asarray(factors(slice(8, 24), slice(5, 33))).reshape(2, 6, 16, 28)
-    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / 0.7), 0))
+    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / (1 - dropout)), 0))

@@ -7,7 +7,6 @@ partitioner of functorch (He and Yu, "Transcending runtime-memory tradeoffs", ML
 """
 
 import math
-import operator
 from collections.abc import Collection, Sequence
 
 import networkx
@@ -16,8 +15,6 @@ from torch.fx import Node
 
 from torch_shard._common.fx import aten_name, depending_on, is_random
 from torch_shard._common.operator_families import COPIES, DIM_VIEWS, FILLS, RESHAPES
-
-_CONSTRAINED, _ATTENTION = torch.ops.torch_shard.constrained.default, torch.ops.torch_shard.attention.default
 
 _AGAIN = COPIES | DIM_VIEWS | FILLS | {"arange", "_to_copy"}
 
@@ -69,18 +66,9 @@ def _is_there(node: Node) -> bool:
     """Tell whether a value is not computed again: inputs, and all that is more than elementwise."""
     if node.op != "call_function":
         return node.op == "placeholder"
-    if node.target is _CONSTRAINED:  # which moves nothing, as attention is split by rows and heads
-        return not _is_attentions(node.all_input_nodes[0])
     if getattr(node.target, "__name__", "") == "getitem" or node.target in RESHAPES or aten_name(node) in _AGAIN:
         return False
     return is_random(node) or torch.Tag.pointwise not in getattr(node.target, "tags", ())
-
-
-def _is_attentions(node: Node) -> bool:
-    """Tell whether a value is attention's output, looked at in other dims: that is saved, once."""
-    while node.target in (*RESHAPES, operator.getitem) or aten_name(node) in DIM_VIEWS:
-        node = node.all_input_nodes[0]
-    return node.target is _ATTENTION
 
 
 def _num_bytes(node: Node) -> float:
