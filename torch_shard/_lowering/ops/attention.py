@@ -31,7 +31,7 @@ SHORTEST, SHORTEST_NARROW = LONG, 128
 """Queries from which on it pays: in float32, where it saves time for memory (benchmarks/ops.py), and in half precision.
 
 PyTorch's own form computes in float32 inside, and TPUs multiply that in several passes: for ViT's 197 queries, this one
-takes 16 % less of a layer's cycles under TPU's compiler, and splash attention, padded, 10 % more."""
+takes 16 % less of a layer's cycles under TPU's compiler, and splash attention, padded, 6 to 18 % more."""
 
 WHY = "attention"
 """Under this name the notes of nodes say why attention keeps PyTorch's own form."""
