@@ -18,7 +18,7 @@ from tests.oracles.collectives import count_collectives
 from tests.tables.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
-from torch_shard._lowering.ops.attention import SHORTEST
+from torch_shard._lowering.ops.attention import SHORTEST, SHORTEST_NARROW
 from torch_shard._lowering.ops.block_draws import kept_in, seed_of
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
@@ -96,6 +96,35 @@ def test_half_precision_sums_in_float32() -> None:
     assert out.dtype is torch.bfloat16
     wanted = F.scaled_dot_product_attention(*(x.float() for x in inputs), is_causal=True)
     torch.testing.assert_close(out.float(), wanted, rtol=0, atol=0.03)  # weights and output rounded to 2**-8
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_short_attention_in_half_precision_is_one_block(is_causal: bool) -> None:
+    torch.manual_seed(0)
+    shape = (2, 2, 197, 8)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    def narrow(*qkv: torch.Tensor) -> torch.Tensor:
+        return attend(*(x.bfloat16() for x in qkv)).float()
+
+    assert OURS in targets(narrow, (shape,) * 3)
+    assert OURS not in targets(attend, (shape,) * 3)
+    assert OURS not in targets(narrow, ((2, 2, SHORTEST_NARROW - 1, 8),) * 3)
+    leaves = [torch.randn(shape).bfloat16().float().requires_grad_() for _ in range(3)]
+    out = attend(*leaves)
+    wanted = torch.autograd.grad(weighted(out), leaves)
+
+    def fn(*qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = narrow(*qkv)
+        return weighted(out), out
+
+    grad_of = ts.jax_jit(ts.jax_value_and_grad(fn, argnums=(0, 1, 2), has_aux=True))
+    (_, found), grads = grad_of(*(x.detach() for x in leaves))
+    torch.testing.assert_close(found.cpu(), out.detach(), rtol=0, atol=0.03)  # weights and output rounded to 2**-8
+    for grad, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), other, rtol=0, atol=0.01 * other.abs().max().item())  # so are scores'
 
 
 @pytest.mark.parametrize(
@@ -475,10 +504,11 @@ def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
     step.prove(step.init(), torch.randn(1, LONG, 8)).raise_if_different()
 
 
-def test_a_block_of_random_numbers_is_cut_from_those_of_all() -> None:
+@pytest.mark.parametrize("dropout", [0.3, 1e-9, 0.999999])
+def test_a_block_of_random_numbers_is_cut_from_those_of_all(dropout: float) -> None:
     key, shape = jax.random.fold_in(jax.random.key(3), 7), (2, 6, 40, 50)
-    whole = jax.random.bernoulli(key, 0.7, shape)
-    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], 0.3)
+    whole = jax.random.bernoulli(key, 1 - dropout, shape)
+    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], dropout)
     assert factors is not None
     block = np.asarray(factors(slice(8, 24), slice(5, 33))).reshape(2, 6, 16, 28)
-    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / 0.7), 0))
+    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / (1 - dropout)), 0))

@@ -96,6 +96,7 @@ def test_attention_that_keeps_all_weights_says_why() -> None:
 def test_what_has_its_kernel_and_what_is_short_says_nothing() -> None:
     assert report(Attention(causal)) == []
     assert report(Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)), Attention(written), length=64) == []
+    assert report(Attention(causal), Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)), length=256) == []
 
 
 def test_dropout_has_blocks_and_no_kernel() -> None:

@@ -12,6 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+LONG = 512
+"""Queries from which on attention that leaves keys out is cut into blocks, or has a kernel."""
+
 BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
 """Fewest queries of a block where it leaves keys out, and where it sees all; and the largest number of blocks."""
 
@@ -21,7 +24,8 @@ def _blocks(num_queries, num_keys, band, start):
     before, after = band
     if start is not None:
         before = after = None  # which keys are seen is known only where it runs
-    size = max(WIDE_BLOCK if before is after is None else BLOCK, -(-num_queries // MOST_BLOCKS))
+    is_whole = before is after is None or num_queries < LONG
+    size = max(WIDE_BLOCK if is_whole else BLOCK, -(-num_queries // MOST_BLOCKS))
     for begin in range(0, num_queries, size):
         end = min(begin + size, num_queries)
         first = 0 if before is None else max(begin - before, 0)

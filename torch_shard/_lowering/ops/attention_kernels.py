@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.types import PyTree
+from torch_shard._lowering.ops.attention_blocks import LONG
 from torch_shard._lowering.rows import current_rows
 
 _NOBODYS = -3  # no query has this number
@@ -247,6 +248,8 @@ def why_no_kernel(platform, qkv, segments, band, *, is_plain=True):
     Scores are plain without a soft cap and sinks.
     """
     q, k, v = qkv
+    if q.shape[2] < LONG:
+        return f"it is shorter than {LONG} queries, for which one block is faster"
     takes = (jnp.bfloat16,) if platform == "tpu" else (jnp.bfloat16, jnp.float16)
     if q.dtype not in takes:
         return (

@@ -104,6 +104,8 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
 
 def _of_ours(node: Node, rows: RowSplit) -> str:
     q, k, v, segments, _, band, _, dropout, cap, sinks = args_of(node)
+    if shape_of(q)[2] < SHORTEST:
+        return ""
     if dropout:
         return (
             f"runs in blocks of queries, without a kernel: it drops weights (dropout_p={dropout:g}), which kernels do "

@@ -6,6 +6,8 @@ those of a block can be drawn alone. Under another generator all are drawn, as b
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,14 +89,20 @@ def kept_in(q, k, seed, dropout, *, of=None, start=(0, 0, 0, 0)):
 
         return cut
     words = jax.lax.bitcast_convert_type(seed[0], jnp.uint32)
-    return lambda queries, keys: (_uniform(words, shape, *place(queries, keys)) < np.float32(1 - dropout)) * scale
+    most = np.uint32(math.ceil(np.float32(1 - dropout) * 2**23) * 2**9 - 1)  # of those with a number below 1 - dropout
+    return lambda queries, keys: jnp.where(_bits(words, shape, *place(queries, keys)) <= most, scale, np.float32(0))
 
 
-def _uniform(words, shape, block, first):
-    """The numbers in [0, 1) of a block, from this place on, among those of `jax.random.uniform(key, shape)`."""
-    places = jnp.zeros(block, jnp.uint32)
-    for dim, start in enumerate(first):
-        size = np.uint32(int(np.prod(shape[dim + 1 :], dtype=np.int64)))
-        places += (jax.lax.broadcasted_iota(jnp.uint32, block, dim) + jnp.uint32(start)) * size
+def _bits(words, shape, block, first):
+    """The bits of a block, from this place on, among `jax.random.bits(key, shape)`.
+
+    By the first 23 of each, `jax.random.uniform` makes a number.
+    """
+    rows = (*block[:4], 1)
+    begins = jnp.full(rows, first[4], jnp.uint32)
+    for dim in range(4):
+        size = np.uint32(math.prod(shape[dim + 1 :]) % MOST_DRAWN)
+        begins += (jax.lax.broadcasted_iota(jnp.uint32, rows, dim) + jnp.uint32(first[dim])) * size
+    places = begins + jax.lax.broadcasted_iota(jnp.uint32, block, 4)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(w, block) for w in words), jnp.zeros_like(places), places)
-    return jax.lax.bitcast_convert_type(((high ^ low) >> 9) | np.uint32(0x3F800000), jnp.float32) - 1
+    return high ^ low
