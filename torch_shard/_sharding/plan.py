@@ -222,7 +222,7 @@ class ShardingPlan:
         ranks = {key: self.ranks.get(("activations", key), 0) for key in self.activations}
         found, faults = resolve_activations(self.activations, model, mesh, ranks)
         matrices = {name: axes_of(entry.sharding.spec) for name, entry in entries.items() if len(entry.shape) == 2}
-        return [replace(c, of_matrix=tuple(matrices.get(c.place.matrix, ()))) for c in found], faults
+        return [replace(c, of_matrix=tuple(matrices.get(c.place.matrix or "", ()))) for c in found], faults
 
     def _choose_form(self, names: list[str], formed: dict[str, list[_Rule]]) -> tuple[Form | None, str | None]:
         """How one tensor of these `names` is stored, by the rules that match each; or why it cannot be."""
