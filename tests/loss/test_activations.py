@@ -107,6 +107,16 @@ def test_a_tensor_and_its_gradient_are_split(remat: Any) -> None:
     assert counts == {place: again.get(place, 2) for place in counts}
 
 
+@pytest.mark.parametrize(("place", "num"), [("blocks.*.down", 1), ("stem", 0)], ids=["row layer", "whole matrix"])
+def test_the_gradient_of_a_row_layer_is_gathered_once(place: str, num: int) -> None:
+    """For both products of its backward pass, where its matrix is split over the axis of the sequence."""
+    step = make_step({place: SPEC}, split_activations=False)
+    found = constraints(step)
+    assert found.count('[{"batch"}, {"model"}, {}]') == 2
+    assert found.count('[{"batch"}, {}, {}]') == num
+    step.prove(step.init(), inputs(16)).raise_if_different()
+
+
 def test_what_does_not_fit_is_one_error_before_anything_runs() -> None:
     wrong = {
         "blocks.0:return": SPEC,

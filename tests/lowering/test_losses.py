@@ -22,10 +22,10 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 256, 16, 8, 6
 
 
 class Model(nn.Module):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY, width, padding_idx=3)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
 
@@ -79,9 +79,27 @@ def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
     assert received < 1.1 * 2 * 3 / 4 * VOCABULARY * WIDTH * 2  # an all-reduce over four, in bfloat16
 
 
-def test_a_tied_gradient_in_bfloat16_is_torchs() -> None:
+def test_a_tied_gradient_is_never_whole_in_float32() -> None:
+    """Under FSDP: each device keeps its features of the sum, and makes those of its own rows some at a time."""
+    width = 384
+    with torch.device("meta"):
+        model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
+    step = ts.make_train_step(
+        model, loss_fn, optax.sgd(0.5), mesh=mesh, plan=ts.plans.fsdp(model, mesh), compute_dtype=torch.bfloat16
+    )
+    compiled = step.preview(batch).compiled
+    assert compiled is not None
+    text = compiled.as_text() or ""
+    assert f"bf16[{VOCABULARY},{width}]" in text
+    assert f"f32[{VOCABULARY},{width // 4}]" in text
+    assert f"f32[{VOCABULARY},{width}]" not in text
+
+
+@pytest.mark.parametrize("width", [WIDTH, 256])
+def test_a_tied_gradient_in_bfloat16_is_torchs(width: int) -> None:
     torch.manual_seed(0)
-    model, batch = Model(tied=True), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     step = ts.make_train_step(
         model,
         loss_fn,

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.collectives import count_collectives
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.cases import CASE, Case, make_mesh
 from tests.tables.hf_models import HF_MODELS, HFModel
+from torch_shard._plans import quietly
 
 
 def on_meta(case: HFModel) -> nn.Module:
@@ -180,12 +182,12 @@ def test_a_vocabulary_is_padded_where_more_rows_are_spared_than_added(
     num_words: int, size: int, padded: int | None
 ) -> None:
     model, mesh = nn.Sequential(nn.Embedding(num_words, 8), nn.Linear(8, num_words)), make_mesh((8 // size, size))
+    even = None if num_words % size == 0 else ts.Padded(math.ceil(num_words / size) * size, dim=0)
+    wanted = {"auto": None if padded is None else ts.Padded(padded, dim=0), True: even, False: None}
     for recipe in (ts.plans.tp, ts.plans.fsdp_tp):
-        plan = recipe(model, mesh)
-        assert plan.stored.get("0.weight") == (None if padded is None else ts.Padded(padded, dim=0))
-        assert recipe(model, mesh, pad_vocab=False).stored == {}
-        forced = None if num_words % size == 0 else ts.Padded(math.ceil(num_words / size) * size, dim=0)
-        assert recipe(model, mesh, pad_vocab=True).stored.get("0.weight") == forced
+        found = {asked: recipe(model, mesh, pad_vocab=asked).resolve(model, mesh) for asked in wanted}
+        assert {asked: plan.entries["0.weight"].form for asked, plan in found.items()} == wanted
+        assert recipe(model, mesh) == recipe(model, mesh, pad_vocab="auto")
 
 
 def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,8 +199,12 @@ def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureF
     mesh, said = make_mesh((4, 2)), r"plans.fsdp_tp: 0 and 1 more hold experts, .* plans.expert\(model, mesh, tp="
     with caplog.at_level(logging.WARNING, "torch_shard"):
         ts.plans.fsdp_tp(nn.Sequential(Experts(), Experts(), nn.Linear(8, 8)), mesh)
+        assert len(caplog.records) == 1
         assert re.search(said, caplog.text)
         caplog.clear()
+        with quietly():  # as many plans are made where they are compared
+            ts.plans.fsdp_tp(nn.Sequential(Experts()), mesh)
+        assert not caplog.text
         ts.plans.fsdp_tp(nn.Linear(8, 8), mesh)
     assert not caplog.text
 
@@ -246,10 +252,60 @@ def test_lora_is_split_as_its_base_layer() -> None:
 def test_convolutions_and_attention_of_torch() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.MultiheadAttention(8, 2))
     plan = ts.plans.tp(model, make_mesh((4, 2)))
-    assert plan.rules["0.weight"] == P("model", None, None, None)
+    assert plan.rules["0.weight"] == P()
     assert plan.rules["1.weight"] == P()
     assert plan.rules["3.in_proj_weight"] == P("model", None)
     assert plan.rules["3.out_proj.weight"] == P(None, "model")
+
+
+def vision_transformer(labels: int) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+    without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.ViTConfig(**{"num_hidden_layers": 2, "num_labels": labels}, **sizes, **without)
+    return transformers.ViTForImageClassification(config)
+
+
+def test_convolutions_of_the_input_and_heads_that_narrow_stay_whole() -> None:
+    """By channels, or by what they sum over, they would split the stream of a transformer by features."""
+    mesh = make_mesh((4, 2))
+    vit = ts.plans.tp(vision_transformer(4), mesh).rules
+    assert vit["vit.embeddings.patch_embeddings.projection.weight"] == P()
+    assert vit["classifier.weight"] == P()
+    assert ts.plans.tp(vision_transformer(64), mesh).rules["classifier.weight"] == P("model", None)
+    encoder = nn.ModuleDict({"conv1": nn.Conv1d(6, 8, 3), "conv2": nn.Conv1d(8, 8, 3), "conv3": nn.Conv1d(8, 16, 3)})
+    specs = ts.plans.tp(encoder, mesh).resolve(encoder, mesh)
+    assert [specs[f"conv{n}.weight"].spec for n in (1, 2, 3)] == [P(), P(), P("model", None, None)]
+    funnel = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    assert ts.plans.tp(funnel, mesh).resolve(funnel, mesh)["1.weight"].spec == P(None, "model")
+
+
+def test_a_vision_transformer_gathers_its_matrices_alone() -> None:
+    torch.manual_seed(0)
+    model, mesh = vision_transformer(4), make_mesh((4, 2))
+    batch = torch.randn(16, 3, 8, 8), torch.arange(16) % 4
+    step = ts.make_train_step(
+        model,
+        lambda model, batch: nn.functional.cross_entropy(model(pixel_values=batch[0]).logits, batch[1]),
+        optax.sgd(0.1),
+        mesh=mesh,
+        plan=ts.plans.fsdp_tp(model, mesh),
+        scan_layers=False,
+    )
+    found = count_collectives(step.lower(step.structs, batch).compile())
+    assert set(found) == {"all-gather", "all-reduce"}
+    assert found["all-gather"] <= 2 * sum(p.ndim > 1 for p in model.parameters())  # for each pass
+
+
+def test_an_embedding_under_fsdp_keeps_its_rows_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(nn.Embedding(1024, 32), nn.Linear(32, 24)), make_mesh((8, 1))
+    plan, tokens = ts.plans.fsdp(model, mesh), torch.randint(0, 1024, (8, 16))
+    assert plan.rules["0.weight"] == P(None, "batch")
+    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    text = step.lower(step.structs, tokens).compile().as_text() or ""
+    assert "f32[16,32]" in text
+    assert not re.search(r"f32\[(128|8,16),32\]", text)  # of all rows
+    step.prove(step.init(), tokens).raise_if_different()
 
 
 RECIPES = {

@@ -63,6 +63,12 @@ def quietly() -> Generator[None, None, None]:
         _QUIET.reset(token)
 
 
+def warn(message: str) -> None:
+    """Warn by the logger, unless plans are made quietly."""
+    if not _QUIET.get():
+        logger.warning("%s", message)
+
+
 def describe_bytes(entry: torch.Tensor) -> str:
     """The size of an entry."""
     return decimal(entry.numel() * entry.element_size())
@@ -178,8 +184,7 @@ def plan_of(
         if strict:
             remedy = "Choose sizes or a mesh that divide, or strict=False, which keeps such entries whole."
             raise ValueError("\n".join([f"{head}. {remedy}", "", *lines]))
-        if not _QUIET.get():
-            logger.warning("\n".join([f"{head}.", "", *lines]))
+        warn("\n".join([f"{head}.", "", *lines]))
     rules: dict[str | re.Pattern[str], PartitionSpec] = {}
     reasons: dict[str | re.Pattern[str], str] = {}
     for key, (spec, reason) in with_globs(

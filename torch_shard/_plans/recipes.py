@@ -3,7 +3,6 @@
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-import logging
 import math
 from collections.abc import Collection
 from typing import Literal, cast
@@ -24,14 +23,13 @@ from torch_shard._plans.decisions import (
     names_of,
     plan_of,
     size_of,
+    warn,
     with_sizes,
 )
 from torch_shard._plans.layers import experts_of, kernels_of, layers_of, tables_of
 from torch_shard._plans.roles import Role, roles_of
 from torch_shard._plans.sequence import sequence_constraints
 from torch_shard._sharding import Context, ContextMode, Padded, Pieces, ShardingPlan, check_mesh
-
-logger = logging.getLogger(__name__)
 
 PadVocab = bool | Literal["auto"]
 """Whether a vocabulary that does not divide is padded."""
@@ -226,11 +224,10 @@ def _tell_of_experts(model: torch.nn.Module) -> None:
     found = [path for path, layer in layers_of(model) if experts_of(layer)]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        logger.warning(
-            "plans.fsdp_tp: %s%s hold experts, whose features are split. plans.expert(model, mesh, tp=...) gives each "
-            "device whole experts of its own instead, and less goes over the wire.",
-            found[0],
-            more,
+        warn(
+            f"plans.fsdp_tp: {found[0]}{more} hold experts, whose features are split. "
+            "plans.expert(model, mesh, tp=...) gives each device whole experts of its own instead, and less goes over "
+            "the wire."
         )
 
 

@@ -183,7 +183,8 @@ class _Sides:
         for _, group in itertools.groupby(self._products, lambda path: path.rpartition(".")[0]):
             alike = [p for p in group if self._products[p].num_in == self._products[p].num_out]
             self._turn |= {path: number for number, path in enumerate(alike)}
-        self._of_input = _sides_at_inputs(self._products)
+        self._before = dict(itertools.pairwise(reversed(self._products)))
+        self._of_input = _at_inputs(self._products)
 
     def of(self, path: str) -> tuple[Side, str]:
         """The side, and why in the words of a noun phrase."""
@@ -200,12 +201,25 @@ class _Sides:
         if name in ROWS or pair in ROWS:
             return "row", "row layer"
         if path in self._of_input:
-            return self._of_input[path]
+            return "whole", "convolution of the input"
         if product.num_out != product.num_in:
             wider = product.num_out > product.num_in
+            if not wider and self._ends_stream(path):
+                return "whole", "head that narrows, behind a row layer"
             return ("column", "column layer, as it widens") if wider else ("row", "row layer, as it narrows")
         first = self._turn[path] % 2 == 0
         return ("column", "column layer, first of a pair") if first else ("row", "row layer, second of a pair")
+
+    def _ends_stream(self, path: str) -> bool:
+        """Whether it reads what a row layer elsewhere gives.
+
+        As a row layer too it would split that by features, and with it the whole stream of the layers before, which
+        each of them would have to gather.
+        """
+        before = self._before.get(path)
+        if before is None or self._products[path].is_kernel or _parent(before) == _parent(path):
+            return False
+        return self._products[before].num_out == self._products[path].num_in and self.of(before)[0] == "row"
 
     def pieces(self, path: str) -> int:
         """So many projections are in one."""
@@ -228,23 +242,26 @@ class _Sides:
         return split // width if width and split % width == 0 else 0
 
 
-def _sides_at_inputs(products: Mapping[str, Product]) -> dict[str, tuple[Side, str]]:
-    """Of convolutions of what a model is given (pixels, patches, spectra), and of one that takes the result of such.
+def _at_inputs(products: Mapping[str, Product]) -> frozenset[str]:
+    """Convolutions of what a model is given (pixels, patches, spectra), and one beside it that takes its result.
 
-    As a column layer alone it would split the stream behind it by features, which every layer then has to gather.
+    A step runs convolutions on rows, with whole kernels. Split by channels, their biases would split the stream behind
+    them by features, which each layer would have to gather.
     """
-    found: dict[str, tuple[Side, str]] = {}
-    made = set[int]()
-    followers = [*products.items()][1:]
-    for (path, product), (after, taker) in itertools.zip_longest(products.items(), followers, fillvalue=("", None)):
-        assert product is not None
+    first, made = dict[str, Product](), set[int]()
+    for path, product in products.items():
         if product.is_kernel and product.groups == 1 and product.num_in not in made:
-            beside = after.rpartition(".")[0] == path.rpartition(".")[0]
-            is_kernel = taker is not None and taker.is_kernel and taker.groups == 1
-            if taker is not None and beside and is_kernel and taker.num_in == product.num_out:
-                found[path] = "column", "column layer, a convolution of the input"
-                found[after] = "row", "row layer, behind a convolution of the input"
-            else:
-                found[path] = "whole", "convolution of the input, with no row layer behind it"
+            first[path] = product
         made.add(product.num_out)
-    return found
+    pairs = [pair for pair in itertools.pairwise(products) if pair[0] in first and _parent(pair[0]) == _parent(pair[1])]
+    second = [path for before, path in pairs if _takes(products[path], first[before])]
+    return frozenset({*first, *second})
+
+
+def _takes(convolution: Product, before: Product) -> bool:
+    """Whether it may be a convolution of what another gives."""
+    return convolution.is_kernel and convolution.groups == 1 and convolution.num_in == before.num_out
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]

@@ -1,6 +1,7 @@
 """The gradient of a matrix that is embedding and head at once: summed on each device, and then once over the devices.
 
 XLA's partitioner sums each of its two parts over the devices as soon as it is made, and each is as large as the matrix.
+What a device adds up in float32 is made some features at a time, so that it never holds a matrix that wide.
 """
 
 import jax
@@ -65,12 +66,24 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
         taken = jnp.where((ids == padding_idx)[..., None], 0, grad_rows)
         return product.at[ids.reshape(-1)].add(taken.reshape(-1, taken.shape[-1]))
 
+    def narrow(grad_logits, hidden, grad_rows, ids):
+        """The same in the dtype of the product."""
+        num = _num_parts(hidden.shape[-1])
+        parts = zip(jnp.split(hidden, num, -1), jnp.split(grad_rows, num, -1), strict=True)
+        return jnp.concatenate([local(grad_logits, x, rows, ids).astype(dtype) for x, rows in parts], -1)
+
     rows, given = current_rows(), (grad_logits, hidden, grad_rows, ids)
     if rows is None or rows.num_shards == 1 or len(ids) % rows.num_shards or manual_axes():
         return local(*given)
     dtype = jnp.result_type(grad_logits, hidden)
-    parts = jax.vmap(lambda *own: local(*own).astype(dtype))(*(_by_shard(x, rows) for x in given))
+    parts = jax.vmap(narrow)(*(_by_shard(x, rows) for x in given))
     return jnp.sum(_on_shards(parts, rows), 0, dtype=dtype).astype(grad_rows.dtype)
+
+
+def _num_parts(num_features: int) -> int:
+    """Of a device's share: at most eight, each a multiple of the 128 lanes of a TPU."""
+    blocks, rest = divmod(num_features, 128)
+    return 1 if rest else max(num for num in range(1, 9) if blocks % num == 0)
 
 
 def _by_shard(x: jax.Array, rows: RowSplit) -> jax.Array:
