@@ -10,6 +10,7 @@ import torch_shard as ts
 from torch_shard._demo.model import GPT, loss_fn
 from torch_shard._tune.arithmetic import Estimate
 from torch_shard._tune.candidates import Candidate
+from torch_shard._tune.products import PASSES, _seen  # pyright: ignore[reportPrivateUsage]
 from torch_shard._tune.task import Task
 
 TOPOLOGY, ROWS, LENGTH = "v5e:2x4", 64, 256
@@ -70,7 +71,7 @@ def test_the_order_of_memory_is_the_compilers(previews, estimates):
 
 @pytest.mark.slow  # compiles for TPUs
 def test_flops_are_those_of_the_compiled_step(task, previews):
-    products = task.facts.flops - 3.5 * task.facts.attention  # kernels have none for the compiler
+    products = task.facts.flops - PASSES * task.facts.attention  # kernels have none for the compiler
     found = previews["replicated"].flops * 8
     assert products * 0.95 < found < task.facts.flops * 1.05
 
@@ -89,3 +90,8 @@ def test_bytes_received_are_near_those_of_the_compiled_step(previews, estimates)
 def test_the_axes_of_the_wire_are_those_of_the_mesh(estimates):
     assert set(estimates["replicated"].wire) == {"batch"}
     assert set(estimates["fsdp_tp"].wire) == {"batch", "model"}
+
+
+def test_attention_counts_what_is_seen():
+    assert [_seen(band, 4, 4) for band in ((-1, -1), (-1, 0), (1, 0), (0, 0))] == [1.0, 10 / 16, 7 / 16, 4 / 16]
+    assert _seen((-1, 0), 2, 4) == 3 / 8  # the first query is beside the first key

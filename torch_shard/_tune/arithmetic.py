@@ -13,6 +13,7 @@ from torch_shard._tune.candidates import Candidate
 from torch_shard._tune.chips import GIB, KERNELS, Chip
 from torch_shard._tune.facts import Facts
 from torch_shard._tune.layers import Repeats
+from torch_shard._tune.products import PASSES
 
 MXU = 0.6
 """Part of the peak that programs reach in their products."""
@@ -144,7 +145,7 @@ def _split_of(model: Model, plan: ResolvedPlan) -> _Split:
         if product is not None and name.endswith("weight"):
             sums = "model" in axes_of((held[name][product.in_dim],))
         rows += [path] * sums
-    attention = 3.5 * model.facts.attention if rows else 0.0
+    attention = PASSES * model.facts.attention if rows else 0.0
     known = sum(by_module.values())
     return _Split(min((split + attention) / known, 1.0) if known else 0.0, tuple(rows), bool(plan.activations))
 
@@ -157,7 +158,7 @@ def _compute(model: Model, candidate: Candidate, split: _Split, moments: Resolve
         if facts.layers
         else 0.0
     )
-    kernels = facts.attention * 3.5
+    kernels = facts.attention * PASSES
     flops = max(facts.flops - kernels, 0.0) / MXU + kernels / KERNELS
     own = (split.flops / num + 1 - split.flops) / candidate.data_shards
     if facts.layers and candidate.remat == "none" and candidate.scan_layers is not False:

@@ -7,12 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Node
 
 from torch_shard._common.fx import operator_name
 
 ATTENTION = ("attention", "attention_backward")
+
+PASSES = 4.5
+"""Products of attention in both passes over those of the forward pass: of nine, seven are in the backward kernels."""
 
 
 def flops_of(node: Node) -> float:
@@ -49,12 +53,22 @@ def _scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def _seen(band: Sequence[int], queries: int, keys: int) -> float:
+    """The part of queries and keys within a band: so many before and after, negative for all."""
+    at = np.arange(queries)
+    first = np.zeros(queries) if band[0] < 0 else np.clip(at - band[0], 0, keys)
+    last = np.full(queries, keys) if band[1] < 0 else np.clip(at + band[1] + 1, 0, keys)
+    return float(np.clip(last - first, 0, None).sum() / (queries * keys))
+
+
 def _attention(args: Sequence[Any], out: Any) -> float:
-    return _scores(*args[:3])
+    q, k, v = args[:3]
+    return _scores(q, k, v) * _seen(args[5], q.shape[-2], k.shape[-2])
 
 
 def _attention_backward(args: Sequence[Any], out: Any) -> float:
-    return 2.5 * _scores(*args[1][:3])
+    q, k, v = args[1][:3]
+    return (PASSES - 1) * _scores(q, k, v) * _seen(args[4], q.shape[-2], k.shape[-2])
 
 
 def _expert_products(x: torch.Tensor, ids: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> float:

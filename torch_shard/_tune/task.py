@@ -30,6 +30,7 @@ from torch_shard._tune.candidates import MICROBATCHES, Candidate
 from torch_shard._tune.chips import GIB, Chip, chip_of, compute_seconds, exposed_seconds
 from torch_shard._tune.facts import Facts, alike_layers, facts_by_layers, facts_of
 from torch_shard._tune.layers import Repeats, Shorter, find_repeats, shorten
+from torch_shard._tune.products import PASSES
 from torch_shard._tune.prune import Pruning
 from torch_shard._tune.search import Search
 from torch_shard._tune.tuning import Choice, Pruned, Tuning, budgets_of
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 SIZES = (2, 3)
 """So many iterations of the loops of a model are compiled, where the others follow."""
 
-MANY = 8
+MANY = 13
 """Fewer iterations are compiled whole in the time that two programs with `SIZES` take."""
 
 ESTIMATES = (
@@ -177,7 +178,7 @@ class Task:
         step = make_train_step(model.module, self.loss_fn, model.optimizer, **options)
         rest, program = step.previewing(self.batch), step.programs[-1]
         flags = {name: str(value) for name, value in (program.loss.compiler_options(step.mesh) or {}).items()}
-        attention = share * self.facts.attention * (3.5 + (candidate.remat == "block")) / len(self.devices)
+        attention = share * self.facts.attention * (PASSES + (candidate.remat == "block")) / len(self.devices)
 
         def measured() -> Measured:
             found = self._measured(candidate, rest(), attention)
