@@ -130,7 +130,7 @@ def _ratio(row: Row | None) -> str:
 def _draw_ratios(figure: Figure, theme: Theme, rows: list[Row]) -> None:
     """Draw what is measured first of each subject."""
     firsts = {subject: next(iter(own.items())) for subject, own in _subjects(rows).items()}
-    bars = [(subject, (row.ratio or 0.0,)) for subject, (_, row) in firsts.items()]
+    bars = [(subject, (row.ratio,)) for subject, (_, row) in firsts.items() if row.ratio is not None]
     axes = draw_bars(figure, theme, bars, ())
     axes.axvline(1.0, color=theme["text"], linestyle="--", linewidth=1)
     measured = next(iter(firsts.values()))[0]

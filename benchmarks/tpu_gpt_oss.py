@@ -15,7 +15,7 @@ from benchmarks.tpu_layers import causal_attention, rotate, scatter
 from benchmarks.tpu_mixtral import Rows, grouped
 from benchmarks.tpu_qwen import Qwen
 
-TILES = (128, 2880, 960)
+TILES = (128, 960, 960)
 """Of the grouped products."""
 ALPHA, LIMIT = 1.702, 7.0
 

@@ -115,7 +115,7 @@ class Rows:
         place_R = chosen_SC.reshape(-1) - jax.lax.axis_index("model") * own
         place_R = jnp.where((place_R >= 0) & (place_R < own), place_R, own)
         order_R = jnp.argsort(place_R)
-        sizes = jnp.bincount(place_R, length=own + 1)[:own].astype(jnp.int32)
+        sizes = (place_R[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)  # bincount would be a loop of searches
         used_R = jnp.arange(place_R.size) < sizes.sum()
         return cls(order_R, jnp.argsort(order_R), used_R, place_R[order_R], sizes, chosen_SC.shape[1])
 

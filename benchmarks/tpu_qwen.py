@@ -18,8 +18,8 @@ from benchmarks.tpu_llama import IN_OUT, OUT_IN
 from benchmarks.tpu_mixtral import Mixtral, Rows, grouped
 
 EXPERTS = P("model", "batch")
-TILES = (128, 2048, 1024)
-"""Of the grouped products: few rows, as an expert has few, and all that is summed over at once."""
+TILES = (128, 1024, 1024)
+"""Of the grouped products: few rows, as an expert has few."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ class Traffic:
         results = _bytes_of(instruction)
         if instruction.op in _SLICES:
             return 2 * results
+        if instruction.op == "dynamic-update-slice":
+            return 2 * min(results, sum(a.num_padded_bytes for a in self._hlo.operand(instruction.operands[1])))
         return results + sum(a.num_padded_bytes for a in self._hlo.inputs(instruction) if not a.is_on_chip)
 
     def _of_start(self, instruction: Instruction) -> float:

@@ -131,10 +131,10 @@ def run_blocks(
             and what is added to the sums.
 
     Returns:
-        Values in order (T * K + B, ...), and sums (E, ...).
+        Values in order (T * K + B, ...), of which those of no expert here may be anything; and sums (E, ...).
     """
     rows, sums = zeros
-    written = jax.tree.map(lambda row: jnp.zeros((len(slots.order), *row.shape), row.dtype), rows)
+    written = jax.tree.map(lambda row: jax.lax.empty((len(slots.order), *row.shape), row.dtype), rows)
     written, sums = vary_like((written, sums), experts, slots.order)
 
     def of_expert(written: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
