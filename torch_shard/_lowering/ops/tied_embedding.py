@@ -3,6 +3,8 @@
 XLA's partitioner sums each of its two parts over the devices as soon as it is made, and each is as large as the matrix.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -66,17 +68,39 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
         return product.at[ids.reshape(-1)].add(taken.reshape(-1, taken.shape[-1]))
 
     rows, given = current_rows(), (grad_logits, hidden, grad_rows, ids)
-    if rows is None or rows.num_shards == 1 or len(ids) % rows.num_shards or manual_axes():
+    if rows is None or manual_axes():
         return local(*given)
-    dtype = jnp.result_type(grad_logits, hidden)
-    parts = jax.vmap(lambda *own: local(*own).astype(dtype))(*(_by_shard(x, rows) for x in given))
-    return jnp.sum(_on_shards(parts, rows), 0, dtype=dtype).astype(grad_rows.dtype)
+    cuts = _cuts(rows, ids.shape, hidden.ndim)
+    if math.prod(num for num, _ in cuts) == 1:
+        return local(*given)
+
+    def one(*own: jax.Array) -> jax.Array:
+        return local(*own).astype(jnp.result_type(grad_logits, hidden))
+
+    for _ in cuts:
+        one = jax.vmap(one)
+    parts = _on_shards(one(*(_by_shard(x, cuts, rows) for x in given)), cuts, rows)
+    return jnp.sum(parts, tuple(range(len(cuts))), dtype=parts.dtype).astype(grad_rows.dtype)
 
 
-def _by_shard(x: jax.Array, rows: RowSplit) -> jax.Array:
-    return _on_shards(x.reshape(rows.num_shards, -1, *x.shape[1:]), rows)
+def _cuts(rows: RowSplit, shape: tuple[int, ...], ndim: int) -> list[tuple[int, tuple[str, ...]]]:
+    """Into how many parts rows are cut, and their sequence, if it is split too; and over which axes."""
+    if shape[0] % rows.num_shards:
+        return []
+    cuts = [(rows.num_shards, rows.axes)]
+    if rows.context is not None and len(shape) == 2 and ndim == 3:
+        num = rows.mesh.shape[rows.context.axis]
+        cuts += [(num, (rows.context.axis,))] if shape[1] % num == 0 else []
+    return cuts
 
 
-def _on_shards(x: jax.Array, rows: RowSplit) -> jax.Array:
-    """Each on its own shard of the rows; the compiler chooses for the other dims."""
-    return jax.lax.with_sharding_constraint(x, rows.sharding(0, x.ndim))
+def _by_shard(x: jax.Array, cuts: list[tuple[int, tuple[str, ...]]], rows: RowSplit) -> jax.Array:
+    """The parts first, in as many dims as are cut."""
+    sizes = [size for (num, _), whole in zip(cuts, x.shape, strict=False) for size in (num, whole // num)]
+    x = x.reshape(*sizes, *x.shape[len(cuts) :])
+    return _on_shards(jnp.moveaxis(x, range(0, 2 * len(cuts), 2), range(len(cuts))), cuts, rows)
+
+
+def _on_shards(x: jax.Array, cuts: list[tuple[int, tuple[str, ...]]], rows: RowSplit) -> jax.Array:
+    """Each on its own shard; the compiler chooses for the other dims."""
+    return jax.lax.with_sharding_constraint(x, rows.along({dim: axes for dim, (_, axes) in enumerate(cuts)}, x.ndim))
