@@ -150,6 +150,7 @@ MORE = {
         for name in ("llama", "gemma2", "mixtral", "gpt2")
         for mode, kind in (("gather", "padding"), ("gather", ""), ("ring", ""))
         for sizes in ({"batch": 2, "context": 4}, THREE)
+        if (name, kind) != ("gemma2", "padding")  # queries of padding see nothing in a window: NaN in eager torch
     },
 }
 

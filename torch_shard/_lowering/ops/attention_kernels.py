@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
@@ -46,8 +47,7 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
-    seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
+    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size)
     of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
     return kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
@@ -64,6 +64,40 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False)
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
+
+
+def _band_mask(band, size):
+    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    made = masks.CausalMask(size) if band == (None, 0) else masks.LocalMask(size, band, 0)
+    made.__class__ = _by_blocks(type(made), band)
+    return made
+
+
+@functools.cache
+def _by_blocks(cls, band):
+    before, after = (math.inf if limit is None else limit for limit in band)
+
+    class ByBlocks(cls):
+        def __getitem__(self, idx):
+            if any(part.start is None or part.stop is None for part in idx):
+                return super().__getitem__(idx)
+            rows, columns = idx
+            latest, earliest = columns.stop - 1 - rows.start, columns.start - (rows.stop - 1)
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            if latest <= after and -earliest <= before:
+                return _filled(shape, True)
+            if earliest > after or -latest > before:
+                return _filled(shape, False)
+            return super().__getitem__(idx)
+
+    return ByBlocks
+
+
+@functools.lru_cache(maxsize=8)
+def _filled(shape, value):
+    return np.full(shape, value)
 
 
 def _run_splash(kernel, q, k, v, segments, sinks):
