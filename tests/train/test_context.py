@@ -268,6 +268,10 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
         ),
         'context: the mesh .batch=8. has no axis "context"',
     ),
+    "rows over the axis of the sequence": (
+        lambda: make_step(Case(options={"batch_spec": P(("batch", "context"))}), Net()),
+        r"batch_spec P\(\('batch', 'context'\)\) splits rows over 'context', over which the plan",
+    ),
     "a sequence that does not divide": (
         lambda: step_on({"input_ids": torch.ones(ROWS, 30, dtype=torch.int64)}),
         "dim 1 = 30 is not a multiple of context=4.*Pad sequences",
