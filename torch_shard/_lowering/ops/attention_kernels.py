@@ -170,22 +170,34 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
     Returns:
         `(q, k, v, segments, sinks, extra, start) -> out`, `extra` and its specs.
     """
-    if (rows.platform not in KERNELS and not interpret) or mode == "ring":
+    if rows.platform not in KERNELS and not interpret:
         return None
+    (q, k, _), num = qkv, rows.mesh.shape[rows.context.axis]
     platform = "tpu" if interpret else rows.platform
     if why_no_kernel(platform, qkv, segments, band, is_plain=not cap and not sinks):
         return None
-    q, k, _ = qkv
+    if why_no_kernel_in_context(platform, mode, num, (q.shape[2], k.shape[2]), band):
+        return None
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
         options = {"interpret": True} if interpret else {}
         kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
         return lambda q, k, v, segments, sinks, extra, start: kernel(q, k, v, segments, sinks), (), ()
-    num = rows.mesh.shape[rows.context.axis]
-    if platform != "tpu" or q.shape[2] % (num * LANES) or k.shape[2] % LANES:
-        return None
     kernel = _splash_kernel((q.shape[2], k.shape[2]), num_heads, band, cap, num_shards=num, interpret=interpret)
     specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
     return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
+
+
+def why_no_kernel_in_context(platform, mode, num, lengths, band):
+    """Say why there is no kernel where the sequence is split over so many devices; empty if there is one."""
+    if mode == "ring":
+        return "there is none for context_mode='ring'"
+    if mode == "heads" or (platform != "tpu" and band == (None, None)):
+        return ""
+    if platform != "tpu":
+        return "cuDNN's takes no part of the queries of a band. Use context_mode='heads', where heads divide"
+    if lengths[0] % (num * LANES) or lengths[1] % LANES:
+        return f"it takes parts of a multiple of {LANES} queries, and {lengths[0]} are split over {num} devices"
+    return ""
 
 
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}
