@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
 }
 
-RECIPES = ["fsdp", "tp", "fsdp_tp", "sequence", "padded", "hsdp", "expert", "zero-1"]
+RECIPES = ["fsdp", "tp", "fsdp_tp", "sequence", "padded", "hsdp", "expert", "zero-1", "context"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,9 @@ class Case:
     def make_plans(self, model: nn.Module, mesh: Mesh) -> dict[str, Any]:
         """The plan and what goes with it, as `make_train_step` takes them."""
         axes, given = dict(self.mesh), {}
-        other = next((axis for axis in axes if axis != "batch"), "batch")
+        other, third, *_ = *(axis for axis in axes if axis != "batch"), None, None
+        other = other or "batch"
+        mode: Any = ("gather", "ring", "heads")[self.seed % 3]
         made = {
             None: lambda: ts.ShardingPlan({}, default=P()),
             "fsdp": lambda: ts.plans.fsdp(model, mesh),
@@ -117,6 +119,7 @@ class Case:
             "hsdp": lambda: ts.plans.hsdp(model, mesh, replicate=other),
             "expert": lambda: ts.plans.expert(model, mesh, ep=other),
             "zero-1": ts.plans.replicated,
+            "context": lambda: ts.plans.fsdp_tp(model, mesh, tp=third, context=other, context_mode=mode),
         }
         plan = made[self.recipe]()
         if self.rules or self.activations or self.stored:

@@ -150,6 +150,7 @@ MORE = {
         for name in ("llama", "gemma2", "mixtral", "gpt2")
         for mode, kind in (("gather", "padding"), ("gather", ""), ("ring", ""))
         for sizes in ({"batch": 2, "context": 4}, THREE)
+        if (name, kind) != ("gemma2", "padding")  # queries of padding see nothing in a window: NaN in eager torch
     },
 }
 
@@ -266,6 +267,10 @@ BAD: Mapping[str, tuple[Callable[[], object], str]] = {
             plan=ts.ShardingPlan({}, default=P(), context=ts.Context("context")),
         ),
         'context: the mesh .batch=8. has no axis "context"',
+    ),
+    "rows over the axis of the sequence": (
+        lambda: make_step(Case(options={"batch_spec": P(("batch", "context"))}), Net()),
+        r"batch_spec P\(\('batch', 'context'\)\) splits rows over 'context', over which the plan",
     ),
     "a sequence that does not divide": (
         lambda: step_on({"input_ids": torch.ones(ROWS, 30, dtype=torch.int64)}),

@@ -257,6 +257,11 @@ class BatchLayout:
         if faults := find_spec_faults(self.spec, (0,) * len(self.spec), mesh):
             listed = " ".join(f"{fault}. {remedy}" for fault, remedy in faults)
             raise ValueError(f"{caller()}: batch_spec on mesh {describe_mesh(mesh)}: {listed}")
+        if context is not None and context.axis in self.row_axes:
+            raise ValueError(
+                f"{caller()}: batch_spec {describe_spec(self.spec)} splits rows over {context.axis!r}, over which the "
+                "plan splits their sequence. Give rows other axes, or leave batch_spec out, which follows the plan."
+            )
         self._shardings: dict[int, NamedSharding] = {}
 
     @property

@@ -54,10 +54,18 @@ class Context:
             )
 
     def rows_on(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes of the rows that a mesh has: it may lack `batch`."""
+        """Give the axes of the rows that a mesh has: it may lack `batch`.
+
+        Args:
+            mesh: Of the step.
+        """
         return tuple(axis for axis in self.rows if axis in mesh.shape)
 
     def find_faults(self, mesh: Mesh) -> list[str]:
-        """Say what the mesh lacks."""
+        """Say what the mesh lacks, a line for each axis.
+
+        Args:
+            mesh: Of the step.
+        """
         missing = [axis for axis in (self.axis, *self.rows) if axis not in mesh.shape and axis != "batch"]
         return [f'context: the mesh {describe_mesh(mesh)} has no axis "{axis}".' for axis in missing]

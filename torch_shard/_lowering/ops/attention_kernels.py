@@ -123,8 +123,7 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False)
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    known = {(None, None): masks.FullMask, (None, 0): masks.CausalMask}
-    seen = known[band](size) if band in known else masks.LocalMask(size, band, 0)
+    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size)
     of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
     return kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
@@ -141,6 +140,40 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False)
         attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
+
+
+def _band_mask(band, size):
+    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    made = masks.CausalMask(size) if band == (None, 0) else masks.LocalMask(size, band, 0)
+    made.__class__ = _by_blocks(type(made), band)
+    return made
+
+
+@functools.cache
+def _by_blocks(cls, band):
+    before, after = (math.inf if limit is None else limit for limit in band)
+
+    class ByBlocks(cls):
+        def __getitem__(self, idx):
+            if any(part.start is None or part.stop is None for part in idx):
+                return super().__getitem__(idx)
+            rows, columns = idx
+            latest, earliest = columns.stop - 1 - rows.start, columns.start - (rows.stop - 1)
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            if latest <= after and -earliest <= before:
+                return _filled(shape, True)
+            if earliest > after or -latest > before:
+                return _filled(shape, False)
+            return super().__getitem__(idx)
+
+    return ByBlocks
+
+
+@functools.lru_cache(maxsize=8)
+def _filled(shape, value):
+    return np.full(shape, value)
 
 
 def _run_splash(others, q, k, v, *sinks):
@@ -220,22 +253,34 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
     Returns:
         `(q, k, v, segments, extra, start) -> Kernel`, `extra` and its specs.
     """
-    if (rows.platform not in KERNELS and not interpret) or mode == "ring":
+    if rows.platform not in KERNELS and not interpret:
         return None
+    (q, k, _), num = qkv, rows.mesh.shape[rows.context.axis]
     platform = "tpu" if interpret else rows.platform
     if why_no_kernel(platform, qkv, segments, band, is_plain=not cap and not sinks):
         return None
-    q, k, _ = qkv
+    if why_no_kernel_in_context(platform, mode, num, (q.shape[2], k.shape[2]), band):
+        return None
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
         options = {"interpret": True} if interpret else {}
         kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
         return lambda q, k, v, segments, extra, start: kernel(q, k, v, segments), (), ()
-    num = rows.mesh.shape[rows.context.axis]
-    if platform != "tpu" or q.shape[2] % (num * LANES) or k.shape[2] % LANES:
-        return None
     kernel = _splash_kernel((q.shape[2], k.shape[2]), num_heads, band, cap, num_shards=num, interpret=interpret)
     specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
     return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
+
+
+def why_no_kernel_in_context(platform, mode, num, lengths, band):
+    """Say why there is no kernel where the sequence is split over so many devices; empty if there is one."""
+    if mode == "ring":
+        return "there is none for context_mode='ring'"
+    if mode == "heads" or (platform != "tpu" and band == (None, None)):
+        return ""
+    if platform != "tpu":
+        return "cuDNN's takes no part of the queries of a band. Use context_mode='heads', where heads divide"
+    if lengths[0] % (num * LANES) or lengths[1] % LANES:
+        return f"it takes parts of a multiple of {LANES} queries, and {lengths[0]} are split over {num} devices"
+    return ""
 
 
 KERNELS = {"tpu": splash, "cuda": cudnn, "gpu": cudnn}

@@ -12,7 +12,7 @@ from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
-from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel
+from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel, why_no_kernel_in_context
 from torch_shard._lowering.rows import SEQUENCE, RowSplit
 
 _SHOWN = 4
@@ -114,6 +114,10 @@ def _of_ours(node: Node, rows: RowSplit) -> str:
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
     if why := why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks):
         return f"runs in blocks of queries, without a kernel: {why}."
+    if rows.context is not None:
+        num, lengths = rows.mesh.shape[rows.context.axis], (shape_of(q)[2], shape_of(k)[2])
+        why = why_no_kernel_in_context(rows.platform, rows.context.mode, num, lengths, limits(band))
+        return f"runs in blocks of queries, without a kernel: {why}." if why else ""
     if whole := undivided(rows, shape_of(q)):
         return f"has its kernel, but does not divide over the mesh ({whole}): devices compute the same."
     return ""

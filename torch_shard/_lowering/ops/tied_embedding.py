@@ -4,6 +4,8 @@ XLA's partitioner sums each of its two parts over the devices as soon as it is m
 What a device adds up in float32 is made some features at a time, so that it never holds a matrix that wide.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -60,6 +62,8 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
     Over devices in the dtype of the product, as every gradient of a weight is; within one in float32.
     """
 
+    dtype = jnp.result_type(grad_logits, hidden)
+
     def local(grad_logits, hidden, grad_rows, ids):
         dims = tuple(range(hidden.ndim - 1))
         product = jnp.tensordot(grad_logits, hidden, (dims, dims)).astype(grad_rows.dtype)
@@ -73,11 +77,28 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
         return jnp.concatenate([local(grad_logits, x, rows, ids).astype(dtype) for x, rows in parts], -1)
 
     rows, given = current_rows(), (grad_logits, hidden, grad_rows, ids)
-    if rows is None or rows.num_shards == 1 or len(ids) % rows.num_shards or manual_axes():
+    if rows is None or manual_axes():
         return local(*given)
-    dtype = jnp.result_type(grad_logits, hidden)
-    parts = jax.vmap(narrow)(*(_by_shard(x, rows) for x in given))
-    return jnp.sum(_on_shards(parts, rows), 0, dtype=dtype).astype(grad_rows.dtype)
+    cuts = _cuts(rows, ids.shape, hidden.ndim)
+    if math.prod(num for num, _ in cuts) == 1:
+        return local(*given)
+
+    one = narrow
+    for _ in cuts:
+        one = jax.vmap(one)
+    parts = _on_shards(one(*(_by_shard(x, cuts, rows) for x in given)), cuts, rows)
+    return jnp.sum(parts, tuple(range(len(cuts))), dtype=parts.dtype).astype(grad_rows.dtype)
+
+
+def _cuts(rows: RowSplit, shape: tuple[int, ...], ndim: int) -> list[tuple[int, tuple[str, ...]]]:
+    """Into how many parts rows are cut, and their sequence, if it is split too; and over which axes."""
+    if shape[0] % rows.num_shards:
+        return []
+    cuts = [(rows.num_shards, rows.axes)]
+    if rows.context is not None and len(shape) == 2 and ndim == 3:
+        num = rows.mesh.shape[rows.context.axis]
+        cuts += [(num, (rows.context.axis,))] if shape[1] % num == 0 else []
+    return cuts
 
 
 def _num_parts(num_features: int) -> int:
@@ -86,10 +107,13 @@ def _num_parts(num_features: int) -> int:
     return 1 if rest else max(num for num in range(1, 9) if blocks % num == 0)
 
 
-def _by_shard(x: jax.Array, rows: RowSplit) -> jax.Array:
-    return _on_shards(x.reshape(rows.num_shards, -1, *x.shape[1:]), rows)
+def _by_shard(x: jax.Array, cuts: list[tuple[int, tuple[str, ...]]], rows: RowSplit) -> jax.Array:
+    """The parts first, in as many dims as are cut."""
+    sizes = [size for (num, _), whole in zip(cuts, x.shape, strict=False) for size in (num, whole // num)]
+    x = x.reshape(*sizes, *x.shape[len(cuts) :])
+    return _on_shards(jnp.moveaxis(x, range(0, 2 * len(cuts), 2), range(len(cuts))), cuts, rows)
 
 
-def _on_shards(x: jax.Array, rows: RowSplit) -> jax.Array:
-    """Each on its own shard of the rows; the compiler chooses for the other dims."""
-    return jax.lax.with_sharding_constraint(x, rows.sharding(0, x.ndim))
+def _on_shards(x: jax.Array, cuts: list[tuple[int, tuple[str, ...]]], rows: RowSplit) -> jax.Array:
+    """Each on its own shard; the compiler chooses for the other dims."""
+    return jax.lax.with_sharding_constraint(x, rows.along({dim: axes for dim, (_, axes) in enumerate(cuts)}, x.ndim))
