@@ -52,6 +52,10 @@ def _in_sequence(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
     return fsdp_tp(model, mesh, sequence=True)
 
 
+def _in_context(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
+    return fsdp_tp(model, mesh, tp=None, context="context")
+
+
 _HYBRID = PartitionSpec(("replica", "batch"))
 
 USUAL: Mapping[str, Recipe] = {
@@ -60,6 +64,7 @@ USUAL: Mapping[str, Recipe] = {
     "hsdp": hsdp,
     "fsdp_tp": fsdp_tp,
     "tp_sequence": _in_sequence,
+    "context": _in_context,
     "expert": expert,
 }
 
@@ -71,7 +76,9 @@ def _usual_axes(name: str, num: int) -> dict[str, int]:
         return {"batch": num}
     if name == "hsdp":
         return {"replica": few, "batch": num // few}
-    return {"batch": num // few, "model": few} if name == "fsdp_tp" else {"batch": few, "model": num // few}
+    if name == "fsdp_tp":
+        return {"batch": num // few, "model": few}
+    return {"batch": few, "context" if name == "context" else "model": num // few}
 
 
 def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) -> list[Layout]:

@@ -61,7 +61,6 @@ def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
 
     Over devices in the dtype of the product, as every gradient of a weight is; within one in float32.
     """
-
     dtype = jnp.result_type(grad_logits, hidden)
 
     def local(grad_logits, hidden, grad_rows, ids):
