@@ -105,9 +105,9 @@ def prove(
         batch: A pytree of CPU tensors, of global sizes, taken in each step.
         meshes: Where the plans are to lie, each plan on each mesh. By default each of the usual layouts has a mesh of
             its own, of all devices.
-        plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"context"`, `"expert"`;
-            or plans and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default all of the
-            usual.
+        plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"context"` and
+            `"expert"`; or plans and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default
+            all of the usual.
         steps: How many to take.
         optimizer: Of optax; by default AdamW with a rate of 1e-3 and an eps of 1e-5.
         torch_optimizer: Makes torch's optimizer for the same rule from a list of parameters.
