@@ -39,6 +39,7 @@ from torch_shard._lowering import (
     find_written_out,
     report_attention,
     report_context,
+    report_experts,
     report_own,
     rows_split,
 )
@@ -134,7 +135,8 @@ class LossProgram:
         """The same program, which keeps the rows of the batch split over these axes."""
         other = self._copy()
         other._rows = rows
-        other.report = [*self.report, *report_context(self._graphs, rows), *report_attention(self._graphs, rows)]
+        makers = (report_context, report_attention, report_experts)
+        other.report = [*self.report, *(line for make in makers for line in make(self._graphs, rows))]
         return other
 
     @property

@@ -25,6 +25,7 @@ from torch_shard._lowering.ops import (
     refuse_generator,
     report_attention,
     report_context,
+    report_experts,
     world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
@@ -74,6 +75,7 @@ __all__ = [
     "refuse_generator",
     "report_attention",
     "report_context",
+    "report_experts",
     "report_own",
     "rows_split",
     "sources_of",

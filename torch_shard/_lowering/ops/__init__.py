@@ -33,6 +33,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     tied_embedding,
 )
 from torch_shard._lowering.ops.attention_report import find_written_out, report_attention, report_context
+from torch_shard._lowering.ops.experts import report_experts
 from torch_shard._lowering.ops.process_groups import world_of_one
 from torch_shard._lowering.ops.registry import (
     LOWERINGS,
@@ -57,5 +58,6 @@ __all__ = [
     "refuse_generator",
     "report_attention",
     "report_context",
+    "report_experts",
     "world_of_one",
 ]

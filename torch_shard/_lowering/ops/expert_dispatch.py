@@ -10,13 +10,45 @@ Shapes: T tokens of a device, K experts of each token, n devices that exchange t
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_shard._lowering.rows import RowSplit
+
 RAGGED = ("tpu", "cuda", "rocm", "gpu")
 """Platforms that have a ragged all-to-all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a mixture of experts, on all devices together.
+
+    Attributes:
+        num_tokens: How many there are.
+        num_choices: Experts of each.
+        width: Of a token, in bytes.
+        num_experts: How many there are.
+        num_bytes: Of all their matrices and biases.
+    """
+
+    num_tokens: int
+    num_choices: int
+    width: int
+    num_experts: int
+    num_bytes: int
+
+    @staticmethod
+    def of(ids_TK: Any, matrices: Sequence[Any]) -> "Sizes":
+        """Of the chosen experts, and of the matrices and biases of a model: arrays or tensors."""
+        up, down, *_ = matrices
+        width = next(size for size in up.shape[1:] if size in down.shape[1:])  # (E, H, D) and (E, D, F), or transposed
+        num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in matrices)
+        num_tokens, num_choices = ids_TK.shape
+        return Sizes(num_tokens, num_choices, width * up.dtype.itemsize, len(up), num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +58,13 @@ class Exchange:
     Attributes:
         axes: Of the first dim of the experts' matrices, in the order of its spec, with their sizes.
         via: Those over which tokens are split too, so that these move.
+        num_shards: Into how many parts the tokens are split.
         is_ragged: Whether the devices have a ragged all-to-all.
     """
 
     axes: dict[str, int]
     via: tuple[str, ...]
+    num_shards: int
     is_ragged: bool
 
     @property
@@ -43,23 +77,17 @@ class Exchange:
         """Number of devices that exchange tokens."""
         return math.prod(self.axes[axis] for axis in self.via)
 
-    def bytes_of_tokens(self, num_tokens: int, num_choices: int, width: int) -> float:
-        """What a device receives, forward and backward, if tokens are sent to experts that are equally likely.
-
-        Args:
-            num_tokens: Of a device.
-            num_choices: Experts of each.
-            width: Of a token, in bytes.
-        """
+    def bytes_of_tokens(self, sizes: Sizes) -> float:
+        """What a device receives, forward and backward, if tokens are sent to experts that are equally likely."""
         share = 1 / self.num_peers
-        num_peers = self.num_peers * (1 - (1 - share) ** num_choices)  # that have an expert of a token
+        num_peers = self.num_peers * (1 - (1 - share) ** sizes.num_choices)  # that have an expert of a token
         times = 2 + 3  # there and back; then the token and its gradient there, and a gradient back
-        return times * num_tokens * num_peers * (1 - share) * width
+        return times * sizes.num_tokens / self.num_shards * num_peers * (1 - share) * sizes.width
 
-    def bytes_of_experts(self, num_bytes: int) -> float:
-        """The same if experts are gathered instead, of so many bytes in all, and their gradients scattered."""
+    def bytes_of_experts(self, sizes: Sizes) -> float:
+        """The same if experts are gathered instead, forward and backward, and their gradients scattered."""
         beside = self.num_parts // self.num_peers
-        return 3 * num_bytes / beside * (1 - 1 / self.num_peers)
+        return 3 * sizes.num_bytes / beside * (1 - 1 / self.num_peers)
 
     def peers(self, ids_TK: jax.Array, num_here: int) -> jax.Array:
         """To which device along `via` each slot goes; `num_peers` where another device of this place has the expert."""
@@ -148,6 +176,20 @@ class Route:
         at = lax.all_to_all(places, via, 0, 0, tiled=True)[:, None] + rows
         at = jnp.where(rows < received[:, None], at, len(out))  # beyond the end: dropped
         return out.at[at].set(parts, mode="drop")
+
+
+def find_exchange(split: RowSplit, rows: tuple[str, ...], sizes: Sizes) -> Exchange | None:
+    """How tokens could come to experts that the plan has over axes of the batch; None if it has not.
+
+    Args:
+        split: How the batch and the experts lie.
+        rows: The axes over which tokens are split.
+        sizes: Of the mixture.
+    """
+    axes = {axis: split.mesh.shape[axis] for axis in split.experts}
+    via = tuple(axis for axis in rows if axes.get(axis, 1) > 1)
+    exchange = Exchange(axes, via, split.size_of(rows), is_ragged=split.platform in RAGGED)
+    return exchange if via and sizes.num_experts % exchange.num_parts == 0 else None
 
 
 def find_route(exchange: Exchange, ids_TK: jax.Array, num_here: int) -> Route:

@@ -15,9 +15,8 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,14 +26,16 @@ import torch.nn.functional as F
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
+from torch.fx import GraphModule, Node
 
 from torch_shard._common.axes import manual_axes
+from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
 from torch_shard._common.pieces import InPieces
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
-from torch_shard._lowering.ops.expert_dispatch import RAGGED, Exchange, find_route
+from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
-from torch_shard._lowering.rows import current_rows
+from torch_shard._lowering.rows import RowSplit, current_rows
 
 Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -243,29 +244,21 @@ class _Places:
     exchange: Exchange | None = None
 
     @staticmethod
-    def of(x: jax.Array, ids: jax.Array, matrices: Sequence[Any]) -> "_Places":
+    def of(split: RowSplit, sizes: Sizes) -> "_Places":
         """Tokens as the batch, and experts over the other axes that divide, or where the plan has them.
 
         Experts over axes of the batch are gathered there, unless it is less to send them their tokens.
         """
-        split, num_experts = current_rows(), len(matrices[0])
-        if split is None or manual_axes():
-            return _Places(None)
         over: tuple[str, ...] = ()
         for axis, size in split.mesh.shape.items():
-            if axis not in split.data_axes and num_experts % (size * split.size_of(over)) == 0:
+            if axis not in split.data_axes and sizes.num_experts % (size * split.size_of(over)) == 0:
                 over = (*over, axis)
-        rows = next((axes for axes in (split.data_axes, split.axes) if len(x) % split.size_of(axes) == 0), ())
-        sizes = {axis: split.mesh.shape[axis] for axis in split.experts}
-        via = tuple(axis for axis in rows if sizes.get(axis, 1) > 1)
-        exchange = Exchange(sizes, via, is_ragged=split.platform in RAGGED)
-        if not via or not rows or num_experts % exchange.num_parts:
+        axes = (split.data_axes, split.axes)
+        rows = next((rows for rows in axes if sizes.num_tokens % split.size_of(rows) == 0), ())
+        exchange = find_exchange(split, rows, sizes)
+        if exchange is None or exchange.bytes_of_tokens(sizes) >= exchange.bytes_of_experts(sizes):
             return _Places(split.mesh, rows, over)
-        num_tokens, width = len(x) // split.size_of(rows), x.shape[1] * matrices[0].dtype.itemsize
-        num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in matrices)
-        if exchange.bytes_of_tokens(num_tokens, ids.shape[1], width) >= exchange.bytes_of_experts(num_bytes):
-            return _Places(split.mesh, rows, over)
-        return _Places(split.mesh, rows, tuple(sizes), exchange)
+        return _Places(split.mesh, rows, tuple(exchange.axes), exchange)
 
     @property
     def beside_tokens(self) -> tuple[str, ...]:
@@ -278,10 +271,15 @@ class _Places:
         return tuple(axis for axis in self.rows if axis not in self.over)
 
 
+def _places(ids, matrices):
+    split = current_rows()
+    return _Places(None) if split is None or manual_axes() else _Places.of(split, Sizes.of(ids, matrices))
+
+
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
 def experts(x, ids, weights, matrices, *about):
     """Of each token, the sum over the axes of the experts."""
-    places, num_experts, gate = _Places.of(x, ids, matrices), len(matrices[0]), _gate(*about)
+    places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
     def run(x, ids, weights, *matrices):
@@ -297,7 +295,7 @@ def experts(x, ids, weights, matrices, *about):
 @lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
 def backward(grad, x, ids, weights, matrices, *about):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
-    places, num_experts, gate = _Places.of(x, ids, matrices), len(matrices[0]), _gate(*about)
+    places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
     def run(grad, x, ids, weights, *matrices):
@@ -318,6 +316,39 @@ def _ways(places, ids, num_here):
         return (lambda x: x), (lambda x: x), ids
     route = find_route(places.exchange, ids, num_here)
     return route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
+
+
+def report_experts(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
+    """Lines that say where tokens go to experts over the axes of the batch, or these are gathered, by which bytes.
+
+    Args:
+        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
+        rows: How the rows of the batch lie on the devices.
+    """
+    if rows is None:
+        return []
+    found = dict[str, list[str]]()
+    for path, graph in graphs:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.torch_shard.experts.default and (line := _moves(node, rows)):
+                module = node.meta.get("custom", {}).get("module")
+                found.setdefault(line, []).append(".".join(filter(None, (path, module))) or "the loss")
+    return [f"{paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {line}" for line, paths in found.items()]
+
+
+def _moves(node: Node, rows: RowSplit) -> str:
+    _, ids, _, matrices, *_ = args_of(node)
+    sizes = Sizes.of(ids.meta["val"], [matrix.meta["val"] for matrix in matrices])
+    places = _Places.of(rows, sizes)
+    exchange = find_exchange(rows, places.rows, sizes)
+    if exchange is None:
+        return ""
+    both = exchange.bytes_of_tokens(sizes), exchange.bytes_of_experts(sizes)
+    tokens, experts = (f"{num / 2**20:.3g} MiB" for num in both)
+    axes = ", ".join(f"{axis}={exchange.axes[axis]}" for axis in exchange.via)
+    if places.exchange is None:
+        return f"experts over {axes} are gathered, {experts} a step and device; to send them their tokens is {tokens}."
+    return f"tokens are sent to experts over {axes} and back, {tokens} a step and device; to gather these is {experts}."
 
 
 def _put_together(stack, mesh, over):
