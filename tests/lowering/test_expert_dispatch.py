@@ -1,5 +1,6 @@
 """Tokens that go to their experts and come back: against eager torch, with NaN where nobody writes."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.lowering.test_experts import EXPERTS, WIDTH, make_clamped, make_experts
+from tests.tables.hf_models import HF_MODELS
 from torch_shard._lowering.ops import expert_dispatch
 
 TOKENS = 32
@@ -75,6 +77,16 @@ class _Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.experts(self.first(x), ids, weights * self.scale)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
+    """Mixtral with its auxiliary loss, so that its router has two gradients; DeepSeek with shared experts."""
+    case = next(model for model in HF_MODELS if model.name == name).cases()[0]
+    recipe = functools.partial(ts.plans.expert, ep=("batch", "model"))
+    mesh = ts.make_mesh(batch=2, model=2)
+    found = ts.prove(case.model(), case.loss_fn, case.batches(1)[0], plans={"experts": recipe}, meshes=mesh)
+    found.raise_if_different()
 
 
 def test_what_nobody_has_written_is_not_a_number() -> None:

@@ -190,6 +190,15 @@ def test_a_vocabulary_is_padded_where_more_rows_are_spared_than_added(
         assert recipe(model, mesh) == recipe(model, mesh, pad_vocab="auto")
 
 
+def test_experts_and_what_is_fully_sharded_may_share_an_axis() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.experts = Experts(transposed=False)
+    plan = ts.plans.expert(model, ts.make_mesh(batch=2, model=2), ep="batch")
+    found = {name: entry.spec for name, entry in plan.resolve(model, ts.make_mesh(batch=2, model=2)).entries.items()}
+    assert found["0.weight"] == P("batch", None)
+    assert {spec for name, spec in found.items() if "experts" in name} == {P("batch")}
+
+
 def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureFixture) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -247,8 +247,10 @@ def expert(
     Args:
         model: As `fsdp` takes it, with experts in one tensor, (experts, features, features), as transformers has them.
         mesh: Where it will lie.
-        ep: The axis of experts.
-        fsdp: The axis of the batch; None leaves what it would split whole.
+        ep: The axis of experts, or several. Over an axis of the batch, tokens are sent to their experts and back, or
+            the experts are gathered, whichever is less; `step.report()` says which.
+        fsdp: The axis of the batch; None leaves what it would split whole. Experts are split over it only if it is none
+            of theirs.
         tp: The axis of features of the other layers, which may be that of the experts; None for none.
         pad_vocab: As `tp` takes it.
         strict: As `tp` takes it.
@@ -265,7 +267,7 @@ def expert(
         >>> ts.plans.expert(Experts(), ts.make_mesh(batch=2, model=4))
         ShardingPlan({'up': P('model', 'batch', None)})
     """
-    model = _check(model, mesh, strict, ep=ep, **{} if fsdp is None else {"fsdp": fsdp})
+    model = _check(model, mesh, strict, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
     _check_padding(pad_vocab)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
@@ -309,14 +311,15 @@ def _decide(
         if name in buffers:
             decisions[name] = Decision(PartitionSpec(), "a buffer")
             continue
-        made = Decision(PartitionSpec(), "")
+        made, more = Decision(PartitionSpec(), ""), fsdp
         if ep and id(entry) in experts:
             made = _by_experts(entry, ep, mesh)
+            more = tuple(axis for axis in names_of(fsdp or ()) if axis not in names_of(ep)) or None
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
                 made = _padded(made, entry, roles[name], tp, mesh, pad_vocab)
-        decisions[name] = made if fsdp is None else by_shape(made, entry, fsdp, mesh, kernels=kernels, tables=tables)
+        decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=tables)
     return decisions
 
 
