@@ -194,9 +194,8 @@ def test_experts_and_what_is_fully_sharded_may_share_an_axis() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.experts = Experts(transposed=False)
     plan = ts.plans.expert(model, ts.make_mesh(batch=2, model=2), ep="batch")
-    found = {name: entry.spec for name, entry in plan.resolve(model, ts.make_mesh(batch=2, model=2)).entries.items()}
-    assert found["0.weight"] == P("batch", None)
-    assert {spec for name, spec in found.items() if "experts" in name} == {P("batch")}
+    assert plan.rules["0.weight"] == P("batch", None)
+    assert plan.rules["experts.gate_up_proj"] == plan.rules["experts.down_proj"] == P("batch")
 
 
 def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureFixture) -> None:
