@@ -32,7 +32,7 @@ ROUTES = {
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of a few bytes would be gathered."""
-    monkeypatch.setattr(expert_dispatch.Exchange, "bytes_of_experts", lambda *_: np.inf)
+    monkeypatch.setattr(expert_dispatch.Exchange, "moves_tokens", lambda *_: True)
 
 
 def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Any:

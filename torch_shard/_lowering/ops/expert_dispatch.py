@@ -89,6 +89,16 @@ class Exchange:
         beside = self.num_parts // self.num_peers
         return 3 * sizes.num_bytes / beside * (1 - 1 / self.num_peers)
 
+    def room_of_tokens(self, sizes: Sizes) -> float:
+        """The bytes that a device has to keep free for tokens: for all of all peers, if they choose its experts."""
+        num_tokens = sizes.num_tokens / self.num_shards * self.num_peers
+        return num_tokens * (sizes.num_choices + 2) * sizes.width  # as they come, as results, and one for each choice
+
+    def moves_tokens(self, sizes: Sizes) -> bool:
+        """Whether tokens are sent, and experts not gathered: it must be less over the wire, and less to hold."""
+        experts = sizes.num_bytes * self.num_peers / self.num_parts
+        return self.bytes_of_tokens(sizes) < self.bytes_of_experts(sizes) and self.room_of_tokens(sizes) <= experts
+
     def peers(self, ids_TK: jax.Array, num_here: int) -> jax.Array:
         """To which device along `via` each slot goes; `num_peers` where another device of this place has the expert."""
         part, peer, is_mine = ids_TK // num_here, jnp.zeros_like(ids_TK), ids_TK >= 0

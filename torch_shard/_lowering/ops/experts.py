@@ -247,7 +247,7 @@ class _Places:
     def of(split: RowSplit, sizes: Sizes) -> "_Places":
         """Tokens as the batch, and experts over the other axes that divide, or where the plan has them.
 
-        Experts over axes of the batch are gathered there, unless it is less to send them their tokens.
+        Experts over axes of the batch are gathered there, unless it is less to send them their tokens, and to hold.
         """
         over: tuple[str, ...] = ()
         for axis, size in split.mesh.shape.items():
@@ -256,7 +256,7 @@ class _Places:
         axes = (split.data_axes, split.axes)
         rows = next((rows for rows in axes if sizes.num_tokens % split.size_of(rows) == 0), ())
         exchange = find_exchange(split, rows, sizes)
-        if exchange is None or exchange.bytes_of_tokens(sizes) >= exchange.bytes_of_experts(sizes):
+        if exchange is None or not exchange.moves_tokens(sizes):
             return _Places(split.mesh, rows, over)
         return _Places(split.mesh, rows, tuple(exchange.axes), exchange)
 
@@ -343,11 +343,14 @@ def _moves(node: Node, rows: RowSplit) -> str:
     exchange = find_exchange(rows, places.rows, sizes)
     if exchange is None:
         return ""
-    both = exchange.bytes_of_tokens(sizes), exchange.bytes_of_experts(sizes)
-    tokens, experts = (f"{num / 2**20:.3g} MiB" for num in both)
+    given = exchange.bytes_of_tokens(sizes), exchange.room_of_tokens(sizes), exchange.bytes_of_experts(sizes)
+    tokens, room, experts = (f"{num / 2**20:.3g} MiB" for num in given)
     axes = ", ".join(f"{axis}={exchange.axes[axis]}" for axis in exchange.via)
     if places.exchange is None:
-        return f"experts over {axes} are gathered, {experts} a step and device; to send them their tokens is {tokens}."
+        return (
+            f"experts over {axes} are gathered, {experts} a step and device; to send them their tokens would be "
+            f"{tokens}, and take room for {room}."
+        )
     return f"tokens are sent to experts over {axes} and back, {tokens} a step and device; to gather these is {experts}."
 
 
