@@ -116,7 +116,8 @@ def page(found: Mapping[str, Any]) -> str:
     counts = f"{len(known)} models, {len(fitting)} cells that fit: {held} hold, {len(fitting) - held} do not."
     parts = [HEAD.format(counts=counts)]
     for group, title in GROUPS.items():
-        rows = [(name, *(_shown(row[p]) for p in USUAL)) for name, row in known.items() if TABLE[name].group == group]
+        own = {name: row for name, row in known.items() if TABLE[name].group == group}
+        rows = [(name, *(_shown(row[p]) if p in row else "" for p in USUAL)) for name, row in own.items()]
         parts += [
             f"## {title}\n",
             *([EXPERTS.strip() + "\n"] if group == "experts" else []),

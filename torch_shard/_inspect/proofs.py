@@ -23,6 +23,14 @@ class Proof:
         compared: All values; None where the layout does not fit the model or the batch.
         refused: Why it does not; else empty.
         need_not_fit: Whether it was tried as one of the usual layouts, and not asked for.
+
+    Example:
+        >>> import torch, torch_shard as ts
+        >>> def loss_fn(model, batch):
+        ...     return model(batch).square().mean()
+        >>> (row,) = ts.prove(torch.nn.Linear(4, 2), loss_fn, torch.ones(8, 4), plans="dp").rows
+        >>> row.plan, row.mesh, row.dtype, row.worst("gradient").worst < 1e-5
+        ('dp', '(batch=8)', 'float32', True)
     """
 
     plan: str
@@ -38,14 +46,18 @@ class Proof:
         return self.compared is not None and all(row.worst <= self.compared.tolerance for row in self.compared.rows)
 
     def worst(self, kind: str | None = None) -> Difference | None:
-        """The largest difference of a kind, or of all; None if there is no such value."""
+        """Give the largest difference; None if there is no such value.
+
+        Args:
+            kind: "loss", "metric", "gradient", "parameter" or "buffer"; None for all.
+        """
         rows = self.compared.rows if self.compared is not None else ()
         return next((row for row in rows if kind in (None, row.kind)), None)  # the largest comes first
 
 
 @dataclasses.dataclass(frozen=True)
 class Proofs:
-    """What `ts.prove` found; print it with `rich.print` or `print`.
+    """Findings of `ts.prove`; print them with `rich.print` or `print`.
 
     Attributes:
         rows: One for each layout.

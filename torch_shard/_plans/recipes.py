@@ -318,7 +318,7 @@ def _decide(
         elif tp is not None:
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
-                made = _padded(made, entry, roles[name], tp, mesh, pad_vocab)
+                made = _padded(made, entry, roles[name], tp=tp, mesh=mesh, asked=pad_vocab)
         decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=tables)
     return decisions
 
@@ -342,7 +342,7 @@ def _by_features(entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh) -> Decis
     return Decision(_along(role.dim, entry.ndim, tp), role.reason, form=form)
 
 
-def _padded(whole: Decision, entry: torch.Tensor, role: Role, tp: Axes, mesh: Mesh, asked: PadVocab) -> Decision:
+def _padded(whole: Decision, entry: torch.Tensor, role: Role, *, tp: Axes, mesh: Mesh, asked: PadVocab) -> Decision:
     """Split with as many rows of zeros behind as it takes, if that is asked for, or worth it."""
     dim, shards = role.dim or 0, size_of(tp, mesh)
     num_words = entry.shape[dim]
