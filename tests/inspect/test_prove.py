@@ -85,6 +85,16 @@ def test_rounding_that_a_model_magnifies_is_repeated_in_float64() -> None:
     assert [row.dtype for row in found.rows] == ["float64"]
 
 
+def test_what_a_model_computes_in_float32_itself_has_that_tolerance() -> None:
+    def narrow(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).float().square().mean()
+
+    torch.manual_seed(1)
+    found = ts.prove(mlp().double(), narrow, torch.randn(8, 4).double(), plans=["fsdp"])
+    found.raise_if_different()
+    assert (found.rows[0].dtype, found.rows[0].compared.tolerance) == ("float64, in part float32", 1e-5)
+
+
 def test_models_in_float64_are_exact() -> None:
     torch.manual_seed(1)
     found = ts.prove(mlp().double(), with_outputs, torch.randn(8, 4).double(), plans=["fsdp_tp"])
