@@ -19,8 +19,8 @@ class Proof:
     Attributes:
         plan: Its name.
         mesh: Its axes with their sizes.
-        dtype: In which both computed: "float64" where the rounding of "float32" hid too much; "float64, in part float32"
-            where the model itself has some of it in that.
+        dtype: In which both computed: "float64" where the rounding of "float32" hid too much; "float64, in part
+            float32" where the model itself computes some of it in that.
         compared: All values; None where the layout does not fit the model or the batch.
         refused: Why it does not; else empty.
         need_not_fit: Whether it was tried as one of the usual layouts, and not asked for.
