@@ -9,7 +9,6 @@ import torch_shard as ts
 from tests.proofs.report import PAGE, RESULTS, _read, page
 from tests.proofs.rows import TABLE
 
-
 SINES = "sines of times up to 1,000 in float32, which differ between the libraries by 3e-5"
 
 
