@@ -104,8 +104,8 @@ transformers, on one layer, as a KL divergence: 3 passed (below 1e-6), 4 with a 
 
 
 APART = """
-DiT embeds times up to 1,000 as sines in float32, which differ by 3e-5 between the libraries, whatever the mesh: that, and
-not a layout, is what its cells show.
+DiT embeds times up to 1,000 as sines in float32, which differ by 3e-5 between the libraries, whatever the mesh: that,
+and not a layout, is what its cells show.
 """
 
 
