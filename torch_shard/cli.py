@@ -206,6 +206,21 @@ def _parse_sizes(text: str) -> dict[str, int]:
     return sizes if len(sizes) == len(pairs) else {}
 
 
+def _read_sizes(mesh: str) -> dict[str, int]:
+    """Sizes of any axes by name, of what `--mesh` is given."""
+    if not (sizes := _parse_sizes(mesh)):
+        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    return sizes
+
+
+def _show(table: Any, width: int) -> None:
+    """Print a table, to a pipe in lines of this width: folded to rich's 80 it is hard to read."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=width)).print(table)
+
+
 @app.command()
 def preview(
     target: Annotated[
@@ -227,10 +242,7 @@ def preview(
 
     Nothing is placed on a device, and nothing runs. Exits with 1 if the program does not fit.
     """
-    sizes = _parse_sizes(mesh)
-    if not sizes:
-        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
-    from rich.console import Console
+    sizes = _read_sizes(mesh)
 
     from torch_shard._inspect import find_step
     from torch_shard._interop import register
@@ -247,8 +259,7 @@ def preview(
         found = step.preview(batch)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="TARGET") from error
-    console = Console()
-    (console if console.is_terminal else Console(width=132)).print(found)
+    _show(found, 132)
     if found.limit is not None and not found.fits():
         raise typer.Exit(1)
 
@@ -274,10 +285,7 @@ def prove(
 
     On eight simulated CPU devices, or on the accelerators that JAX sees. Exits with 1 if a number differs.
     """
-    sizes = None if mesh is None else _parse_sizes(mesh)
-    if sizes == {}:
-        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
-    from rich.console import Console
+    sizes = None if mesh is None else _read_sizes(mesh)
 
     from torch_shard._demo.run import simulate_devices
     from torch_shard._inspect import find_proved
@@ -293,8 +301,7 @@ def prove(
         found = proved(*find_proved(target), meshes=meshes, plans=names, steps=steps)
     except (ValueError, TypeError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(found)
+    _show(found, 140)
     if not found.holds:
         raise typer.Exit(1)
 
@@ -321,8 +328,6 @@ def tune(
 
     Ctrl-C shows the best so far.
     """
-    from rich.console import Console
-
     from torch_shard._inspect import read_file
     from torch_shard._interop import register
     from torch_shard._tune import tune as find
@@ -335,8 +340,7 @@ def tune(
         found = find(*parts, **how, **given.get("options", {}))
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
-    console = Console()
-    (console if console.is_terminal else Console(width=170)).print(found)
+    _show(found, 170)
     if save is not None:
         try:
             found.save(save)
@@ -361,9 +365,7 @@ def replay(
 
     Exits with 1 if the step is finite here.
     """
-    sizes = _parse_sizes(mesh)
-    if not sizes:
-        raise typer.BadParameter(f"expected sizes of axes, as in batch=4,model=2; got {mesh!r}.", param_hint="--mesh")
+    sizes = _read_sizes(mesh)
     from torch_shard._inspect import find_nan, find_step, read_bad_batch
     from torch_shard._interop import register
     from torch_shard._io import Checkpointer
@@ -395,8 +397,6 @@ def inspect(
 
     Exits with 1 if --verify finds damage.
     """
-    from rich.console import Console
-
     from torch_shard._interop import register
     from torch_shard._io import find_checkpoint, find_damage, inventory
 
@@ -406,8 +406,7 @@ def inspect(
         shown = inventory(path)
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="CHECKPOINT") from error
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(shown)
+    _show(shown, 200)
     if verify:
         damage = find_damage(path)
         typer.echo("damaged: " + "; ".join(damage) if damage else "whole: every file has its checksum")

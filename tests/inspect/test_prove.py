@@ -75,11 +75,13 @@ def test_a_wrong_update_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "apart" in str(found)
 
 
-def test_rounding_that_a_model_magnifies_is_repeated_in_float64() -> None:
-    def steep(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch)
-        return (1e5 * (out.mean() - out.flatten().flip(0).mean()) + out.sum()).square()
+def steep(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Nothing but rounding, magnified."""
+    out = model(batch)
+    return (1e5 * (out.mean() - out.flatten().flip(0).mean()) + out.sum()).square()
 
+
+def test_rounding_that_a_model_magnifies_is_repeated_in_float64() -> None:
     found = proofs(mlp(), steep, plans=["fsdp"])
     found.raise_if_different()
     assert [row.dtype for row in found.rows] == ["float64"]
@@ -106,6 +108,12 @@ def test_bfloat16_has_the_tolerance_of_bfloat16() -> None:
     found = proofs(mlp(), plans=["fsdp"], compute_dtype=torch.bfloat16, steps=1)
     found.raise_if_different()
     assert found.rows[0].compared.tolerance == 3e-2
+
+
+def test_a_model_on_the_jax_device_is_repeated_in_float64_too() -> None:
+    found = proofs(mlp().to("jax"), steep, plans=["fsdp"])
+    found.raise_if_different()
+    assert [row.dtype for row in found.rows] == ["float64"]
 
 
 def test_dropout_is_compared_with_one_device() -> None:

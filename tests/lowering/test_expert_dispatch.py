@@ -17,6 +17,7 @@ from torch_shard._lowering.ops import expert_dispatch
 TOKENS = 32
 LAYOUTS: dict[str, tuple[dict[str, int], P]] = {
     "one axis": ({"batch": 4}, P("batch")),
+    "two experts each": ({"batch": 2, "model": 2}, P("batch")),  # a token with both goes there once
     "two axes": ({"batch": 2, "model": 2}, P(("batch", "model"))),
     "the other way": ({"batch": 2, "model": 2}, P(("model", "batch"))),
     "the first beside": ({"model": 2, "batch": 4}, P("batch")),

@@ -4,17 +4,17 @@
 # pyright: reportUnknownMemberType=false
 
 import dataclasses
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from torch_shard._common.printed import printed
 from torch_shard._common.types import PyTree
 from torch_shard._cost.by_module import COMPILER, ModuleCost, ModulePaths
 from torch_shard._cost.collectives import KINDS
@@ -209,10 +209,7 @@ class Preview:
         return Group(*parts, *(Text(note) for note in self.notes))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=132, color_system=None, force_jupyter=False)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        return printed(self, 132)
 
     def _memory_table(self) -> Table:
         room = "" if self.limit is None else f" of {_size(self.limit)}: {'fits' if self.fits() else 'does not fit'}"

@@ -1,7 +1,6 @@
 """Shardings of arrays, modules and states, drawn as grids of devices."""
 
 import dataclasses
-import io
 import os
 from collections.abc import Iterator, Mapping, Sized
 
@@ -9,7 +8,7 @@ import jax
 import torch
 from jax.core import Tracer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from torch_shard._capture import is_fake
 from torch_shard._common.caller import error_prefix, public
 from torch_shard._common.convert import struct_of
 from torch_shard._common.files import replacing
+from torch_shard._common.printed import printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_file, check_kind
 from torch_shard._common.wrappers import unwrapped
@@ -58,10 +58,7 @@ class Drawing:
 
     def __str__(self) -> str:
         # So wide that no name is folded.
-        console = Console(file=io.StringIO(), width=10_000, color_system=None, force_jupyter=False)
-        console.print(self)
-        lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in printed(self, 10_000).splitlines())
 
     def __repr__(self) -> str:
         return f"Drawing({self.heading or ', '.join(self.grids[0].lines[0])})"

@@ -1,12 +1,11 @@
 """The table of proofs: a row for each layout, with how far each kind of value is from eager torch."""
 
 import dataclasses
-import io
 
-from rich.console import Console
 from rich.table import Table
 
 from torch_shard._common.caller import error_prefix
+from torch_shard._common.printed import printed
 from torch_shard._train import Comparison, Difference
 
 KINDS = ("loss", "metric", "gradient", "parameter", "buffer")
@@ -113,9 +112,7 @@ class Proofs:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140)
-        console.print(self)
-        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        return printed(self, 140)
 
 
 def _said(row: Proof) -> str:

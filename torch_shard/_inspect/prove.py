@@ -1,10 +1,9 @@
 """Every way to lay a model over devices, proved against eager torch in one call."""
 
-import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,16 +14,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.caller import public
+from torch_shard._common.dtypes import has_x64
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call, check_count
 from torch_shard._common.wrappers import check_module
 from torch_shard._inspect.layouts import Layout, Recipe, layouts_of
 from torch_shard._inspect.proofs import Proof, Proofs
-from torch_shard._inspect.side_by_side import TorchOptimizer, keeping_gradients, train_in_torch, train_on_mesh
+from torch_shard._inspect.side_by_side import MakeOptimizer, keeping_gradients, train_in_torch, train_on_mesh
 from torch_shard._loss import check_loss_fn
 from torch_shard._optim import adamw, check_optimizer
 from torch_shard._sharding import LossFn, ShardingPlan, describe_mesh, make_mesh
-from torch_shard._train import ROUNDING, Comparison, TrainStep, Values, difference_of, make_train_step
+from torch_shard._train import (
+    ROUNDING,
+    Comparison,
+    TrainStep,
+    Values,
+    difference_of,
+    eager_loss,
+    like_model,
+    make_train_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class _Training:
     loss_fn: LossFn
     batches: Sequence[PyTree]
     optimizer: optax.GradientTransformation
-    torch_optimizer: TorchOptimizer
+    torch_optimizer: MakeOptimizer
     compute_dtype: torch.dtype | None
 
     @property
@@ -58,31 +67,51 @@ class _Training:
         optimizer = keeping_gradients(self.optimizer)
         return make_train_step(self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, **options)
 
+    @functools.cached_property
+    def alone(self) -> TrainStep:
+        """A step on one device."""
+        mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
+        return self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
+
     def reference(self, *, in_torch: bool) -> list[Values]:
         """The training by eager torch, or by one device."""
-        mesh = make_mesh(jax.local_devices()[:1], topology=None, batch=1)
-        alone = self.step_on(mesh, ShardingPlan({}, default=PartitionSpec()), PartitionSpec())
         if in_torch:
-            return train_in_torch(alone, self.batches, self.torch_optimizer)
-        return train_on_mesh(alone, self.batches)
+            return train_in_torch(self.alone, self.batches, self.torch_optimizer)
+        return train_on_mesh(self.alone, self.batches)
+
+    def copied(self) -> torch.nn.Module:
+        """A copy of the model on the CPU."""
+        return like_model(self.alone.export(self.alone.init()), self.model)
 
     @functools.cached_property
     def is_float32_in_part(self) -> bool:
         """Whether a loss in float64 computes some of it in float32 itself, as the norms of transformers do."""
         if self.dtype != torch.float64:
             return False
-        with _Narrow() as found, torch.no_grad():
-            self.loss_fn(copy.deepcopy(self.model), self.batches[0])
+        model = self.copied()
+        with _Narrow() as found, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            eager_loss(self.alone, model, self.batches[0])
         return found.is_narrow
 
+    @property
+    def tolerance(self) -> float:
+        """How far values may be apart, of the largest entry."""
+        dtype = torch.float32 if self.is_float32_in_part else self.dtype
+        return EXACT.get(dtype, ROUNDING.get(dtype, 1e-4))
+
+    @property
+    def label(self) -> str:
+        """In what it computes, in words."""
+        return "float64, in part float32" if self.is_float32_in_part else str(self.dtype).removeprefix("torch.")
+
     def in_float64(self) -> "_Training":
-        """The same with a copy of the model and the batches in float64; call it with 64 bits enabled."""
+        """The same with a copy of the model and the batches in float64, for where 64 bits are enabled."""
 
         def widened(leaf: PyTree) -> PyTree:
             return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
         batches = [torch_pytree.tree_map(widened, batch) for batch in self.batches]
-        return dataclasses.replace(self, model=copy.deepcopy(self.model).double(), batches=batches)
+        return dataclasses.replace(self, model=self.copied().double(), batches=batches)
 
 
 class _Narrow(TorchFunctionMode):
@@ -160,7 +189,10 @@ def prove(
     check_loss_fn(loss_fn)
     check_count("steps", steps)
     if meta := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(f"prove: {meta[0]} is on the meta device. A proof needs values: model.to_empty(device='cpu').")
+        raise ValueError(
+            f"prove: {meta[0]} is on the meta device. A proof needs values: build a small model on the CPU, with "
+            "random ones."
+        )
     if (optimizer is None) != (torch_optimizer is None):
         raise ValueError("prove: give optimizer and torch_optimizer both, for the same rule, or neither.")
     if optimizer is not None:
@@ -169,12 +201,13 @@ def prove(
     rules = (optimizer or adamw(**_ADAMW), torch_optimizer or functools.partial(torch.optim.AdamW, **_ADAMW))
     training = _Training(model, loss_fn, [batch] * steps, *rules, compute_dtype)
     layouts = layouts_of(plans, meshes, batch_spec)
-    with jax.enable_x64(training.dtype == torch.float64 or jax.config.read("jax_enable_x64")):
+    with jax.enable_x64(training.dtype == torch.float64 or has_x64()):
         rows, is_random = _proved(training, layouts)
-    again = [row for row in rows if not row.holds and not row.refused]
+    again = [at for at, row in enumerate(rows) if not row.holds and not row.refused]
     if again and not is_random and training.dtype == torch.float32:
-        exact = _in_float64(training, [layout for layout, row in zip(layouts, rows, strict=True) if row in again])
-        rows = [next(exact, row) if row in again else row for row in rows]
+        exact = _in_float64(training, [layouts[at] for at in again])
+        for at, row in zip(again, exact, strict=False):  # none, if the loss cannot be repeated
+            rows[at] = row
     return Proofs(tuple(rows), "one device" if is_random else "eager torch", steps)
 
 
@@ -186,18 +219,19 @@ def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof]
         raise errors[0]
     is_random = any(isinstance(run, _Run) and run.is_random for run in runs)
     reference = training.reference(in_torch=not is_random)
-    found = list[Proof]()
-    for layout, run in zip(layouts, runs, strict=True):
-        name, mesh = layout.name, describe_mesh(layout.mesh)
-        if isinstance(run, _Run):
-            dtype = torch.float32 if training.is_float32_in_part else training.dtype
-            compared = _compared(run.values, reference, dtype, f"mesh {mesh}")
-            what = "float64, in part float32" if training.is_float32_in_part else str(training.dtype)
-            found.append(Proof(name, mesh, what.removeprefix("torch."), compared))
-        else:
-            why = " ".join(str(run).split())
-            found.append(Proof(name, mesh, "", None, why, need_not_fit=layout.is_usual))
-    return found, is_random
+    about = training.tolerance, training.label, "one device" if is_random else "eager torch"
+    return [_row(layout, run, reference, about) for layout, run in zip(layouts, runs, strict=True)], is_random
+
+
+def _row(layout: Layout, run: "_Run | Exception", reference: list[Values], about: tuple[float, str, str]) -> Proof:
+    """A row of the table; about is the tolerance, in what was computed, and what the reference is."""
+    name, mesh, (tolerance, dtype, against) = layout.name, describe_mesh(layout.mesh), about
+    if not isinstance(run, _Run):
+        return Proof(name, mesh, "", None, " ".join(str(run).split()), need_not_fit=layout.is_usual)
+    rows = [difference_of(key, reference, None, run.values) for key in {**reference[-1], **run.values[-1]}]
+    losses = tuple(float(values["loss", "loss"]) for values in reference)
+    rows = tuple(sorted(rows, key=lambda row: -row.worst))
+    return Proof(name, mesh, dtype, Comparison(rows, against, f"mesh {mesh}", tolerance, losses))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,21 +251,12 @@ def _run(training: _Training, layout: Layout) -> _Run | Exception:
         return error
 
 
-def _compared(found: list[Values], reference: list[Values], dtype: torch.dtype, mesh: str) -> Comparison:
-    rows = [difference_of(key, reference, None, found) for key in {**reference[-1], **found[-1]}]
-    return Comparison(
-        rows=tuple(sorted(rows, key=lambda row: -row.worst)),
-        reference="the reference",
-        mesh=mesh,
-        tolerance=EXACT.get(dtype, ROUNDING.get(dtype, 1e-4)),
-        losses=tuple(float(values["loss", "loss"]) for values in reference),
-    )
-
-
-def _in_float64(training: _Training, layouts: Sequence[Layout]) -> Iterator[Proof]:
-    """The same in float64; nothing if the loss cannot be repeated."""
+def _in_float64(training: _Training, layouts: Sequence[Layout]) -> list[Proof]:
+    """The same in float64; none if the loss cannot be repeated."""
     try:
+        wide = training.in_float64()
         with jax.enable_x64(True):
-            yield from _proved(training.in_float64(), layouts)[0]
+            return _proved(wide, layouts)[0]
     except Exception:
         logger.info("prove: the loss cannot be repeated in float64.", exc_info=True)
+        return []

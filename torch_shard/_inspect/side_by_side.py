@@ -14,7 +14,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
 from torch_shard._train import TrainStep, Values, array_of, eager_gradients, eager_loss, like_model, numbers_of
 
-TorchOptimizer = Callable[..., torch.optim.Optimizer]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer of torch from a list of parameters."""
 
 
@@ -42,7 +42,7 @@ def train_on_mesh(step: TrainStep, batches: Sequence[PyTree]) -> list[Values]:
     return found
 
 
-def train_in_torch(step: TrainStep, batches: Sequence[PyTree], make_optimizer: TorchOptimizer) -> list[Values]:
+def train_in_torch(step: TrainStep, batches: Sequence[PyTree], make_optimizer: MakeOptimizer) -> list[Values]:
     """Train by eager torch on the CPU, from where a step begins.
 
     Args:

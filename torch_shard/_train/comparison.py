@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
-import io
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +11,11 @@ import jax
 import numpy as np
 import torch
 from jax.typing import ArrayLike
-from rich.console import Console
 from rich.table import Table
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.convert import host_array
+from torch_shard._common.printed import printed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_number
 from torch_shard._device import to_cpu
@@ -117,9 +116,7 @@ class Comparison:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
-        console.print(self)
-        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        return printed(self, 110)
 
 
 def _where(row: Difference) -> str:

@@ -5,7 +5,6 @@
 
 import collections
 import dataclasses
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,14 @@ from typing import Any
 import torch
 from jax.sharding import PartitionSpec
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from torch_shard._common.caller import caller, public
 from torch_shard._common.files import replacing
+from torch_shard._common.printed import printed
 from torch_shard._common.types import Device
 from torch_shard._common.validate import check_file
 from torch_shard._common.wrappers import check_module
@@ -153,10 +153,7 @@ class Tuning:
         return Group(*parts, *(Text(note) for note in self.notes))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=170, color_system=None, force_jupyter=False)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
+        return printed(self, 170)
 
     def __repr__(self) -> str:
         return f"Tuning({self.where}, best=({self.best.candidate}))"

@@ -266,14 +266,13 @@ def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
 def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks):
     """Gradients of what `lowered` gave, which is among what was saved."""
     (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
-    kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
-    elif kernel is None:
+    elif not dropout and (kernel := kernel_for(q, k, v, segments, **about, sinks=sinks)) is not None:
+        found = kernel.backward(grad, saved, segments, sinks)
+    else:
         kept = kept_in(q, k, seed, dropout)
         found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks)
-    else:
-        found = kernel.backward(grad, saved, segments, sinks)
     return found if sinks else (*found, jnp.zeros(0, q.dtype))
 
 
