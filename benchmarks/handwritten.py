@@ -5,7 +5,7 @@ suits JAX best, and the layers of a transformer stacked, for `jax.lax.scan`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,6 +71,12 @@ class Values:
     params: dict[str, np.ndarray]
     buffers: dict[str, np.ndarray]
     specs: dict[str, P]
+
+    @staticmethod
+    def of_shapes(shapes: Mapping[str, tuple[int, ...]], specs: dict[str, P]) -> "Values":
+        """Parameters in float32, of which the shapes alone are there, without buffers."""
+        structs: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+        return Values(structs, {}, specs)
 
 
 class HandwrittenStep:

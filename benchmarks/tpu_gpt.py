@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -35,8 +34,7 @@ class Gpt:
         shapes |= {f"h.{ln}{part}": (n, d) for ln in ("ln1", "ln2") for part in ("", ".bias")}
         for name, (ins, outs) in {"qkv": (d, 3 * d), "o": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}.items():
             shapes |= {f"h.{name}": (n, ins, outs), f"h.{name}.bias": (n, outs)}
-        structs: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-        return Values(structs, {}, dict.fromkeys(shapes, P()))
+        return Values.of_shapes(shapes, dict.fromkeys(shapes, P()))
 
     def rival(self, mesh: Mesh) -> Rival:
         """Each device with its own rows; gradients are summed narrow, as they come out of the products."""

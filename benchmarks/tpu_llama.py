@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -47,8 +46,7 @@ class Llama:
         layer = {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d), "gate": (d, f), "up": (d, f), "down": (f, d)}
         shapes = {f"h.{name}": (self.layers, *shape) for name, shape in layer.items()}
         shapes |= {"h.ln1": (self.layers, d), "h.ln2": (self.layers, d), "ln": (d,), "tok": (v, d), "head": (d, v)}
-        structs: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-        return Values(structs, {}, self.specs)
+        return Values.of_shapes(shapes, self.specs)
 
     def rival(self, mesh: Mesh) -> Rival:
         """Float32 parameters, narrow arithmetic."""

@@ -5,11 +5,9 @@ Shapes: S tokens of all devices of `model`, C experts of each, R rows: of each t
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.sharding import PartitionSpec as P
 
@@ -46,8 +44,8 @@ class Mixtral(Llama):
         """`up` holds the gate, too; `gate` is the router."""
         n, d, f, e = self.layers, self.width, self.hidden, self.experts
         shapes = {"h.gate": (n, d, e), "h.up": (n, e, d, 2 * f), "h.down": (n, e, f, d)}
-        own: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
-        return Values(super().start.params | own, {}, self.specs)
+        own = Values.of_shapes(shapes, self.specs)
+        return Values(super().start.params | own.params, {}, self.specs)
 
     def block(self, x: jax.Array, p: Arrays) -> tuple[jax.Array, None]:
         """Each device has its experts' part of all tokens, which are summed."""

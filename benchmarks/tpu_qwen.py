@@ -5,11 +5,9 @@ Shapes: as in `tpu_mixtral`.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten import Arrays, Values
@@ -75,8 +73,7 @@ class Qwen(Mixtral):
     @property
     def start(self) -> Values:
         """Shapes of the parameters."""
-        structs: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in self._entries.items()}
-        return Values(structs, {}, self.specs)
+        return Values.of_shapes({name: shape for name, (shape, _) in self._entries.items()}, self.specs)
 
     def run(self, x: jax.Array, params: Arrays) -> jax.Array:
         """All layers, one by one."""

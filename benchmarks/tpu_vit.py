@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -64,8 +63,7 @@ class Vit:
     @property
     def start(self) -> Values:
         """Shapes of the parameters."""
-        structs: Any = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in self._entries.items()}
-        return Values(structs, {}, self.specs)
+        return Values.of_shapes({name: shape for name, (shape, _) in self._entries.items()}, self.specs)
 
     def rival(self, mesh: Mesh) -> Rival:
         """Float32 parameters, narrow arithmetic."""

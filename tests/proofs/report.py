@@ -1,6 +1,5 @@
 """Proves the rows, each in a process, and writes the page: `python -m tests.proofs.report --write`."""
 
-import argparse
 import json
 import os
 import pathlib
@@ -10,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tests.zoo.report import _note, _read, run
+from tests.zoo.report import arguments, note, read, run
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / "results.json", HERE.parent.parent / "docs" / "proof.md"
@@ -53,12 +52,12 @@ def work(names: list[str], out: pathlib.Path) -> None:
     from torch_shard._inspect.layouts import USUAL
 
     for name in names:
-        before = _read(RESULTS).get(name, {}).get("cells", {})
-        _note(out, name, {"cells": before, "said": "the process ended"})
+        before = read(RESULTS).get(name, {}).get("cells", {})
+        note(out, name, {"cells": before, "said": "the process ended"})
         start = time.perf_counter()
         missing = [plan for plan in USUAL if plan not in before]
         cells = {**before, **outcome(TABLE[name], missing)} if missing else before
-        _note(out, name, {"cells": {plan: cells[plan] for plan in USUAL}})
+        note(out, name, {"cells": {plan: cells[plan] for plan in USUAL}})
         sys.stdout.write(f"{name}: {time.perf_counter() - start:.0f} s {_worst(cells)}\n")
         sys.stdout.flush()
 
@@ -142,12 +141,8 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of the names of rows; all without any")
-    parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser = arguments(__doc__)
     parser.add_argument("--again", action="store_true", help="also the cells that are known")
-    parser.add_argument("--write", action="store_true", help="write the page of the documentation")
-    parser.add_argument("--no-run", action="store_true", help="take the results as they are")
     options = parser.parse_args()
     if options.work is not None:
         work(options.names, options.work)
@@ -156,7 +151,7 @@ def main() -> None:
     from torch_shard._inspect.layouts import USUAL
 
     names = [n for n in TABLE if not options.names or any(part in n for part in options.names)]
-    kept = _read(RESULTS)
+    kept = read(RESULTS)
     if not options.again:
         names = [n for n in names if set(kept.get(n, {}).get("cells", {})) < set(USUAL)]
     else:
@@ -164,7 +159,7 @@ def main() -> None:
     if not options.no_run:
         _prove(names)
     if options.write:
-        PAGE.write_text(page(_read(RESULTS)))
+        PAGE.write_text(page(read(RESULTS)))
 
 
 def _prove(names: list[str]) -> None:
@@ -173,7 +168,7 @@ def _prove(names: list[str]) -> None:
         out = RESULTS.with_name(f".{name}.json")
         found = run([name], out, "tests.proofs.report")
         out.unlink(missing_ok=True)
-        _note(RESULTS, name, found.get(name, {"cells": {}}))
+        note(RESULTS, name, found.get(name, {"cells": {}}))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import torch_shard as ts
-from tests.proofs.report import PAGE, RESULTS, _read, page
+from tests.proofs.report import PAGE, RESULTS, page
 from tests.proofs.rows import TABLE
+from tests.zoo.report import read
 
 SINES = "sines of times up to 1,000 in float32, which differ between the libraries by 3e-5"
 
@@ -26,4 +27,4 @@ def test_every_usual_plan_gives_the_numbers_of_torch(name: str) -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    assert PAGE.read_text() == page(_read(RESULTS))
+    assert PAGE.read_text() == page(read(RESULTS))

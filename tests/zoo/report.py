@@ -64,21 +64,21 @@ def work(names: list[str], out: pathlib.Path) -> None:
     from tests.zoo.table import NAMED
 
     for name in names:
-        _note(out, name, {"result": "the process ended"})
+        note(out, name, {"result": "the process ended"})
         missing = NAMED[name].missing
         start = time.perf_counter()
         found = {"result": "skipped", "said": missing} if missing else outcome(NAMED[name])
         found["total_s"] = round(time.perf_counter() - start, 1)
-        _note(out, name, found)
+        note(out, name, found)
         sys.stdout.write(f"{name}: {found['result']} {found.get('first_step_s', '')} {found['total_s']}\n")
 
 
-def _read(out: pathlib.Path) -> dict[str, Any]:
+def read(out: pathlib.Path) -> dict[str, Any]:
     return json.loads(out.read_text()) if out.exists() else {}
 
 
-def _note(out: pathlib.Path, name: str, found: dict[str, Any]) -> None:
-    text = json.dumps({**_read(out), name: found}, indent=1)
+def note(out: pathlib.Path, name: str, found: dict[str, Any]) -> None:
+    text = json.dumps({**read(out), name: found}, indent=1)
     part = out.with_suffix(".part")
     part.write_text(text)
     part.replace(out)
@@ -88,22 +88,22 @@ def run(names: list[str], out: pathlib.Path, module: str = "tests.zoo.report") -
     """Run rows in a process that is started again where a row ends it."""
     left = list(names)
     while left:
-        known = _read(out)
+        known = read(out)
         for name in left:
             known.pop(name, None)
         out.write_text(json.dumps(known, indent=1))
         child = subprocess.Popen([sys.executable, "-m", module, "--work", str(out), *left])
         _wait(child, out, left)
-        done = _read(out)
+        done = read(out)
         left = [name for name in left if name not in done]
-    return _read(out)
+    return read(out)
 
 
 def _wait(child: subprocess.Popen[bytes], out: pathlib.Path, names: list[str]) -> None:
     last, since = 0, time.monotonic()
     while child.poll() is None:
         time.sleep(0.5)
-        done = sum(name in _read(out) for name in names)
+        done = sum(name in read(out) for name in names)
         if done != last:
             last, since = done, time.monotonic()
         if time.monotonic() - since > LIMIT_S:
@@ -173,14 +173,20 @@ def _line(package: str, row: Any, of: dict[str, Any]) -> tuple[str, ...]:
     return package, row.name, result, seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """What every page that is made row by row takes."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("names", nargs="*", help="parts of the names of rows; all without any")
     parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="where the results go as JSON")
-    parser.add_argument("--again", action="store_true", help="leave out the rows whose result is right")
     parser.add_argument("--write", action="store_true", help="write the page of the documentation")
     parser.add_argument("--no-run", action="store_true", help="take the results as they are")
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="where the results go as JSON")
+    parser.add_argument("--again", action="store_true", help="leave out the rows whose result is right")
     options = parser.parse_args()
     if options.work is not None:
         work(options.names, options.work)
@@ -189,11 +195,11 @@ def main() -> None:
 
     names = [n for n in NAMED if not options.names or any(part in n for part in options.names)]
     if options.again:
-        names = [n for n in names if _read(options.out).get(n, {}).get("result") != "right"]
+        names = [n for n in names if read(options.out).get(n, {}).get("result") != "right"]
     if not options.no_run:
         run(names, options.out)
     if options.write:
-        PAGE.write_text(page(_read(options.out)))
+        PAGE.write_text(page(read(options.out)))
 
 
 if __name__ == "__main__":
