@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.handwritten import Arrays
 from benchmarks.tpu_layers import causal_attention, rotate, scatter
 from benchmarks.tpu_mixtral import Rows, grouped
-from benchmarks.tpu_qwen import Qwen
+from benchmarks.tpu_qwen import TILES, Qwen
 
-TILES = (128, 960, 960)
-"""Of the grouped products."""
 ALPHA, LIMIT = 1.702, 7.0
 
 
