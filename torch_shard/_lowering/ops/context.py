@@ -6,6 +6,7 @@ finds its keys in its own way, `attention_context`.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,12 +78,9 @@ class OverContext:
         """
         if self._context.mode != "heads":
             return
-        axes = [axis for axis in self._mesh.axis_names if axis not in self._context.rows]
-        size = 1
-        for axis in axes:
-            size *= self._mesh.shape[axis]
-        if num_heads % size or num_key_heads % size:
-            over = " x ".join(f"{axis}={self._mesh.shape[axis]}" for axis in axes)
+        sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in self._context.rows}
+        if any(num % math.prod(sizes.values()) for num in (num_heads, num_key_heads)):
+            over = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
                 f'{caller()}: context_mode="heads" gives each device whole heads, and attention with {num_heads} heads '
                 f"of queries and {num_key_heads} of keys does not divide over {over}. Use a smaller axis, or "
