@@ -59,7 +59,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
     )
     from torch_shard._io import Checkpointer, export_safetensors, export_torch, load_safetensors, load_torch
     from torch_shard._materialize import materialize
-    from torch_shard._sharding import Context, Padded, Pieces, ShardingPlan, make_mesh
+    from torch_shard._sharding import Context, Padded, Pieces, Pipeline, ShardingPlan, make_mesh
     from torch_shard._spmd import (
         ArgKind,
         assert_replica_integrity,
@@ -105,6 +105,7 @@ __all__ = [
     "NanReport",
     "Padded",
     "Pieces",
+    "Pipeline",
     "Preview",
     "Profile",
     "Proof",

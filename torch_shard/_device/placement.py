@@ -34,7 +34,7 @@ from torch_shard._sharding import (
     make_matcher,
     refuse_compile_only,
     refuse_hooks,
-    stack_sharding,
+    row_sharding,
 )
 
 
@@ -56,18 +56,18 @@ def put(value: torch.Tensor | ArrayLike, sharding: NamedSharding, *, rounds: boo
 
 
 def put_rows(values: list[torch.Tensor | ArrayLike], sharding: NamedSharding) -> jax.Array:
-    """Several tensors or arrays, each to lie like `sharding`, as rows of one array, each straight onto its shards."""
+    """Several tensors or arrays as rows of one array, which is to lie like this, each straight onto its shards."""
     refuse_compile_only(sharding.mesh)
-    stacked = stack_sharding(sharding)
     if any(isinstance(value, JaxTensor | jax.Array) for value in values):
-        return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=stacked)(*(put(v, sharding) for v in values))
+        row = row_sharding(sharding)
+        return jax.jit(lambda *rows: jnp.stack(rows), out_shardings=sharding)(*(put(v, row) for v in values))
     hosts = [host_array(value) for value in values]
     shape = (len(hosts), *hosts[0].shape)
 
     def read(index: Any) -> np.ndarray:
         return np.stack([host[index[1:]] for host in hosts[index[0]]])
 
-    return jax.make_array_from_callback(shape, stacked, read)
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def to_host_by_name(stacks: Stacks) -> dict[str, torch.Tensor]:

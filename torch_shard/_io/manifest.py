@@ -146,6 +146,14 @@ class Entries:
         array = self._arrays[stored]
         return array if len(stored.names) < 2 else take_row(array, stored.names.index(entry[1]))
 
+    def sharding_of(self, stored: SavedArray) -> NamedSharding:
+        """Where a stored array is to lie: as the one with the same entries does, or each row as the first one."""
+        home = self._homes[stored.entries[0]]
+        if home.names == stored.names:
+            return self._arrays[home].sharding
+        sharding = self[stored.entries[0]].sharding
+        return stack_sharding(sharding) if len(stored.names) > 1 else sharding
+
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self._homes)
 
@@ -190,8 +198,7 @@ def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.Sh
     """Shape and sharding of each saved array: it lies as its first entry does."""
 
     def target(stored: SavedArray) -> jax.ShapeDtypeStruct:
-        sharding = wanted[stored.entries[0]].sharding
-        sharding = stack_sharding(sharding) if len(stored.names) > 1 else sharding
+        sharding = wanted.sharding_of(stored)
         return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
 
     return {stored: target(stored) for stored in found}

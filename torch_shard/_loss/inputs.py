@@ -1,5 +1,6 @@
 """What a loss program is given, by the numbers of its graph's inputs."""
 
+import copy
 from collections.abc import Mapping
 
 import jax
@@ -26,6 +27,12 @@ class LossInputs:
         if name is None:
             return self._others[at[0] - len(self._named)]
         return self._tensors.in_program(name) if isinstance(self._tensors, Stacks) else self._tensors[name]
+
+    def of(self, others: list[jax.Array]) -> "LossInputs":
+        """The same with another batch and closure."""
+        other = copy.copy(self)
+        other._others = others
+        return other
 
     def all(self) -> list[jax.Array]:
         return [self[number,] for number in range(len(self._named) + len(self._others))]

@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,8 +20,9 @@ from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
+from torch_shard._loss.pipelined import PipelinedLoss
 from torch_shard._loss.program import LossOutputs, LossProgram
-from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec, stack_sharding
+from torch_shard._sharding import ResolvedPlan, Stacks, constrain_stacks, describe_mesh, describe_spec
 
 ArrayT = TypeVar("ArrayT", jax.Array, torch.Tensor)
 
@@ -97,21 +99,19 @@ class Microbatches:
         Buffers, and parameters that forward writes, go from one microbatch to the next. Metrics: the mean of a
         floating-point scalar; all else with a leading dim of microbatches.
         """
+        if plan.stages is not None:
+            return self._through_stages(program, plan)
         if self.num == 1:
             return program.run
 
         def constrain(sums: Stacks) -> Stacks:
-            placed = (plan.stored(group[0]) for group in sums.layout.groups)
-            wide = [s if len(g) == 1 else stack_sharding(s) for s, g in zip(placed, sums.layout.groups, strict=True)]
-            return constrain_stacks(sums, wide, self._layout.data_axes)
+            placed = (plan.of_group(group, sums.layout) for group in sums.layout.groups)
+            return constrain_stacks(sums, placed, self._layout.data_axes)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
         ) -> LossOutputs:
-            rows, given = batch[: len(batch) - program.num_given], batch[len(batch) - program.num_given :]
-            layouts = self._layout.of_leaves([array.shape for array in rows])
-            own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
-            split = [*own, *given]
+            split = self._taken_apart(batch, program.num_given)
             trained = tensors.part(tensors.layout.restricted(program.grads))
             carried = tensors.part(tensors.layout.restricted([*program.written, *program.buffers]))
 
@@ -127,13 +127,47 @@ class Microbatches:
             (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
             return LossOutputs(
                 loss=_mean(losses),
-                metrics=jax.tree.map(lambda m: _mean(m) if _is_float_scalar(m) else m, metrics),
+                metrics=jax.tree.map(self._metric, metrics),
                 grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
                 buffers=held.part(held.layout.restricted(program.buffers)),
                 written=held.part(held.layout.restricted(program.written)),
             )
 
         return run
+
+    def _taken_apart(self, batch: Sequence[jax.Array], num_given: int) -> list[jax.Array | None]:
+        """Each leaf as `(n, ...)`, None for scalars; the last `num_given` are so already."""
+        rows, given = batch[: len(batch) - num_given], batch[len(batch) - num_given :]
+        layouts = self._layout.of_leaves([array.shape for array in rows])
+        own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
+        return [*own, *(given if self.num > 1 else (x[None] for x in given))]
+
+    def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
+        """The same, for layers over the stages of a pipeline."""
+        loss = PipelinedLoss(program, plan, self.num, self._layout.data_axes)
+
+        def run(
+            key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]
+        ) -> LossOutputs:
+            split = self._taken_apart(batch, program.num_given)
+            parts = [x if part is None else part for x, part in zip(batch, split, strict=True)]
+            keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(self.num))
+            out = loss.run(key[None] if self.num == 1 else keys, tensors, parts, closure)
+            sums = Stacks.from_dict(out.grads, tensors.layout.restricted(program.grads))
+            trained = tensors.part(sums.layout)
+            return dataclasses.replace(
+                out,
+                loss=_mean(out.loss),
+                metrics=jax.tree.map(self._metric, out.metrics),
+                grads=jax.tree.map(lambda total, like: (total / self.num).astype(like.dtype), sums, trained),
+            )
+
+        return run
+
+    def _metric(self, stacked: jax.Array) -> jax.Array:
+        if self.num == 1:
+            return stacked[0]
+        return _mean(stacked) if _is_float_scalar(stacked) else stacked
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The microbatches of the leaves of a batch that lie on the CPU."""

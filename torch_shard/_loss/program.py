@@ -3,6 +3,7 @@
 # JAX and PyTorch annotate some of their functions in part.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -244,15 +245,12 @@ class LossProgram:
         closure: Sequence[jax.Array],
     ) -> LossOutputs:
         """To be traced by JAX; the further inputs of `fit` follow the batch."""
-        num_rows = len(batch) - self.num_given
-        given, others = iter(batch[num_rows:]), iter(closure)
-        met = [next(given if is_given else others) for is_given in self.answers.are_given]
-        inputs = LossInputs(self.inputs, tensors, [*batch[:num_rows], *met])
-        with rows_split(self._rows):
+        inputs = LossInputs(self.inputs, tensors, self.extra_inputs(batch, closure))
+        with self.rows():
             outputs = self.program.run(key, *inputs.all()) if self.rolled is None else self.rolled.run(key, inputs)
         shape, graph = self.program.graph.aux, self.program.graph
         loss, *rest = outputs[: graph.num_outputs]
-        by_name, rest = self._by_name(rest, tensors), rest[len(shape.grads) :]
+        by_name, rest = self.by_name(rest, tensors), rest[len(shape.grads) :]
         buffers, metrics = rest[: len(shape.buffers)], rest[len(shape.buffers) :]
         written = dict(zip(self.written, outputs[graph.num_outputs :], strict=False))
         return LossOutputs(
@@ -263,7 +261,18 @@ class LossProgram:
             written=StackRows(written),
         )
 
-    def _by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def extra_inputs(self, batch: Sequence[jax.Array], closure: Sequence[jax.Array]) -> list[jax.Array]:
+        """The inputs of the graph that follow those of the model: leaves, what the host has computed, the closure."""
+        num_rows = len(batch) - self.num_given
+        given, others = iter(batch[num_rows:]), iter(closure)
+        met = [next(given if is_given else others) for is_given in self.answers.are_given]
+        return [*batch[:num_rows], *met]
+
+    def rows(self) -> contextlib.AbstractContextManager[None]:
+        """Let what is traced within know how the rows of the batch lie."""
+        return rows_split(self._rows)
+
+    def by_name(self, grads: Sequence[Any], tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Gradients, those of bundles by member."""
         found: dict[str, Any] = {}
         for given, grad in zip(self.program.graph.aux.grads, grads, strict=False):

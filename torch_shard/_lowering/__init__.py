@@ -26,6 +26,7 @@ from torch_shard._lowering.ops import (
     report_attention,
     report_context,
     report_experts,
+    untie_gradients,
     world_of_one,
 )
 from torch_shard._lowering.ops.constraints import constrained
@@ -79,6 +80,7 @@ __all__ = [
     "report_own",
     "rows_split",
     "sources_of",
+    "untie_gradients",
     "split_kinds",
     "vectors",
     "world_of_one",

@@ -52,6 +52,7 @@ class RowSplit:
         kept: Whether values are to keep their rows split so, where the compiler might choose otherwise.
         context: Over which other axis the sequence is split.
         experts: The axes over which the plan splits the experts of its mixtures, in the order of their spec.
+        stage: The axis of a pipeline: within a stage there is no other.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class RowSplit:
     kept: bool = True
     context: Context | None = None
     experts: tuple[str, ...] = ()
+    stage: str | None = None
 
     @property
     def num_shards(self) -> int:
@@ -73,7 +75,12 @@ class RowSplit:
     @property
     def other_axes(self) -> tuple[str, ...]:
         """Those over which features are split."""
-        return tuple(axis for axis in self.mesh.axis_names if axis not in self.data_axes)
+        return tuple(axis for axis in self._axis_names if axis not in self.data_axes)
+
+    @property
+    def _axis_names(self) -> tuple[str, ...]:
+        """Those that values may be split over."""
+        return tuple(axis for axis in self.mesh.axis_names if axis != self.stage)
 
     def size_of(self, axes: Sequence[str]) -> int:
         """Number of parts that these axes split into."""
@@ -82,7 +89,7 @@ class RowSplit:
     def dividing(self, num_rows: int) -> tuple[str, ...]:
         """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
         found: tuple[str, ...] = ()
-        for axis in (*self.axes, *(axis for axis in self.mesh.axis_names if axis not in self.axes)):
+        for axis in (*self.axes, *(axis for axis in self._axis_names if axis not in self.axes)):
             if num_rows % (self.mesh.shape[axis] * math.prod(self.mesh.shape[a] for a in found)) == 0:
                 found = (*found, axis)
         return found

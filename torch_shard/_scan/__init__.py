@@ -2,10 +2,15 @@
 
 from torch_shard._scan.bundles import Bundle, GraphInput, graph_inputs, names_of
 from torch_shard._scan.capture import FEW, REMAT, LayerOptions, Remat, RolledLoss, ScanLayers, capture_layers, report
-from torch_shard._scan.execute import StackRow, StackRows, array_of
+from torch_shard._scan.execute import StackRow, StackRows, array_of, operands_of
+from torch_shard._scan.instructions import Operand
 from torch_shard._scan.intercept import LayerInterceptor
+from torch_shard._scan.pipeline_layers import Order, take
+from torch_shard._scan.pipeline_parts import NoPipeline, Parts, parts_of
+from torch_shard._scan.pipeline_run import PipelineRun
 from torch_shard._scan.region import Call
 from torch_shard._scan.siblings import Siblings, stack_layout
+from torch_shard._scan.stages import find_stages
 
 __all__ = [
     "FEW",
@@ -15,6 +20,11 @@ __all__ = [
     "GraphInput",
     "LayerInterceptor",
     "LayerOptions",
+    "NoPipeline",
+    "Operand",
+    "Order",
+    "Parts",
+    "PipelineRun",
     "Remat",
     "RolledLoss",
     "ScanLayers",
@@ -23,8 +33,12 @@ __all__ = [
     "StackRows",
     "array_of",
     "capture_layers",
+    "find_stages",
     "graph_inputs",
     "names_of",
+    "operands_of",
+    "parts_of",
     "report",
     "stack_layout",
+    "take",
 ]

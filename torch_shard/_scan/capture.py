@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from torch_shard._capture import Aux, Spec, TensorFn
-from torch_shard._lowering import ROWS, SEQUENCE, Program, draws_random
+from torch_shard._lowering import ROWS, SEQUENCE, Program, draws_random, untie_gradients
 from torch_shard._scan.batch_rows import Dim, note_rows
 from torch_shard._scan.bundles import GraphInput, names_of
 from torch_shard._scan.entries import Cut, EntryNotes
@@ -21,7 +21,7 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call
 from torch_shard._scan.reroll import Loop, reroll
 from torch_shard._scan.restarts import Refused, Restart, Unbundled
 from torch_shard._scan.siblings import LEAST, Siblings, find_siblings
-from torch_shard._sharding import LossFn
+from torch_shard._sharding import LossFn, Stages
 
 SHOWN = 6
 
@@ -50,6 +50,7 @@ class LayerOptions:
         cuts: Which of them are kept in how many pieces, along which dim from the end; these alike.
         uses: How some are split where they are used, if that is less than where they are kept.
         why_none: Why no layers become loops, where none are to.
+        stages: Those that some layers are split over, which then are a loop.
     """
 
     scan: ScanLayers = "auto"
@@ -58,6 +59,7 @@ class LayerOptions:
     cuts: tuple[tuple[str, Cut], ...] = ()
     uses: tuple[tuple[str, PartitionSpec], ...] = ()
     why_none: str = "scan_layers=False"
+    stages: Stages | None = None
 
     def decided(self, model: nn.Module, platform: str) -> "LayerOptions":
         """The same, with `"auto"` decided for a model on these devices: on TPUs, few layers run one by one.
@@ -115,8 +117,8 @@ class RolledLoss:
 
     def __init__(self, program: Program[Any], calls: dict[int, Call], scan: bool, remat: str) -> None:
         self._program, self.calls, self.scan, self._remat = program, calls, scan, remat
-        instructions, self._outputs = instructions_of(program.graph.module, calls, remat)
-        self._items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
+        instructions, self.outputs = instructions_of(program.graph.module, calls, remat)
+        self.items: list[Instruction | Loop] = reroll(instructions) if scan else list(instructions)
         self.random = program.random or any(draws_random(call.region.graph.module) for call in self.calls.values())
 
     @property
@@ -134,18 +136,18 @@ class RolledLoss:
 
     def run(self, key: jax.Array | None, inputs: Inputs) -> list[Result]:
         """Arrays, and rows of stacked arrays."""
-        return execute(self._items, self._outputs, key, inputs)
+        return execute(self.items, self.outputs, key, inputs)
 
     def without(self, inputs: Sequence[GraphInput]) -> list[str]:
         """Names of bundled parameters that the loss does not reach, of the inputs whose gradients follow it."""
-        pairs = zip(inputs, self._outputs[1:], strict=False)
+        pairs = zip(inputs, self.outputs[1:], strict=False)
         bundles = [(names_of(given), found.values) for given, found in pairs if isinstance(found, BundleValues)]
         return [name for names, values in bundles for name, value in zip(names, values, strict=True) if value is None]
 
     @property
     def loops(self) -> list[Loop]:
         """In order, forward and backward."""
-        return [item for item in self._items if isinstance(item, Loop)]
+        return [item for item in self.items if isinstance(item, Loop)]
 
 
 def report(groups: list[Siblings], rolled: RolledLoss | None) -> list[str]:
@@ -244,6 +246,8 @@ def _try_capture(
             return Unbundled()
         follow(program, specs, regions.calls)
         repeats.notes.put(program.graph, regions.calls)
+        if repeats.stages is not None:
+            untie_gradients(program.graph.module)
         rolled = RolledLoss(program, regions.calls, repeats.scan is not False, repeats.choices[0])
     except Exception as error:  # of one that has nothing to do with regions, the capture without them says it again
         why = f"the loss cannot be captured with them as a whole: {' '.join(str(error).split())[:400]}"

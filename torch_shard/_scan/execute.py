@@ -91,7 +91,14 @@ class StackRows(Mapping[str, jax.Array]):
         return stack_of([self._values[name] for name in names])
 
 
-def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key: Key, inputs: Inputs) -> list[Result]:
+def execute(
+    items: Sequence[Instruction | Loop],
+    outputs: Sequence[Output],
+    key: Key,
+    inputs: Inputs,
+    *,
+    known: Mapping[Operand, Result] | None = None,
+) -> list[Result]:
     """Run instructions and loops.
 
     Args:
@@ -99,11 +106,12 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key:
         outputs: `Operand`s, `BundleValues`, or what is not a tensor.
         key: A random key, or None.
         inputs: What `Operand`s with a number are.
+        known: What others have made that ran before.
 
     Returns:
         For each output an array or a `StackRow`, for a bundle a list of them, with None for zero.
     """
-    run = _Run(items, outputs, inputs)
+    run = _Run(items, outputs, inputs, known or {})
     with matmul_precision():
         for item in items:
             if isinstance(item, Loop):
@@ -115,14 +123,19 @@ def execute(items: Sequence[Instruction | Loop], outputs: Sequence[Output], key:
 
 
 class _Run:
-    def __init__(self, items: Sequence[Instruction | Loop], outputs: Sequence[Output], inputs: Inputs) -> None:
-        self._inputs = inputs
+    def __init__(
+        self,
+        items: Sequence[Instruction | Loop],
+        outputs: Sequence[Output],
+        inputs: Inputs,
+        known: Mapping[Operand, Result],
+    ) -> None:
+        self._inputs, self._known = inputs, known
         self.done: dict[Instruction, Result] = {}
         self._rows: dict[tuple[Instruction, tuple[int, ...]], Result] = {}
         self._wanted: dict[int | Instruction, set[tuple[int, ...]]] = {}
-        each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
-        self._outputs = [v for v in each if isinstance(v, Operand)]
-        for value in (*itertools.chain(*map(_reads, items)), *self._outputs):
+        self._outputs = operands_of(outputs)
+        for value in (*itertools.chain(*map(reads_of, items)), *self._outputs):
             self._wanted.setdefault(value.source, set()).add(value.path)
 
     def output(self, value: Output) -> Result:
@@ -133,6 +146,8 @@ class _Run:
 
     def read(self, value: Operand) -> Result:
         """The array or row that a value is."""
+        if value in self._known:
+            return self._known[value]
         if isinstance(value.source, int):
             return self._inputs[(value.source, *value.path)]
         if value.source not in self.done:
@@ -141,7 +156,7 @@ class _Run:
 
     def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
         """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
-        found = [self._row(value) for value in values]
+        found = [row_or_value(value, self._inputs, self.read) for value in values]
         first = found[0]
         if isinstance(first, StackRow) and all(isinstance(v, StackRow) and v.stack is first.stack for v in found):
             rows = [v.index for v in found]
@@ -149,39 +164,19 @@ class _Run:
                 return first.stack, jnp.asarray(rows, jnp.int32)
         return None, stack_of(found)
 
-    def _row(self, value: Operand) -> Result:
-        row = self._inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
-        return self.read(value) if row is None else row
-
     def loop(self, loop: Loop, key: Key) -> None:
         """Run a loop; its results are kept as rows."""
-        count, instructions = len(loop.iterations), loop.iterations[0]
-        backwards = _runs_backwards(loop)
+        count, backwards = len(loop.iterations), _runs_backwards(loop)
         in_order = (lambda values: values[::-1]) if backwards else (lambda values: values)
         fixed = [array_of(self.read(v)) for v in loop.fixed]
         per_row = [self._given(in_order(values)) for values in loop.each]
-        places = {
-            i: jnp.asarray(in_order([span[i].place for span in loop.iterations]), jnp.int32)
-            for i, instruction in enumerate(instructions)
-            if instruction.place is not None
-        }
+        places = {i: jnp.asarray(in_order(of), jnp.int32) for i, of in places_of(loop).items()}
         results = self._results(loop)
 
         def body(carry: list[jax.Array], given: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             each, places = given
             each = [row if of is None else of[row] for (of, _), row in zip(per_row, each, strict=True)]
-            found: list[Result] = []
-            known = {"carry": carry, "each": each, "fixed": fixed}
-            for i, instruction in enumerate(instructions):
-                sources = [
-                    _at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
-                ]
-                with instruction.scope_of_all:
-                    found.append(instruction.operate(key, places.get(i), sources))
-            return (
-                [whole(_at(found[number], path)) for _, number, path in loop.carries],
-                [_at(found[number], path) for number, path in results],
-            )
+            return iterate(loop, results, key, carry, each=each, fixed=fixed, places=places)
 
         first = [whole(array_of(self.read(value))) for value, _, _ in loop.carries]
         if loop.is_backward:
@@ -221,7 +216,60 @@ class _Run:
         return list(found)
 
 
-def _reads(item: Instruction | Loop) -> Iterable[Operand]:
+def iterate(
+    loop: Loop,
+    results: Sequence[tuple[int, tuple[int, ...]]],
+    key: Key,
+    carry: Sequence[jax.Array],
+    *,
+    each: Sequence[Result],
+    fixed: Sequence[Result],
+    places: Mapping[int, jax.Array],
+) -> tuple[list[jax.Array], list[Result]]:
+    """One iteration of a loop.
+
+    Args:
+        loop: Whose.
+        results: `(number of the instruction, path)` of what it gives beside what it hands on.
+        key: A random key, or None.
+        carry: What the iteration before has handed on.
+        each: What differs by iteration.
+        fixed: What does not.
+        places: Where instructions stand in the stream of random numbers.
+
+    Returns:
+        What it hands on, and the results.
+    """
+    found: list[Result] = []
+    known = {"carry": carry, "each": each, "fixed": fixed}
+    for i, instruction in enumerate(loop.iterations[0]):
+        sources = [_at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]]
+        with instruction.scope_of_all:
+            found.append(instruction.operate(key, places.get(i), sources))
+    handed = [whole(_at(found[number], path)) for _, number, path in loop.carries]
+    return handed, [_at(found[number], path) for number, path in results]
+
+
+def places_of(loop: Loop) -> dict[int, list[int | None]]:
+    """By the number of an instruction that draws random numbers, where it stands in their stream, by iteration."""
+    draws = (i for i, instruction in enumerate(loop.iterations[0]) if instruction.place is not None)
+    return {i: [span[i].place for span in loop.iterations] for i in draws}
+
+
+def row_or_value(value: Operand, inputs: Inputs, read: Callable[[Operand], Result]) -> Result:
+    """A value, as the row of a stack where an input is one."""
+    row = inputs.row((value.source, *value.path)) if isinstance(value.source, int) else None
+    return read(value) if row is None else row
+
+
+def operands_of(outputs: Iterable[Output]) -> list[Operand]:
+    """Those among outputs, and in bundles among them."""
+    each = itertools.chain(*(v.values if isinstance(v, BundleValues) else [v] for v in outputs))
+    return [value for value in each if isinstance(value, Operand)]
+
+
+def reads_of(item: Instruction | Loop) -> Iterable[Operand]:
+    """What must be known before it runs."""
     return item.reads if isinstance(item, Loop) else item.sources
 
 

@@ -20,6 +20,9 @@ from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
 Place = jax.Array | int | None
 
+SUM = "sum of gradients"
+"""The kind of such an instruction."""
+
 Operate = Callable[[Key, Place, Sequence[Any]], Any]
 
 
@@ -233,7 +236,7 @@ class _Builder:
         if len(values) < 2:
             return values[0] if values else None
         return Operand(
-            self._new(Instruction("sum of gradients", values, lambda key, place, values: values[0] + values[1]))
+            self._new(Instruction(SUM, values, lambda key, place, values: values[0] + values[1]))
         )
 
     def connect(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from torch_shard._sharding import Kept, Layout, tied_names
+from torch_shard._sharding import Kept, Layout, Stages, tied_names
 
 MOST_KINDS = 4
 """So many different programs may the calls of one group be."""
@@ -123,7 +123,11 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stack_layout(
-    model: nn.Module, names: Iterable[str], groups: Iterable[Siblings], kept: Mapping[str, Kept] | None = None
+    model: nn.Module,
+    names: Iterable[str],
+    groups: Iterable[Siblings],
+    kept: Mapping[str, Kept] | None = None,
+    stages: Stages | None = None,
 ) -> Layout:
     """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
 
@@ -132,12 +136,15 @@ def stack_layout(
         names: Of all entries, in order.
         groups: Those that are refused stand alone.
         kept: By name, what is kept in another form than torch's.
+        stages: Over which some layers are split: their entries are stored in the order of the stages.
     """
     tied = tied_names(model)
     stacks = []
     for group in groups:
         paths = list(group.members.values())
         if group.refused is None:
+            if stages is not None and tuple(paths) == stages.layers:
+                paths = [paths[i] for i in stages.order(len(paths))]
             relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
             stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
-    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept)
+    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept, stages)

@@ -39,6 +39,7 @@ from torch_shard._sharding.mesh import (
     refuse_compile_only,
 )
 from torch_shard._sharding.patterns import make_matcher
+from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
 from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
 from torch_shard._sharding.stacked import (
@@ -67,10 +68,13 @@ __all__ = [
     "LossFn",
     "Padded",
     "Pieces",
+    "Pipeline",
     "ResolvedEntry",
     "ResolvedPlan",
     "ShardingPlan",
+    "Schedule",
     "Stacks",
+    "Stages",
     "TensorPlaces",
     "as_devices",
     "as_dicts",

@@ -27,6 +27,7 @@ from torch_shard._sharding.entries import group_ties
 from torch_shard._sharding.forms import Form, Padded, Pieces
 from torch_shard._sharding.mesh import axes_of, check_mesh, describe_mesh, describe_spec, find_spec_faults
 from torch_shard._sharding.patterns import make_matcher
+from torch_shard._sharding.pipeline import Pipeline
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan, print_wide
 
 Rules: TypeAlias = Mapping[str, PartitionSpec] | Mapping[str | re.Pattern[str], PartitionSpec]
@@ -63,6 +64,7 @@ class ShardingPlan:
             arrays within a state have the other one.
         context: Over which axis a step splits the sequence of the batch, and how attention finds all keys; None for
             none.
+        pipeline: Over which axis the repeated layers are split into stages; None for none.
 
     Raises:
         TypeError: A rule is neither a string nor a compiled regex, or its spec is not a `PartitionSpec`.
@@ -84,12 +86,14 @@ class ShardingPlan:
     ranks: Mapping[tuple[str, _Rule], int] = field(default_factory=dict[tuple[str, _Rule], int], kw_only=True)
     stored: Forms = field(default_factory=dict[str, Form], kw_only=True)
     context: Context | None = field(default=None, kw_only=True)
+    pipeline: Pipeline | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         for what in ("rules", "activations", "reasons", "ranks", "stored"):
             _check_mapping(what, getattr(self, what))
             object.__setattr__(self, what, MappingProxyType(dict(getattr(self, what))))
         check_kind("context", self.context, Context | None)
+        check_kind("pipeline", self.pipeline, Pipeline | None)
         rules = self._specs
         faults = [_find_type_fault(_quote(key), key, spec) for key, spec in self.rules.items()]
         faults += [] if self.default is None else [_find_type_fault("default", "", self.default)]
@@ -129,6 +133,7 @@ class ShardingPlan:
             reasons=kept | dict(edits.reasons),
             stored={**self._forms, **edits._forms},
             context=edits.context or self.context,
+            pipeline=edits.pipeline or self.pipeline,
             ranks=dict(self.ranks) | ranks,
         )
 
@@ -140,11 +145,12 @@ class ShardingPlan:
 
     def __hash__(self):
         tables = (frozenset(table.items()) for table in (self.rules, self.activations, self._forms))
-        return hash((self.default, self.context, *tables))
+        return hash((self.default, self.context, self.pipeline, *tables))
 
     def __reduce__(self):  # a mappingproxy can be neither copied nor pickled
         fields = {what: dict(getattr(self, what)) for what in ("activations", "reasons", "ranks", "stored")}
-        return partial(ShardingPlan, default=self.default, context=self.context, **fields), (dict(self.rules),)
+        fields |= {what: getattr(self, what) for what in ("default", "context", "pipeline")}
+        return partial(ShardingPlan, **fields), (dict(self.rules),)
 
     def __repr__(self):
         rules = ", ".join(f"{key!r}: {describe_spec(spec)}" for key, spec in self.rules.items())
@@ -153,6 +159,7 @@ class ShardingPlan:
         forms = ", ".join(f"{key!r}: {form}" for key, form in self._forms.items())
         more = f", activations={{{asked}}}" * bool(asked) + f", stored={{{forms}}}" * bool(forms)
         more += f", context={self.context}" * (self.context is not None)
+        more += f", pipeline={self.pipeline}" * (self.pipeline is not None)
         return f"ShardingPlan({{{rules}}}{default}{more})"
 
     def __rich__(self) -> Table:
@@ -166,8 +173,9 @@ class ShardingPlan:
             table.add_row(*map(Text, (_quote(key), describe_spec(spec), "an activation")))
         for key, form in self._forms.items():
             table.add_row(*map(Text, (_quote(key), str(form), "how it is stored")))
-        if self.context is not None:
-            table.caption = f"the sequence is split over {self.context.axis} (context_mode={self.context.mode!r})"
+        notes = [f"the sequence is split over {c.axis} (context_mode={c.mode!r})" for c in (self.context,) if c]
+        notes += [f"the layers are split over {p.axis} ({p})" for p in (self.pipeline,) if p]
+        table.caption = "; ".join(notes) or None
         return table
 
     def __str__(self) -> str:
@@ -219,15 +227,17 @@ class ShardingPlan:
             entries |= {names[0]: first} | {alias: replace(first, tied_to=names[0]) for alias in names[1:]}
         is_model = isinstance(source, torch.nn.Module)  # without modules the activations are nowhere
         constraints, wrong = self._constraints(source, mesh, entries) if is_model else ([], [])
-        if self.context and (lines := self.context.find_faults(mesh)):
-            raise ValueError(_list("the sequence cannot be split as asked", lines))
+        asked = (("sequence", self.context), ("model", self.pipeline))
+        for what, part in asked:
+            if part and (lines := part.find_faults(mesh)):
+                raise ValueError(_list(f"the {what} cannot be split as asked", lines))
         tables = (self._specs, hits), (self._forms, formed)
         unused = [key for table, found in tables for key in table if key not in set().union(*found.values())]
         if faults or unused or wrong:
             hints = _hint_at_names(unused, list(values))
             raise ValueError(_report(faults, hints, wrong, mesh=mesh))
         found = MappingProxyType({name: entries[name] for name in values})
-        return ResolvedPlan(mesh, found, tuple(constraints), self.context)
+        return ResolvedPlan(mesh, found, tuple(constraints), self.context, self.pipeline)
 
     def _constraints(
         self, model: torch.nn.Module, mesh: Mesh, entries: Mapping[str, ResolvedEntry]
@@ -400,4 +410,4 @@ def in_form_of(plan: ShardingPlan, other: ShardingPlan) -> ShardingPlan:
     """The rules of a plan for entries that are stored as another plan has them."""
     ranks = {key: rank for key, rank in plan.ranks.items() if key[0] == "rules"}
     ranks |= {key: rank for key, rank in other.ranks.items() if key[0] == "stored"}
-    return replace(plan, stored=other.stored, ranks=ranks, activations={}, context=None)
+    return replace(plan, stored=other.stored, ranks=ranks, activations={}, context=None, pipeline=None)

@@ -17,6 +17,8 @@ from rich.text import Text
 
 from torch_shard._sharding.activations import Constraint
 from torch_shard._sharding.context import Context
+from torch_shard._sharding.pipeline import Pipeline, Stages
+from torch_shard._sharding.stacked import Group, Layout, stack_sharding
 from torch_shard._sharding.forms import Form, Kept, Padded
 from torch_shard._sharding.mesh import describe_mesh, describe_spec
 
@@ -81,12 +83,16 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         entries: Shape, dtype, rule and sharding by name.
         activations: What it asks for of what modules take and return.
         context: Over which axis the sequence of the batch is split.
+        pipeline: Over which axis the repeated layers are.
+        stages: Which layers these are, once a step has looked for them.
     """
 
     mesh: Mesh
     entries: Mapping[str, ResolvedEntry]
     activations: tuple[Constraint, ...] = ()
     context: Context | None = None
+    pipeline: Pipeline | None = None
+    stages: Stages | None = None
 
     def __getitem__(self, name: str) -> NamedSharding:
         entry = self.entries[name]
@@ -99,6 +105,11 @@ class ResolvedPlan(Mapping[str, NamedSharding]):
         entry = self.entries[name]
         form = form or entry.kept
         return entry.sharding if form is None else form.stored_sharding(entry.sharding)
+
+    def of_group(self, group: Group, layout: Layout) -> NamedSharding:
+        """The sharding of what a layout stores for a group: an entry, or several as rows."""
+        sharding = self.stored(group[0], layout.forms.get(group[0]))
+        return sharding if len(group) == 1 else stack_sharding(sharding, layout.axis_of(group))
 
     @property
     def kept(self) -> dict[str, Kept]:

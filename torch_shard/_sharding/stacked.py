@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.forms import Kept
+from torch_shard._sharding.pipeline import Stages
 
 Group = tuple[str, ...]
 
@@ -29,15 +30,21 @@ class Layout:
         groups: The names in each stored array: a 1-tuple is stored in its own shape, n >= 2 names as `(n, *shape)`.
         names: All names, in the module's order.
         kept: Those whose arrays are kept in another form than torch's; of a group all or none.
+        stages: Over which the rows of some groups are split.
     """
 
     groups: tuple[Group, ...]
     names: tuple[str, ...]
     kept: tuple[tuple[str, Kept], ...] = ()
+    stages: Stages | None = None
 
     @classmethod
     def of(
-        cls, groups: Iterable[Group], names: Iterable[str] | None = None, kept: Mapping[str, Kept] | None = None
+        cls,
+        groups: Iterable[Group],
+        names: Iterable[str] | None = None,
+        kept: Mapping[str, Kept] | None = None,
+        stages: Stages | None = None,
     ) -> "Layout":
         """The layout of these groups; all other `names` stand alone.
 
@@ -51,7 +58,7 @@ class Layout:
             raise ValueError(f"Layout: each name stands in one group and among the names, got {groups} of {names}.")
         group_of = {name: group for group in groups for name in group}
         forms = tuple((name, kept[name]) for name in names if name in kept) if kept else ()
-        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names, forms)
+        return cls(tuple(dict.fromkeys(group_of.get(name, (name,)) for name in names)), names, forms, stages)
 
     @functools.cached_property
     def forms(self) -> dict[str, Kept]:
@@ -61,7 +68,7 @@ class Layout:
     @functools.cached_property
     def plain(self) -> "Layout":
         """The same for arrays in torch's form."""
-        return Layout(self.groups, self.names)
+        return dataclasses.replace(self, kept=())
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int | None]]:
@@ -74,10 +81,15 @@ class Layout:
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
         names = tuple(names)
-        return Layout.of((group for group in self.groups if set(group) <= set(names)), names, self.forms)
+        return Layout.of((group for group in self.groups if set(group) <= set(names)), names, self.forms, self.stages)
+
+    def axis_of(self, group: Group) -> str | None:
+        """The axis over which the rows of a group are split, if they are."""
+        return self.stages.axis if self.stages is not None and self.stages.has(group) else None
 
     def __add__(self, other: "Layout") -> "Layout":
-        return Layout(self.groups + other.groups, self.names + other.names, self.kept + other.kept)
+        stages = self.stages or other.stages
+        return Layout(self.groups + other.groups, self.names + other.names, self.kept + other.kept, stages)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -248,28 +260,28 @@ def _gathered(values: Mapping[str, PyTree], group: Group, layout: Layout) -> PyT
     """Gather what a layout stores for a group."""
     form = layout.forms.get(group[0])
     if form is None:  # what operators have made of an entry in pieces beside it may be so too
-        return whole(_gathered_whole(values, group))
+        return whole(_gathered_whole(values, group, layout.axis_of(group)))
     if isinstance(values, Stacks) and all(values.layout.forms.get(name) == form for name in group):
         return values.kept(group[0]) if len(group) == 1 else values.kept_rows(group)
-    return form.store(_gathered_whole(values, group), is_stack=len(group) > 1)
+    return form.store(_gathered_whole(values, group, layout.axis_of(group)), is_stack=len(group) > 1)
 
 
-def _gathered_whole(values: Mapping[str, PyTree], group: Group) -> PyTree:
+def _gathered_whole(values: Mapping[str, PyTree], group: Group, axis: str | None) -> PyTree:
     if len(group) == 1:
         return values[group[0]]
     if (stacked := getattr(values, "stacked", None)) is not None:
         return stacked(group)
     rows = [values[name] for name in group]
-    return stack_struct(rows) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
+    return stack_struct(rows, axis) if isinstance(rows[0], jax.ShapeDtypeStruct) else jnp.stack(rows)
 
 
 def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
     return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
 
 
-def stack_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Sharding of a stack whose rows lie like this: every row on all devices that hold its part."""
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec), memory_kind=sharding.memory_kind)
+def stack_sharding(sharding: NamedSharding, axis: str | None = None) -> NamedSharding:
+    """Sharding of a stack whose rows lie like this, and are split over an axis; without one each is on all devices."""
+    return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec), memory_kind=sharding.memory_kind)
 
 
 def row_sharding(sharding: NamedSharding) -> NamedSharding:
@@ -277,9 +289,9 @@ def row_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
-def stack_struct(rows: list[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None = None) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a stack of such rows."""
-    sharding = stack_sharding(rows[0].sharding) if isinstance(rows[0].sharding, NamedSharding) else None
+    sharding = stack_sharding(rows[0].sharding, axis) if isinstance(rows[0].sharding, NamedSharding) else None
     return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
 
 
@@ -338,7 +350,7 @@ def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stac
             forms |= dict.fromkeys(group, form)
             array = array if is_kept else form.store(array, is_stack=is_stack)
         arrays.append(array)
-    return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms), arrays)
+    return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms, layout.stages), arrays)
 
 
 def whole_stacks(tree: PyTree, *, but_pieces: bool = False) -> PyTree:
@@ -358,14 +370,14 @@ def _map_stacks(change: Callable[[Stacks], Stacks], tree: PyTree) -> PyTree:
     return jax.tree.map(changed, tree, is_leaf=lambda node: isinstance(node, Stacks))
 
 
-def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], PyTree] = stack_struct) -> PyTree:
+def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], PyTree] | None = None) -> PyTree:
     """A pytree with `Stacks` in place of dicts whose keys are all names of a layout.
 
     Args:
         tree: Its leaves have a shape and a dtype; they may differ from those of the layout's own arrays.
         layout: A group is stored together if the dict has all its names, with leaves of one shape and dtype. What is
             in torch's shape is kept in the layout's form.
-        stack: Makes the stored leaf from its rows.
+        stack: Makes the stored leaf from its rows; of structs by default.
     """
 
     def is_by_name(node: object) -> bool:
@@ -375,13 +387,16 @@ def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], Py
         leaves = all(jax.tree_util.all_leaves([value]) for value in values)
         return leaves and len({(value.shape, value.dtype) for value in values}) == 1
 
+    def stored(rows: list[PyTree], axis: str | None) -> PyTree:
+        if len(rows) == 1:
+            return rows[0]
+        return stack_struct(rows, axis) if stack is None else stack(rows)
+
     def stacked(node: PyTree) -> PyTree:
         if not is_by_name(node):
             return node
         held = layout.restricted(name for name in layout.names if name in node)
-        held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names)
-        rows = ([node[name] for name in group] for group in held.groups)
-        found = Stacks(held, (stack(values) if len(values) > 1 else values[0] for values in rows))
-        return keep_as(found, layout)
+        held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names, stages=layout.stages)
+        return keep_as(Stacks(held, (stored([node[n] for n in group], held.axis_of(group)) for group in held.groups)), layout)
 
     return jax.tree.map(stacked, tree, is_leaf=is_by_name)

@@ -31,7 +31,6 @@ from torch_shard._sharding import (
     as_dicts,
     find_spec_faults,
     stack_dicts,
-    stack_sharding,
     unsaved_buffers,
 )
 
@@ -123,7 +122,7 @@ class StateLayout:
         trained: Collection[str] | None = None,
     ) -> None:
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
-        layout = stack_layout(model, held.all, groups, plan.kept)
+        layout = stack_layout(model, held.all, groups, plan.kept, plan.stages)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
@@ -163,9 +162,7 @@ class StateLayout:
         )
 
     def _tensor_shardings(self, layout: Layout, plan: ResolvedPlan) -> Stacks:
-        stored = (plan.stored(group[0], layout.forms.get(group[0])) for group in layout.groups)
-        firsts = zip(stored, map(len, layout.groups), strict=True)
-        return Stacks(layout, (s if size == 1 else stack_sharding(s) for s, size in firsts))
+        return Stacks(layout, (plan.of_group(group, layout) for group in layout.groups))
 
     def _opt_structs(self, replicated: NamedSharding) -> PyTree:
         """Stored shapes; what the optimiser keeps under a parameter's name, in its shape, lies like it."""
@@ -211,7 +208,7 @@ class StateLayout:
             for group in layout.groups:
                 form = layout.forms.get(group[0])
                 rows = [values[name] if form is None else form.store(values[name]) for name in group]
-                array = _placed(rows, self._plan.stored(group[0]), keep=release is None)
+                array = _placed(rows, self._plan.of_group(group, layout), keep=release is None)
                 yield array if taken is None else _own(array, taken)
                 if release is not None:
                     release(tuple(group))

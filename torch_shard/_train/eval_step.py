@@ -62,9 +62,11 @@ class EvalStep(Step):
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None
     ) -> Callable[..., PyTree]:
+        run = self._microbatches.run(program, self.plan)
+
         def evaluate(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> dict[str, PyTree]:
             check_names(state, self._held.all)
-            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             return {"loss": out.loss, **out.metrics}
 
         options = program.compiler_options(self.mesh)

@@ -32,6 +32,7 @@ from torch_shard._loss import (
 )
 from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._plans import experts_of, layers_of
+from torch_shard._scan import LayerOptions, find_stages
 from torch_shard._sharding import (
     LossFn,
     ResolvedPlan,
@@ -76,6 +77,7 @@ class Step:
         self._trained = options.trained(self._held)
         platform = options.mesh.devices.flat[0].platform
         layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
+        self.plan, self.optimizer_plan, layers = self._with_stages(layers)
         self.layers = layers.decided(model, platform)
         self.layout = options.batch_layout()
         check_activations(self.plan, self.layout.row_axes)
@@ -100,6 +102,15 @@ class Step:
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
+
+    def _with_stages(self, layers: LayerOptions) -> tuple[ResolvedPlan, ResolvedPlan, LayerOptions]:
+        """The plans with the layers that are stages of a pipeline, if there is one; these then are a loop."""
+        if self.plan.pipeline is None:
+            return self.plan, self.optimizer_plan, layers
+        layers = dataclasses.replace(layers, scan=True)
+        stages = find_stages(self.model, layers.groups(self.model), self.plan)
+        plans = (dataclasses.replace(plan, stages=stages) for plan in (self.plan, self.optimizer_plan))
+        return *plans, dataclasses.replace(layers, stages=stages)
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
@@ -292,7 +303,8 @@ class Step:
         rows = self.layout.row_axes
         of_params = {axis for name in self._held.all for axis in axes_of(self.plan[name].spec)}
         kept = self.options.split_activations and (self.plan.context is not None or not of_params.isdisjoint(rows))
-        return RowSplit(self.mesh, rows, kept, self.plan.context, self._expert_axes())
+        stage = self.plan.pipeline.axis if self.plan.pipeline else None
+        return RowSplit(self.mesh, rows, kept, self.plan.context, self._expert_axes(), stage)
 
     def _expert_axes(self) -> tuple[str, ...]:
         """The axes over which all mixtures of the model have their experts; none if they are not alike."""

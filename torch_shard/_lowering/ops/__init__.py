@@ -45,6 +45,7 @@ from torch_shard._lowering.ops.registry import (
     lowers,
     refuse_generator,
 )
+from torch_shard._lowering.ops.tied_embedding import untie_gradients
 
 __all__ = [
     "LOWERINGS",
@@ -59,5 +60,6 @@ __all__ = [
     "report_attention",
     "report_context",
     "report_experts",
+    "untie_gradients",
     "world_of_one",
 ]

@@ -55,6 +55,23 @@ def _sum_at_once(node: Node) -> Node | None:
     )
 
 
+def untie_gradients(module: torch.fx.GraphModule) -> None:
+    """Make of each such gradient the sum of its two parts again, in a graph that makes them at different times."""
+    for node in list(module.graph.nodes):
+        if node.target is not ours.tied_gradient.default:
+            continue
+        grad_logits, hidden, grad_rows, ids, padding_idx = args_of(node)
+        value, dims = node.meta["val"], list(range(len(shape_of(hidden)) - 1))
+        narrow = value.new_empty(value.shape, dtype=dtype_of(hidden))
+        product = new_before(node, aten.tensordot.default, (grad_logits, hidden, dims, dims), narrow)
+        product = new_before(node, aten._to_copy.default, (product,), value)
+        product.kwargs = {"dtype": value.dtype}
+        given = (grad_rows, ids, value.shape[0], padding_idx, False)
+        rows = new_before(node, aten.embedding_dense_backward.default, given, value)
+        node.replace_all_uses_with(new_before(node, aten.add.Tensor, (product, rows), value))
+        module.graph.erase_node(node)
+
+
 @lowers(ours.tied_gradient.default)
 def tied_gradient(grad_logits, hidden, grad_rows, ids, padding_idx):
     """Sum of `grad_logits[i, v] * hidden[i, d]` over rows i, and of `grad_rows[i, d]` over those with `ids[i] == v`.

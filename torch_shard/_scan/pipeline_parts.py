@@ -1,0 +1,261 @@
+"""A captured loss as the parts of a pipeline: its layers in a loop there and back, and what runs around these.
+
+One microbatch goes through `once` (which is the same for all), `before`, the stages of `forward`, `middle` (head, loss,
+and their backward pass), the stages of `backward`, and `after` (the gradients of embeddings). What only adds up
+gradients comes last, and once for all microbatches: a sum of sums.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from torch_shard._scan.execute import operands_of, places_of, reads_of
+from torch_shard._scan.instructions import SUM, Instruction, Operand, Output
+from torch_shard._scan.reroll import Loop
+from torch_shard._sharding import Stages
+
+Item = Instruction | Loop
+
+Row = tuple[int, tuple[int, ...]]
+"""What each iteration of a loop gives: the number of the instruction, and the path into its value."""
+
+
+class NoPipeline(Exception):
+    """Says why a loss is no pipeline."""
+
+
+@dataclasses.dataclass
+class Parts:
+    """The parts of a pipeline.
+
+    Attributes:
+        once: Instructions that are alike for all microbatches.
+        before: Those that run for each before the stages.
+        forward: The layers.
+        middle: What runs for each between the two passes.
+        backward: The layers' backward pass; None without gradients.
+        after: What runs for each at the end.
+        tail: Sums of gradients.
+        given: Outputs of each microbatch: the loss, metrics.
+        summed: Outputs that are added up over microbatches: gradients.
+    """
+
+    once: list[Item]
+    before: list[Item]
+    forward: Loop
+    middle: list[Item]
+    backward: Loop | None
+    after: list[Item]
+    tail: list[Item]
+    given: Sequence[Output]
+    summed: Sequence[Output]
+
+    def __post_init__(self) -> None:
+        self._maker: dict[Instruction, str] = {}
+        for name in ("once", "before", "middle", "after", "tail"):
+            self._maker |= dict.fromkeys(made_by(getattr(self, name)), name)
+        for name, loop in (("forward", self.forward), ("backward", self.backward)):
+            self._maker |= dict.fromkeys(made_by([loop] if loop else []), name)
+        sums = operands_of(self.summed)
+        read = dict.fromkeys(itertools.chain(*map(reads_of, self.tail)))
+        self.sums = [v for v in dict.fromkeys([*sums, *read]) if self.maker(v) != "tail"]
+        """What is added up over microbatches, of which the tail makes the outputs."""
+        each = self.backward.each if self.backward else ()
+        self.saved = self.rows_of(v for values in each for v in values if self.maker(v) == "forward")
+        """What the backward pass reads of the forward pass of its own layer."""
+        outputs = [*operands_of(self.given), *self.sums]
+        read = [*self.reads("middle", "after", "tail"), *outputs, *self._read_there]
+        of_layers = [v for v in dict.fromkeys(read) if self.maker(v) == "forward"]
+        lasts = {v: self.last_of(v, self.forward) for v in of_layers}
+        self.finals = {v: at for v, at in lasts.items() if at is not None}
+        """What leaves the last layer and others read, with its number among what layers hand on."""
+        self.seen = [v for v in of_layers if v not in self.finals]
+        """What others read of a layer but what it hands on at the end."""
+        makers = ("middle", "forward")
+        self.handed = [v for v in self._read_there if self.maker(v) in makers]
+        """What the backward pass of the layers reads beside what they have saved."""
+        self.kept = [v for v in dict.fromkeys([*self.reads("after"), *operands_of(self.given)]) if self.maker(v) in makers]
+        """What comes after it reads, and outputs."""
+        self.middle_sums = [v for v in self.sums if self.maker(v) in makers]
+        self._refuse_unknown()
+
+    @property
+    def can_alternate(self) -> bool:
+        """Whether a backward pass needs nothing but its own forward pass, and what enters it."""
+        firsts = [first for first, _, _ in self.backward.carries] if self.backward else []
+        return self.backward is not None and set(self.handed) <= set(firsts)
+
+    @property
+    def _read_there(self) -> list[Operand]:
+        """What the backward pass reads beside what its own layer has saved."""
+        loop = self.backward
+        if loop is None:
+            return []
+        each = [values for values in loop.each if any(self.maker(v) != "forward" for v in values)]
+        return list(dict.fromkeys([*(first for first, _, _ in loop.carries), *loop.fixed, *itertools.chain(*each)]))
+
+    def maker(self, value: Operand) -> str:
+        """The part that makes a value; `input` for what is given."""
+        return "input" if isinstance(value.source, int) else self._maker[value.source]
+
+    def reads(self, *names: str) -> list[Operand]:
+        """All that these parts read."""
+        parts = {name: getattr(self, name) for name in names}
+        items = itertools.chain(*(part if isinstance(part, list) else [part] for part in parts.values() if part))
+        return list(dict.fromkeys(itertools.chain(*map(reads_of, items))))
+
+    def needed(self, makers: Iterable[str], readers: Iterable[str], outputs: Iterable[Operand] = ()) -> list[Operand]:
+        """What some parts make and others read, or that is an output."""
+        makers = set(makers)
+        return [v for v in dict.fromkeys([*self.reads(*readers), *outputs]) if self.maker(v) in makers]
+
+    def row_of(self, value: Operand) -> tuple[Row, int] | None:
+        """Of what a layer makes: which of its results it is, and the number of the layer in order; else None."""
+        for loop in (self.forward, self.backward):
+            for number, span in enumerate(in_order(loop) if loop else ()):
+                if value.source in span:
+                    return (span.index(value.source), value.path), number
+        return None
+
+    def last_of(self, value: Operand, loop: Loop) -> int | None:
+        """Which of the values that a loop hands on it is, at the end; None if it is none."""
+        final = loop.iterations[-1]
+        for at, (_, number, path) in enumerate(loop.carries):
+            if (final[number], path) == (value.source, value.path):
+                return at
+        return None
+
+    def rows_of(self, values: Iterable[Operand]) -> list[Row]:
+        """Which results of layers these are."""
+        return list(dict.fromkeys(row for row, _ in filter(None, map(self.row_of, values))))
+
+    def _refuse_unknown(self) -> None:
+        for value in operands_of(self.given):
+            if self.maker(value) in ("backward", "after", "tail"):
+                raise NoPipeline("a metric is made of gradients")
+        if self.backward is None:
+            return
+        for values in self.backward.each:
+            rows = [self.row_of(v) for v in values[::-1] if self.maker(v) == "forward"]
+            if rows and [(rows[0] and rows[0][0], at) for at in range(len(values))] != rows:
+                raise NoPipeline("the backward pass of a layer reads what another layer has made")
+        for value in self.reads("after"):
+            if self.maker(value) == "backward" and self.last_of(value, self.backward) is None:
+                raise NoPipeline("something else than a sum is made of the gradient of one of its parameters")
+
+
+def parts_of(
+    items: Sequence[Item],
+    given: Sequence[Output],
+    summed: Sequence[Output],
+    *,
+    stages: Stages,
+    varies: Callable[[int], bool],
+) -> Parts:
+    """Take a loss apart.
+
+    Args:
+        items: Instructions and loops, in order.
+        given: Outputs of each microbatch.
+        summed: Outputs to be added up.
+        stages: Over which the layers go.
+        varies: Tells whether an input differs by microbatch.
+
+    Raises:
+        NoPipeline: It cannot be.
+    """
+    forward, backward = _loops(items, stages, has_gradients=bool(summed))
+    tail = _sums_at_the_end(items, given, summed)
+    others = [item for item in items if item not in tail]
+    at = others.index(forward)
+    rest = others[at + 1 :]
+    middle, after = (rest, []) if backward is None else (rest[: (b := rest.index(backward))], rest[b + 1 :])
+    early, after = _split_off(after, made_by([backward] if backward else []))
+    once, before = _alike(others[:at], varies)
+    return Parts(once, before, forward, [*middle, *early], backward, after, tail, given, summed)
+
+
+def made_by(items: Iterable[Item]) -> Iterator[Instruction]:
+    """All instructions, those of loops too."""
+    for item in items:
+        yield from itertools.chain(*item.iterations) if isinstance(item, Loop) else [item]
+
+
+def in_order(loop: Loop) -> list[list[Instruction]]:
+    """Its iterations in the order of the layers."""
+    return loop.iterations[::-1] if loop.is_backward else loop.iterations
+
+
+def _loops(items: Sequence[Item], stages: Stages, *, has_gradients: bool) -> tuple[Loop, Loop | None]:
+    """The loops over the layers, there and back."""
+    loops = [item for item in items if isinstance(item, Loop)]
+    forward = next((loop for loop in loops if loop.layers == list(stages.layers)), None)
+    backward = next((loop for loop in loops if loop.layers == list(stages.layers[::-1]) and loop.is_backward), None)
+    if forward is None or (backward is None and has_gradients):
+        passes = "forward" if forward is None else "backward"
+        raise NoPipeline(f"their {passes} passes are not one loop, in their order")
+    for loop in filter(None, (forward, backward)):
+        num, parts = len(loop.iterations), stages.num * stages.repeats
+        if num % parts:
+            per = len(loop.layers) // num
+            raise NoPipeline(f"{per} layers are one iteration, and {num} iterations are not a multiple of {parts}")
+    return forward, backward
+
+
+def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Iterable[Output]) -> list[Item]:
+    """Sums of two gradients that nothing else reads."""
+    readers: dict[object, list[Item]] = {}
+    for item in items:
+        for value in reads_of(item):
+            readers.setdefault(value.source, []).append(item)
+    outputs, others = ({v.source for v in operands_of(part)} for part in (summed, given))
+    tail: list[Item] = []
+    for item in reversed(items):
+        if isinstance(item, Instruction) and _is_sum(item) and item not in others:
+            if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
+                tail.insert(0, item)
+    return tail
+
+
+def _is_sum(item: Instruction) -> bool:
+    if item.kind == SUM:
+        return True
+    is_add = isinstance(item.kind, tuple) and item.kind[0] is torch.ops.aten.add.Tensor
+    return is_add and len(item.sources) == 2 and "alpha" not in item.kind[1]
+
+
+def _split_off(items: Sequence[Item], made: Iterable[Instruction]) -> tuple[list[Item], list[Item]]:
+    """What needs nothing of these, and the others."""
+    late, early, rest = set(made), list[Item](), list[Item]()
+    for item in items:
+        if any(value.source in late for value in reads_of(item)):
+            late.update(made_by([item]))
+            rest.append(item)
+        else:
+            early.append(item)
+    return early, rest
+
+
+def _alike(items: Sequence[Item], varies: Callable[[int], bool]) -> tuple[list[Item], list[Item]]:
+    """What is the same for all microbatches, and the others."""
+    differ = set[Instruction]()
+
+    def differs(value: Operand) -> bool:
+        return varies(value.source) if isinstance(value.source, int) else value.source in differ
+
+    once, each = list[Item](), list[Item]()
+    for item in items:
+        draws = bool(places_of(item)) if isinstance(item, Loop) else item.place is not None
+        if draws or any(map(differs, reads_of(item))):
+            differ.update(made_by([item]))
+            each.append(item)
+        else:
+            once.append(item)
+    return once, each
+
+
+def changing(outputs: Mapping[str, Output]) -> list[str]:
+    """The names of buffers and parameters that a loss writes: whose new value is not an input."""
+    return [name for name, value in outputs.items() if not (isinstance(value, Operand) and isinstance(value.source, int))]

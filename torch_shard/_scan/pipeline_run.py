@@ -1,0 +1,346 @@
+"""A pipeline as a function of JAX arrays: microbatches go through its stages, forward and backward, by a schedule."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from torch_shard._common.pieces import whole
+from torch_shard._lowering import current_rows, matmul_precision, rows_split
+from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
+from torch_shard._scan.instructions import Operand
+from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, per_stage, take
+from torch_shard._scan.pipeline_parts import Item, Parts, Row, in_order
+from torch_shard._scan.reroll import Loop
+
+Tree = Any
+
+Values = dict[Operand, Tree]
+
+
+class Microbatched(Protocol):
+    """The inputs of a program for several microbatches."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of a microbatch; 0 if there are none."""
+        ...
+
+    def at(self, index: jax.Array) -> Inputs:
+        """Those of one of them."""
+        ...
+
+    def stack(self, number: int) -> jax.Array | None:
+        """`(num, ...)`, an input of all of them; None for what is the same for each."""
+        ...
+
+
+Known = Callable[[jax.Array], dict[Operand, Result]]
+"""Gives further values for a microbatch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """A loop over layers, and what it is given and gives.
+
+    Attributes:
+        run: The pass.
+        firsts: What enters the first stage.
+        finals: What leaves the last one, as far as others read it: its number among what layers hand on.
+    """
+
+    run: LayerPass
+    firsts: list[Operand]
+    finals: dict[Operand, int]
+
+
+class PipelineRun:
+    """One run of a pipeline, in a program that is traced.
+
+    Args:
+        parts: Of the loss.
+        order: When each stage works on what.
+        mesh: With the axis of the stages.
+        keys: A random key for each microbatch.
+        inputs: Of all microbatches.
+        place: Lays out a sum of gradients of layers, `(stages, rounds, iterations, ...)`, given the layers' operands.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        order: Order,
+        mesh: Mesh,
+        *,
+        keys: jax.Array,
+        inputs: Microbatched,
+        place: Callable[[Sequence[Operand], Tree], Tree],
+    ) -> None:
+        self._parts, self._order, self._keys, self._inputs, self._place = parts, order, keys, inputs, place
+        self._zero = jnp.zeros((), jnp.int32)
+        self._same = inputs.at(self._zero)
+        self._once: dict[Operand, Result] = {}
+        self._stacks: dict[Operand, Tree] = {}
+        """Values of all microbatches, `(num, ...)`."""
+        self._across = Across(order.stages, mesh, inputs.num_rows)
+
+    def run(self) -> tuple[list[Tree], list[Result]]:
+        """The outputs of each microbatch, `(num, ...)`, and the sums of the others."""
+        parts = self._parts
+        readers = ("before", "forward", "middle", "backward", "after", "tail")
+        outputs = [*operands_of(parts.given), *parts.sums]
+        with matmul_precision():
+            wanted = parts.needed(["once"], readers, outputs)
+            self._once = dict(zip(wanted, execute(parts.once, wanted, self._keys[0], self._same), strict=True))
+            self._stacks |= self._each(parts.before, parts.needed(["before"], readers[1:], outputs), [])[0]
+            sums = self._one_by_one() if self._order.one_by_one else self._forward_first()
+            sums |= {v: self._sum_of(v) for v in parts.sums if v not in sums}
+            given = [self._stacked(v) if isinstance(v, Operand) else v for v in parts.given]
+            known = {**self._once, **sums}
+            return given, execute(parts.tail, parts.summed, self._keys[0], self._same, known=known)
+
+    # Schedules
+
+    def _forward_first(self) -> dict[Operand, Result]:
+        """All forward passes, then all backward passes (GPipe)."""
+        parts, ticks = self._parts, jnp.arange(self._order.ticks)
+        forward = self._forward()
+        (_, saved), outs = jax.lax.scan(functools.partial(self._ahead, forward), self._start(forward), ticks)
+        self._stacks |= {v: self._leaving(outs[at]) for v, at in forward.finals.items()}
+        wanted = [*parts.kept, *parts.handed]
+        found, sums = self._each(parts.middle, wanted, parts.middle_sums, functools.partial(self._rows, saved))
+        self._stacks |= found
+        if parts.backward is None:
+            return dict(sums)
+        backward = self._backward()
+
+        def back(state: Tree, tick: jax.Array) -> tuple[Tree, Tree]:
+            return self._back(backward, saved, state, tick, self._firsts(backward, tick % self._order.num))
+
+        start = self._start_back(backward, saved, self._firsts(backward, self._zero))
+        (_, totals), outs = jax.lax.scan(back, start, ticks)
+        return self._end(backward, outs, totals, sums)
+
+    def _one_by_one(self) -> dict[Operand, Result]:
+        """Each backward pass as soon as its forward pass is done (1F1B).
+
+        The first ticks are of forward passes alone, and the last ones of backward passes; between them each stage runs
+        one of both, of other microbatches.
+        """
+        parts, num, fill = self._parts, self._order.num, self._order.stages.num - 1
+        forward, backward = self._forward(), self._backward()
+        wanted = [*parts.kept, *parts.middle_sums, *backward.firsts]
+        ahead = functools.partial(self._ahead, forward)
+        state, _ = jax.lax.scan(ahead, self._start(forward), jnp.arange(fill))
+
+        def middle(saved: Tree, outs: list[Tree], index: jax.Array) -> list[Tree]:
+            known = {v: outs[at] for v, at in forward.finals.items()} | self._rows(saved, index)
+            return self._part(parts.middle, wanted, index, known)
+
+        def both(state: Tree, index: jax.Array) -> tuple[Tree, Tree]:
+            state, sums, behind = state
+            state, outs = ahead(state, index + fill)
+            found = middle(state[1], outs, index)
+            kept, more = found[: len(parts.kept)], found[len(parts.kept) :]
+            sums = _added(sums, more[: len(parts.middle_sums)])
+            behind, gone = self._back(backward, state[1], behind, index, more[len(parts.middle_sums) :])
+            return (state, sums, behind), (kept, gone)
+
+        outs = jax.eval_shape(ahead, state, self._zero)[1]
+        shapes = jax.eval_shape(middle, state[1], outs, self._zero)
+        zeros = _wide_zeros(shapes[len(parts.kept) : len(parts.kept) + len(parts.middle_sums)])
+        firsts = shapes[len(parts.kept) + len(parts.middle_sums) :]
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), firsts)
+        start = (state, zeros, self._start_back(backward, state[1], none))
+        (state, totals, behind), (kept, gone) = jax.lax.scan(both, start, jnp.arange(num))
+        self._stacks |= dict(zip(parts.kept, kept, strict=True))
+
+        def drain(behind: Tree, tick: jax.Array) -> tuple[Tree, Tree]:
+            return self._back(backward, state[1], behind, tick, none)
+
+        behind, late = jax.lax.scan(drain, behind, num + jnp.arange(fill))
+        outs = jax.tree.map(lambda *x: jnp.concatenate(x), gone, late)
+        return self._end(backward, outs, behind[1], dict(zip(parts.middle_sums, totals, strict=True)))
+
+    def _ahead(self, layers: _Pass, state: Tree, tick: jax.Array) -> tuple[Tree, list[Tree]]:
+        """A tick of the forward pass: what leaves the last stage."""
+        flow, saved = state
+        flow, outs, results = layers.run.tick(tick, flow, self._firsts(layers, tick % self._order.num), {})
+        at = tick % self._order.slots
+        rows = zip(layers.run.results, results, strict=True)
+        saved = {row: jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at, 0), saved[row], new) for row, new in rows}
+        return (flow, saved), self._across.of(outs, layers.run.last)
+
+    def _back(
+        self, layers: _Pass, saved: dict[Row, Tree], state: Tree, tick: jax.Array, first: list[Tree]
+    ) -> tuple[Tree, list[Tree]]:
+        """A tick of the backward pass: what leaves the first stage."""
+        flow, sums = state
+        own = {row: saved[row] for row in self._parts.saved}
+        flow, outs, results = layers.run.tick(tick, flow, first, own)
+        sums = [self._placed(row, x) for row, x in zip(layers.run.results, layers.run.add(sums, results, tick), strict=True)]
+        return (flow, sums), self._across.of(outs, layers.run.last)
+
+    def _end(
+        self, backward: _Pass, outs: list[Tree], totals: list[Tree], sums: dict[Operand, Tree]
+    ) -> dict[Operand, Result]:
+        """What comes after the backward pass; all sums."""
+        parts = self._parts
+        self._stacks |= {v: self._leaving(outs[at]) for v, at in backward.finals.items()}
+        found = dict[Operand, Result](sums)
+        stacks = {
+            row: jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), total)
+            for row, total in zip(backward.run.results, totals, strict=True)
+        }
+        order = {layer: at for at, layer in enumerate(self._order.stages.order(len(in_order(parts.backward))))}
+        rest = list[Operand]()
+        for value in parts.sums:
+            if parts.maker(value) == "backward" and value not in backward.finals:
+                row, layer = parts.row_of(value) or ((0, ()), 0)
+                found[value] = StackRow(stacks[row], order[layer])
+            elif parts.maker(value) in ("backward", "after"):
+                rest.append(value)
+        return found | self._each(parts.after, [], rest)[1]
+
+    def _placed(self, row: Row, total: Tree) -> Tree:
+        number, path = row
+        return self._place([Operand(span[number], path) for span in in_order(self._parts.backward)], total)
+
+    # What runs beside the layers
+
+    def _each(
+        self, items: list[Item], wanted: list[Operand], sums: list[Operand], known: Known = lambda index: {}
+    ) -> tuple[dict[Operand, Tree], dict[Operand, Tree]]:
+        """Run a part for each microbatch: values of each, and sums over all of them."""
+        if not wanted and not sums:
+            return {}, {}
+
+        def one(totals: list[Tree], index: jax.Array) -> tuple[list[Tree], list[Tree]]:
+            found = self._part(items, [*wanted, *sums], index, known(index))
+            return _added(totals, found[len(wanted) :]), found[: len(wanted)]
+
+        shapes = jax.eval_shape(lambda: self._part(items, sums, self._zero, known(self._zero)))
+        totals, values = jax.lax.scan(one, _wide_zeros(shapes), jnp.arange(self._order.num))
+        return dict(zip(wanted, values, strict=True)), dict(zip(sums, totals, strict=True))
+
+    def _part(
+        self, items: list[Item], wanted: list[Operand], index: jax.Array, known: dict[Operand, Result]
+    ) -> list[Tree]:
+        """What a part makes of one microbatch: its rows are split over the stages too, as far as they divide."""
+        rows = current_rows()
+        wide = None if rows is None else dataclasses.replace(rows, axes=self._across.wide_axes(rows.axes))
+        known = {**self._once, **{value: take(stack, index) for value, stack in self._stacks.items()}, **known}
+        with rows_split(wide):
+            return list(map(array_of, execute(items, wanted, self._keys[index], self._inputs.at(index), known=known)))
+
+    def _rows(self, saved: dict[Row, Tree], index: jax.Array) -> dict[Operand, Result]:
+        """What the layers have made of one microbatch, as far as others read it."""
+        stages = self._order.stages
+        slots = self._order.slot(index, jnp.arange(stages.repeats)[None], self._across.iota[:, None])
+        found: dict[Operand, Result] = {}
+        stacks = dict[Row, Tree]()
+        for value in self._parts.seen:
+            row, layer = self._parts.row_of(value) or ((0, ()), 0)
+            if row not in stacks:
+                stacks[row] = self._across.layers(jax.tree.map(lambda x: jax.vmap(lambda own, at: own[at], (1, 0))(x, slots), saved[row]))
+            found[value] = StackRow(stacks[row], layer)
+        return found
+
+    # The layers
+
+    def _forward(self) -> _Pass:
+        parts = self._parts
+        return self._pass(parts.forward, list(dict.fromkeys([*parts.saved, *parts.rows_of(parts.seen)])), parts.finals)
+
+    def _backward(self) -> _Pass:
+        parts, loop = self._parts, self._parts.backward
+        assert loop is not None
+        made = [v for v in [*parts.reads("after"), *parts.sums] if parts.maker(v) == "backward"]
+        finals = {v: at for v in made if (at := parts.last_of(v, loop)) is not None}
+        return self._pass(loop, parts.rows_of(v for v in made if v not in finals), finals)
+
+    def _pass(self, loop: Loop, results: list[Row], finals: dict[Operand, int]) -> _Pass:
+        fixed = [(self._value(v), False) if (stack := self._stack_of(v)) is None else (stack, True) for v in loop.fixed]
+        each = [self._each_of(values[::-1] if loop.is_backward else values) for values in loop.each]
+        run = LayerPass(loop, results, self._order, self._across, each=each, fixed=fixed, keys=self._keys)
+        return _Pass(run, [first for first, _, _ in loop.carries], finals)
+
+    def _each_of(self, values: Sequence[Operand]) -> Each:
+        """What differs by layer, in their order."""
+        row = self._parts.row_of(values[0])
+        if row is not None and row[0] in self._parts.saved and all(self._parts.maker(v) == "forward" for v in values):
+            return Each("saved", row=row[0])
+        if all(self._stack_of(v) is None for v in values):
+            return Each("same", self._across.rows([row_or_value(v, self._same, self._value) for v in values]))
+        stacks = [jax.tree.map(lambda x: x, self._stacked(v)) for v in values]
+        return Each("differs", jax.vmap(lambda *rows: self._across.rows(rows))(*stacks))
+
+    def _start(self, layers: _Pass) -> Tree:
+        """Before the first tick of the forward pass."""
+        first = self._firsts(layers, self._zero)
+        flow = layers.run.start(first)
+        shapes = jax.eval_shape(lambda: layers.run.tick(self._zero, flow, first, {})[2])
+        saved = jax.tree.map(lambda x: jnp.zeros((self._order.slots, *x.shape), x.dtype), shapes)
+        return flow, dict(zip(layers.run.results, saved, strict=True))
+
+    def _start_back(self, layers: _Pass, saved: dict[Row, Tree], first: list[Tree]) -> Tree:
+        """Before the first tick of the backward pass, given what enters."""
+        flow = layers.run.start(first)
+        own = {row: saved[row] for row in self._parts.saved}
+        made = jax.eval_shape(lambda: layers.run.tick(self._zero, flow, first, own)[2])
+        rounds = self._order.stages.repeats
+        sums = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), _wide(x.dtype)), made)
+        return flow, [self._placed(row, total) for row, total in zip(layers.run.results, sums, strict=True)]
+
+    # Values
+
+    def _stack_of(self, value: Operand) -> Tree | None:
+        """`(num, ...)`; None for what is the same for all microbatches."""
+        if value in self._stacks:
+            return self._stacks[value]
+        return self._inputs.stack(value.source) if isinstance(value.source, int) and not value.path else None
+
+    def _value(self, value: Operand) -> Tree:
+        """What is the same for all."""
+        known = self._once.get(value)
+        assert known is not None or isinstance(value.source, int)
+        return array_of(self._same[(value.source, *value.path)] if known is None else known)  # pyright: ignore[reportArgumentType]
+
+    def _stacked(self, value: Operand) -> Tree:
+        stack = self._stack_of(value)
+        if stack is not None:
+            return stack
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self._order.num, *jnp.shape(x))), self._value(value))
+
+    def _firsts(self, layers: _Pass, index: jax.Array) -> list[Tree]:
+        """What enters the first stage, of one microbatch."""
+        stacks = [(v, self._stack_of(v)) for v in layers.firsts]
+        return [whole(self._value(v) if stack is None else take(stack, index)) for v, stack in stacks]
+
+    def _leaving(self, outs: Tree) -> Tree:
+        """What leaves the last stage in all ticks, of the microbatches: it is there in the last ticks."""
+        return jax.tree.map(lambda x: x[len(x) - self._order.num :], outs)
+
+    def _sum_of(self, value: Operand) -> Tree:
+        """The sum over microbatches of what neither the layers make, nor what comes after them."""
+        stack = self._stack_of(value)
+        if stack is None:
+            return jax.tree.map(lambda x: x * self._order.num, self._value(value))
+        return jax.tree.map(lambda x: x.sum(0, dtype=_wide(x.dtype)), stack)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype that sums are taken in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _wide_zeros(shapes: list[Tree]) -> list[Tree]:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
+
+
+def _added(totals: list[Tree], values: list[Tree]) -> list[Tree]:
+    return jax.tree.map(jnp.add, totals, values)
