@@ -137,10 +137,18 @@ class Microbatches:
 
     def _taken_apart(self, batch: Sequence[jax.Array], num_given: int) -> list[jax.Array | None]:
         """Each leaf as `(n, ...)`, None for scalars; the last `num_given` are so already."""
+        if self.num == 1:
+            return [x[None] if x.ndim or at >= len(batch) - num_given else None for at, x in enumerate(batch)]
         rows, given = batch[: len(batch) - num_given], batch[len(batch) - num_given :]
         layouts = self._layout.of_leaves([array.shape for array in rows])
         own = [self._split(x, layout) if x.ndim else None for x, layout in zip(rows, layouts, strict=True)]
-        return [*own, *(given if self.num > 1 else (x[None] for x in given))]
+        return [*own, *given]
+
+    def report(self, program: LossProgram, plan: ResolvedPlan) -> list[str]:
+        """Say how a program goes through the stages of a plan, if it has some."""
+        if plan.stages is None:
+            return []
+        return PipelinedLoss(program, plan, self.num, self._layout.data_axes).report
 
     def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
         """The same, for layers over the stages of a pipeline."""

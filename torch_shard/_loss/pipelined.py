@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.caller import caller
@@ -42,6 +43,7 @@ class PipelinedLoss:
 
     def __init__(self, program: LossProgram, plan: ResolvedPlan, num: int, rows: Sequence[str]) -> None:
         assert plan.stages is not None
+        self._num = num
         self._program, self._plan, self._rows, self._stages = program, plan, rows, plan.stages
         shape = program.program.graph.aux
         rolled, self._num_grads = program.rolled, len(shape.grads)
@@ -61,6 +63,21 @@ class PipelinedLoss:
         pairs = zip(shape.grads, outputs[1:], strict=False)
         names = ((operands, names_of(g)) for g, o in pairs if len(operands := operands_of([o])) == len(names_of(g)))
         self._names = {v: name for operands, named in names for v, name in zip(operands, named, strict=True)}
+
+    @property
+    def report(self) -> list[str]:
+        """Say what the stages are and how they work."""
+        stages, order = self._stages, self.order
+        per = len(stages.layers) // (stages.num * stages.repeats)
+        rounds = f", {stages.repeats} rounds" if stages.repeats > 1 else ""
+        lines = [
+            f"{stages.layers[0]} to {stages.layers[-1]}: {stages.num} stages over {stages.axis!r} of {per} layers{rounds}, "
+            f"{order.num} microbatches, {order.name}: {order.idle:.0%} of the time is idle"
+        ]
+        if stages.pipeline.schedule == "1f1b" and not order.one_by_one and self.parts.backward is not None:
+            why = "the loss makes gradients of more than what the last layer returns"
+            lines.append(f"all forward passes come before the backward passes (GPipe, not 1F1B), as {why}")
+        return lines
 
     def _refusal(self, why: str) -> str:
         first, last = self._stages.layers[0], self._stages.layers[-1]
@@ -105,10 +122,15 @@ class PipelinedLoss:
             closure: What the loss closes over.
         """
         shape = self._program.program.graph.aux
-        inputs = _Inputs(self._program.inputs, tensors, self._program.extra_inputs(batch, closure), self._others)
+        others = self._program.extra_inputs(batch, closure)
+        if more := self.order.num - len(keys):  # of an evaluation, which gives too few for the rounds
+            keys = _filled(keys, more)
+            others = [_filled(x, more) if differs else x for x, differs in zip(others, self._others, strict=True)]
+        inputs = _Inputs(self._program.inputs, tensors, others, self._others)
         run = PipelineRun(self.parts, self.order, self._plan.mesh, keys=keys, inputs=inputs, place=self._place)
         with self._program.rows():
-            (loss, *metrics), grads = run.run()
+            given, grads = run.run()
+        loss, *metrics = jax.tree.map(lambda x: x[: self._num], given)
         return LossOutputs(
             loss=loss,
             metrics=jax.tree.unflatten(shape.metrics, metrics),
@@ -131,12 +153,19 @@ class PipelinedLoss:
 
 def _order(stages: Stages, num: int, parts: Parts) -> Order:
     """When each stage works on what."""
+    if parts.backward is None:
+        return Order(stages, num if stages.repeats == 1 else max(num, stages.num), one_by_one=False)
     if stages.repeats > 1 and num < stages.num:
         raise ValueError(
             f"{caller()}: a pipeline with repeats={stages.repeats} needs as many microbatches as stages: "
             f"accumulate_steps={num}, {stages.axis}={stages.num}. Use accumulate_steps={2 * stages.num}, or repeats=1."
         )
     return Order(stages, num, stages.pipeline.schedule == "1f1b" and parts.can_alternate)
+
+
+def _filled(values: jax.Array, more: int) -> jax.Array:
+    """More microbatches like the last one."""
+    return jnp.concatenate([values, *[values[-1:]] * more])
 
 
 class _Inputs:

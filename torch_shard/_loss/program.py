@@ -140,6 +140,12 @@ class LossProgram:
         other.report = [*self.report, *(line for make in makers for line in make(self._graphs, rows))]
         return other
 
+    def saying(self, lines: list[str]) -> "LossProgram":
+        """The same program, which reports more."""
+        other = self._copy()
+        other.report = [*self.report, *lines]
+        return other
+
     @property
     def written_out(self) -> list[str]:
         """The modules that write attention out over a sequence that is split."""

@@ -6,6 +6,7 @@ from torch_shard._plans.from_dtensor import from_dtensor
 from torch_shard._plans.from_hf import from_hf
 from torch_shard._plans.from_logical import from_logical
 from torch_shard._plans.layers import experts_of, is_table, layers_of, product_of
+from torch_shard._plans.pipeline import pipeline
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
 from torch_shard._plans.to_dtensor import to_dtensor
 from torch_shard._plans.to_hf import to_hf
@@ -23,6 +24,7 @@ __all__ = [
     "hsdp",
     "is_table",
     "layers_of",
+    "pipeline",
     "product_of",
     "quietly",
     "replicated",

@@ -51,6 +51,11 @@ class Order:
         return min(2 * self.stages.num - 1, self.ticks) if self.one_by_one else self.ticks
 
     @property
+    def name(self) -> str:
+        """Of the schedule."""
+        return "1F1B" if self.one_by_one else "GPipe" if self.stages.repeats == 1 else "circular"
+
+    @property
     def idle(self) -> float:
         """The share of the ticks in which a stage has nothing to do."""
         return (self.stages.num - 1) / self.ticks
@@ -174,6 +179,11 @@ class LayerPass:
         places = {i: of[::-1] if loop.is_backward else of for i, of in places_of(loop).items()}
         self._places = {i: across.rows(list(jnp.asarray(of, jnp.int32))) for i, of in places.items()}
 
+    def _work_at(self, tick: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """On which microbatch, and which of their own layers, the stages work, and whether they do."""
+        microbatch, turn, is_one = self.order.work(tick, self.place)
+        return microbatch, self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn, is_one
+
     def start(self, first: list[Tree]) -> tuple[list[Tree], list[Tree]]:
         """What lies at the stages before the first tick, given what enters; and what waits for its next round."""
         num = self.order.stages.num
@@ -196,13 +206,13 @@ class LayerPass:
             The next state, what each stage hands on, and its results, `(stages, iterations, ...)`.
         """
         flow, wait = state
-        microbatch, turn, _ = self.order.work(tick, self.place)
+        microbatch, turn, _ = self._work_at(tick)
         enters = self.place == 0
         if wait:
             num, behind = self.order.num, tick - self.order.stages.num
             wait = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, behind % num, 0), wait, flow)
             flow = self.across.where(enters, jax.tree.map(lambda x: take(x, tick % num), wait), flow)
-            enters &= turn == 0
+            enters &= tick < self.order.num
         flow = self.across.where(enters, first, flow)
         slots = self.order.slot(microbatch, turn, self.across.iota)
         outs, results = self._work(flow, microbatch, turn, {row: per_stage(x, slots, 1) for row, x in saved.items()})
@@ -242,7 +252,7 @@ class LayerPass:
 
     def add(self, sums: list[Tree], results: list[Tree], tick: jax.Array) -> list[Tree]:
         """Add what all stages have made in a tick to sums, `(stages, rounds, iterations, ...)`."""
-        _, turn, is_one = self.order.work(tick, self.place)
+        _, turn, is_one = self._work_at(tick)
         none = jax.tree.map(jnp.zeros_like, results)
         taken = self.across.where(is_one, results, none)
         if self.order.stages.repeats == 1:

@@ -137,9 +137,11 @@ class ApplyStep(Step):
     ) -> Callable[..., PyTree]:
         is_split = any(not sharding.is_fully_replicated for sharding in batch_shardings)
 
+        run = self._microbatches.run(program, self.plan)
+
         def apply(state: TrainState, batch: list[jax.Array], closure: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             check_names(state, self._held.all)
-            out = program.run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
+            out = run(jax.random.fold_in(state.key, state.step), state.tensors, batch, closure)
             sizes = {array.shape[0] for array in batch if array.ndim} if is_split else set[int]()
             axis = self.plan.context.axis if self.plan.context else None
             pairs = zip(batch, batch_shardings, strict=True)

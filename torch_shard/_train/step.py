@@ -269,6 +269,7 @@ class Step:
             trained=self._trained,
             sequence_dims=self.layout.sequence_dims([s.shape for s in key.signature.specs], key.signature.paths),
         ).with_rows(self._row_split())
+        loss = loss.saying(self._microbatches.report(loss, self.plan))
         later = loss.host.later if loss.host else {}
         if self.options.accumulate_steps > 1 and (changed := set(loss.asked) - {*loss.kept, *later}):
             raise NotImplementedError(
