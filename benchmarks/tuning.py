@@ -208,10 +208,10 @@ def _known(
     }
     if why := whys.get(str(candidate)) or whys.get(str(dataclasses.replace(candidate, remat="none"))):
         return None, why
-    if not compiles:
-        return None, f"about {task.estimate(candidate).seconds * 1e3:.3g} ms by arithmetic, not compiled"
     start = time.monotonic()
     try:
+        if not compiles:
+            return None, f"about {task.estimate(candidate).seconds * 1e3:.3g} ms by arithmetic, not compiled"
         found = task.prepare(candidate)()
     except (ValueError, NotImplementedError) as error:
         return None, f"refused: {' '.join(str(error).split())[:160]}"

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from torch_shard._common.caller import caller
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind
-from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, quietly, replicated
+from torch_shard._plans import expert, fsdp, fsdp_tp, hsdp, pipeline, quietly, replicated, tp
 from torch_shard._sharding import ShardingPlan, check_mesh, make_mesh
 
 Recipe = Callable[[torch.nn.Module, Mesh], ShardingPlan]
@@ -28,6 +28,7 @@ class Layout:
         plan: The plan, or the recipe that makes it.
         batch_spec: How a batch is split; None for the leading dim over `batch`.
         is_usual: Whether it was not asked for as such, so that it may not fit the model.
+        accumulate_steps: Number of microbatches.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Layout:
     plan: ShardingPlan | Recipe
     batch_spec: PartitionSpec | None = None
     is_usual: bool = False
+    accumulate_steps: int = 1
 
     def plan_for(self, model: torch.nn.Module) -> ShardingPlan:
         """The plan of a model.
@@ -56,7 +58,18 @@ def _in_context(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
     return fsdp_tp(model, mesh, tp=None, context="context")
 
 
+def _in_stages(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
+    return pipeline(replicated(model, mesh))
+
+
+def _in_stages_tp(model: torch.nn.Module, mesh: Mesh) -> ShardingPlan:
+    return pipeline(tp(model, mesh))
+
+
 _HYBRID = PartitionSpec(("replica", "batch"))
+
+MICROBATCHES = 2
+"""Of the usual layouts that have stages."""
 
 USUAL: Mapping[str, Recipe] = {
     "dp": replicated,
@@ -66,6 +79,8 @@ USUAL: Mapping[str, Recipe] = {
     "tp_sequence": _in_sequence,
     "context": _in_context,
     "expert": expert,
+    "stage": _in_stages,
+    "stage_tp": _in_stages_tp,
 }
 
 
@@ -78,6 +93,11 @@ def _usual_axes(name: str, num: int) -> dict[str, int]:
         return {"replica": few, "batch": num // few}
     if name == "fsdp_tp":
         return {"batch": num // few, "model": few}
+    if name == "stage":
+        return {"batch": num // few, "stage": few}
+    if name == "stage_tp":
+        half = 2 if num // few % 2 == 0 else 1
+        return {"batch": num // few // half, "stage": few, "model": half}
     return {"batch": few, "context" if name == "context" else "model": num // few}
 
 
@@ -103,9 +123,11 @@ def layouts_of(plans: PyTree, meshes: PyTree, batch_spec: PartitionSpec | None) 
         given = [meshes] if isinstance(meshes, Mesh) else meshes
         check_kind("meshes", given, Sequence)
         pairs = [(name, check_mesh(mesh)) for mesh in cast(Sequence[Mesh], given) for name in chosen]
-    return [
-        Layout(name, mesh, chosen[name], _batch_spec(name, mesh, batch_spec), plans is None) for name, mesh in pairs
-    ]
+    layouts = list[Layout]()
+    for name, mesh in pairs:
+        num = MICROBATCHES if chosen[name] in (_in_stages, _in_stages_tp) else 1
+        layouts.append(Layout(name, mesh, chosen[name], _batch_spec(name, mesh, batch_spec), plans is None, num))
+    return layouts
 
 
 def _batch_spec(name: str, mesh: Mesh, given: PartitionSpec | None) -> PartitionSpec | None:

@@ -61,9 +61,12 @@ class _Training:
         at_work = {p.dtype for p in self.model.parameters() if p.is_floating_point()} | {self.compute_dtype}
         return max((d for d in at_work if d is not None), key=lambda d: torch.finfo(d).eps, default=torch.float32)
 
-    def step_on(self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None) -> TrainStep:
+    def step_on(
+        self, mesh: Mesh, plan: ShardingPlan, batch_spec: PartitionSpec | None = None, accumulate_steps: int = 1
+    ) -> TrainStep:
         """A step for it."""
         options: dict[str, Any] = {"batch_spec": batch_spec, "compute_dtype": self.compute_dtype}
+        options |= {"accumulate_steps": accumulate_steps}
         optimizer = keeping_gradients(self.optimizer)
         return make_train_step(self.model, self.loss_fn, optimizer, mesh=mesh, plan=plan, **options)
 
@@ -78,6 +81,10 @@ class _Training:
         if in_torch:
             return train_in_torch(self.alone, self.batches, self.torch_optimizer)
         return train_on_mesh(self.alone, self.batches)
+
+    def in_parts(self, step: TrainStep) -> list[Values]:
+        """The training by eager torch in the microbatches of a step, which takes the same rows together."""
+        return train_in_torch(step, self.batches, self.torch_optimizer)
 
     def copied(self) -> torch.nn.Module:
         """A copy of the model on the CPU."""
@@ -156,8 +163,8 @@ def prove(
         batch: A pytree of CPU tensors, of global sizes, taken in each step.
         meshes: Where the plans are to lie, each plan on each mesh. By default each of the usual layouts has a mesh of
             its own, of all devices.
-        plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"context"` and
-            `"expert"`; or plans and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default
+        plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"context"`,
+            `"expert"`, `"stage"` and `"stage_tp"` (two stages, two microbatches, as torch takes them too); or plans and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default
             all of the usual.
         steps: How many to take.
         optimizer: Of optax; by default AdamW with a rate of 1e-3 and an eps of 1e-5.
@@ -218,9 +225,13 @@ def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof]
     if len(errors) == len(layouts):
         raise errors[0]
     is_random = any(isinstance(run, _Run) and run.is_random for run in runs)
-    reference = training.reference(in_torch=not is_random)
+    whole = training.reference(in_torch=not is_random)
     about = training.tolerance, training.label, "one device" if is_random else "eager torch"
-    return [_row(layout, run, reference, about) for layout, run in zip(layouts, runs, strict=True)], is_random
+    rows = list[Proof]()
+    for layout, run in zip(layouts, runs, strict=True):
+        in_parts = isinstance(run, _Run) and layout.accumulate_steps > 1
+        rows.append(_row(layout, run, training.in_parts(run.step) if in_parts else whole, about))
+    return rows, is_random
 
 
 def _row(layout: Layout, run: "_Run | Exception", reference: list[Values], about: tuple[float, str, str]) -> Proof:
@@ -236,17 +247,23 @@ def _row(layout: Layout, run: "_Run | Exception", reference: list[Values], about
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What training under a layout gave, and whether it drew random numbers."""
+    """What training under a layout gave, and the step."""
 
     values: list[Values]
-    is_random: bool
+    step: TrainStep
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it drew random numbers."""
+        return self.step.draws_random
 
 
 def _run(training: _Training, layout: Layout) -> _Run | Exception:
     """Train under a layout; why it does not fit, if it does not."""
     try:
-        step = training.step_on(layout.mesh, layout.plan_for(training.model), layout.batch_spec)
-        return _Run(train_on_mesh(step, training.batches), step.draws_random)
+        plan = layout.plan_for(training.model)
+        step = training.step_on(layout.mesh, plan, layout.batch_spec, layout.accumulate_steps)
+        return _Run(train_on_mesh(step, training.batches), step)
     except (ValueError, NotImplementedError) as error:
         return error
 

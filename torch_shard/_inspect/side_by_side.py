@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
-from torch_shard._train import TrainStep, Values, array_of, eager_gradients, eager_loss, like_model, numbers_of
+from torch_shard._train import TrainStep, Values, array_of, eager_gradients, eager_loss, like_model, numbers_of, together
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer of torch from a list of parameters."""
@@ -59,12 +59,18 @@ def train_in_torch(step: TrainStep, batches: Sequence[PyTree], make_optimizer: M
     found = list[Values]()
     for batch in batches:
         optimizer.zero_grad()
-        loss, metrics = eager_loss(step, model, torch_pytree.tree_map(_copied, batch))
-        loss.backward()
+        losses, metrics = list[torch.Tensor](), list[dict[str, PyTree]]()
+        parts = [batch] if step.options.accumulate_steps == 1 else step.gradient_step.microbatches(step.put(batch))
+        for part in parts:
+            loss, own = eager_loss(step, model, torch_pytree.tree_map(_copied, part))
+            (loss / len(parts)).backward()
+            losses.append(loss.detach())
+            metrics.append(own)
         grads = eager_gradients(model, state.params)
         optimizer.step()
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        numbers = numbers_of(loss, jax.tree.map(array_of, metrics))
+        whole = jax.tree.map(array_of, metrics[0] if len(parts) == 1 else jax.tree.map(together, *metrics))
+        numbers = numbers_of(torch.stack(losses).mean(), whole)
         found.append(numbers | grads | _held(state, {name: held[name] for name in state.tensors}))
     return found
 

@@ -137,13 +137,13 @@ def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: d
         run.backward(loss)
         losses.append(loss.detach())
         metrics.append(found)
-    model, together = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(_together, *metrics)
+    model, together = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(together, *metrics)
     wanted = numbers_of(torch.stack(losses).mean(), together) | eager_gradients(model, out["grads"])
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return wanted | {("buffer", name): array_of(held[name]) for name in (*out["buffers"], *out["written"])}
 
 
-def _together(*values: PyTree) -> torch.Tensor:
+def together(*values: PyTree) -> torch.Tensor:
     """A metric of the microbatches as the step gives it."""
     stacked = torch.stack([torch.as_tensor(value) for value in values])
     return stacked.mean(0) if stacked.ndim == 1 and stacked.is_floating_point() else stacked
