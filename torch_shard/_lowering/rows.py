@@ -75,12 +75,12 @@ class RowSplit:
     @property
     def other_axes(self) -> tuple[str, ...]:
         """Those over which features are split."""
-        return tuple(axis for axis in self._axis_names if axis not in self.data_axes)
+        return tuple(axis for axis in self.sizes if axis not in self.data_axes)
 
     @property
-    def _axis_names(self) -> tuple[str, ...]:
-        """Those that values may be split over."""
-        return tuple(axis for axis in self.mesh.axis_names if axis != self.stage)
+    def sizes(self) -> dict[str, int]:
+        """Of the axes that values may be split over."""
+        return {axis: size for axis, size in self.mesh.shape.items() if axis != self.stage or axis in self.axes}
 
     def size_of(self, axes: Sequence[str]) -> int:
         """Number of parts that these axes split into."""
@@ -89,7 +89,7 @@ class RowSplit:
     def dividing(self, num_rows: int) -> tuple[str, ...]:
         """The axes over which so many rows divide: those of the batch first, then others, for as many as there are."""
         found: tuple[str, ...] = ()
-        for axis in (*self.axes, *(axis for axis in self._axis_names if axis not in self.axes)):
+        for axis in (*self.axes, *(axis for axis in self.sizes if axis not in self.axes)):
             if num_rows % (self.mesh.shape[axis] * math.prod(self.mesh.shape[a] for a in found)) == 0:
                 found = (*found, axis)
         return found

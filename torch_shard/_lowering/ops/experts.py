@@ -250,7 +250,7 @@ class _Places:
         Experts over axes of the batch are gathered there, unless it is less to send them their tokens, and to hold.
         """
         over: tuple[str, ...] = ()
-        for axis, size in split.mesh.shape.items():
+        for axis, size in split.sizes.items():
             if axis not in split.data_axes and sizes.num_experts % (size * split.size_of(over)) == 0:
                 over = (*over, axis)
         axes = (split.data_axes, split.axes)

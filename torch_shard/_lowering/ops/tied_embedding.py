@@ -62,7 +62,7 @@ def untie_gradients(module: torch.fx.GraphModule) -> None:
             continue
         grad_logits, hidden, grad_rows, ids, padding_idx = args_of(node)
         value, dims = node.meta["val"], list(range(len(shape_of(hidden)) - 1))
-        narrow = value.new_empty(value.shape, dtype=dtype_of(hidden))
+        narrow = torch.empty(value.shape, dtype=dtype_of(hidden), device="meta")
         product = new_before(node, aten.tensordot.default, (grad_logits, hidden, dims, dims), narrow)
         product = new_before(node, aten._to_copy.default, (product,), value)
         product.kwargs = {"dtype": value.dtype}
