@@ -60,7 +60,7 @@ class ModulePaths:
         """The path of the module in a label, or what else it is for."""
         found = ""
         parts = label.split(":")[0].split("/")  # XLA lists the labels of what it combines
-        for part in parts:
+        for part in map(_unmapped, parts):
             longer = f"{found}.{part}" if found else part
             if _starred(longer) in self._known:
                 found = longer
@@ -77,6 +77,11 @@ class ModulePaths:
             path = self.find(cost.label)
             found.setdefault(path, ModuleCost(path)).add(cost)
         return list(found.values())
+
+
+def _unmapped(part: str) -> str:
+    """A part of a label without what `jax.vmap` puts around it: the layers of a pipeline are mapped over its stages."""
+    return part.removeprefix("vmap(").removesuffix(")") if part.startswith("vmap(") else part
 
 
 def _starred(path: str) -> str:

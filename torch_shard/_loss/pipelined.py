@@ -140,14 +140,14 @@ class PipelinedLoss:
         )
 
     def _place(self, layers: Sequence[Operand], total: PyTree) -> PyTree:
-        """A sum of gradients of layers, `(stages, rounds, iterations, ...)`, where the parameter lies."""
+        """A sum of gradients of layers, `(rounds, layers, stages, ...)`, where the parameter lies."""
         name = self._names.get(layers[0])
         if name is None or not isinstance(total, jax.Array):
             return total
         sharding = self._plan.stored(name)
         if len(sharding.spec) > total.ndim - 3:
             return total
-        spec = PartitionSpec(self._stages.axis, None, None, *sharding.spec)
+        spec = PartitionSpec(None, None, self._stages.axis, *sharding.spec)
         return constrain_in_steps(total, NamedSharding(sharding.mesh, spec), self._rows)
 
 

@@ -1,13 +1,14 @@
 """The layers of a pipeline in one pass: what all stages do in one tick.
 
-What the stages hold is stacked, `(stages, ...)`, and split over their axis: `jax.vmap` over stages is each stage on its
-own devices, and a roll along them is one permute to the next (Xu et al., GSPMD, 2021, section 3.3).
+What the stages hold is stacked, and the dim of the stages split over their axis: `jax.vmap` over it is each stage on its
+own devices, and a roll along it is one permute to the next (Xu et al., GSPMD, 2021, section 3.3). What differs by layer
+is `(rounds, layers, stages, ...)`, where `layers` are those of one stage in one round.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_shard._lowering import current_rows
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
-from torch_shard._scan.instructions import Operand
 from torch_shard._scan.pipeline_parts import Row
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages
@@ -73,11 +73,11 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """One of the values that differ by iteration of a loop.
+    """One of the values that differ by layer.
 
     Attributes:
-        kind: `same` for all microbatches, `(stages, rounds, iterations, ...)`; `differs`, `(microbatches, stages,
-            rounds, iterations, ...)`; or `saved` by the forward pass of the same layer.
+        kind: `same` for all microbatches, `(rounds, layers, stages, ...)`; `differs`, `(microbatches, rounds, layers,
+            stages, ...)`; or `saved` by the forward pass of the same layer.
         array: Of them, where it is not saved.
         row: What was saved.
     """
@@ -88,18 +88,25 @@ class Each:
 
 
 class Across:
-    """Values of all stages, on their devices."""
+    """Values of all stages, on their devices.
+
+    Args:
+        stages: Over which the layers go.
+        mesh: With their axis.
+        num_rows: Of a microbatch.
+    """
 
     def __init__(self, stages: Stages, mesh: Mesh, num_rows: int) -> None:
         self.stages, self._mesh, self._num_rows = stages, mesh, num_rows
         self.iota = jnp.arange(stages.num)
 
-    def put(self, tree: Tree) -> Tree:
-        """`(stages, ...)`, with the rows of the batch where they were."""
-        rows = current_rows()
+    def put(self, tree: Tree, dim: int = 0, *, has_rows: bool = False) -> Tree:
+        """Values with the stages in this dim; with `has_rows`, the next one has the rows of the batch."""
+        rows = current_rows() if has_rows else None
 
         def placed(x: jax.Array) -> jax.Array:
-            parts: list[Any] = [self.stages.axis, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
+            parts: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            parts[dim] = self.stages.axis
             if rows is not None and x.ndim > 1 and x.shape[1] == self._num_rows and x.shape[1] % rows.num_shards == 0:
                 parts[1] = rows.axes
             return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, PartitionSpec(*parts)))
@@ -107,7 +114,7 @@ class Across:
         return jax.tree.map(placed, tree)
 
     def of(self, tree: Tree, stage: int) -> Tree:
-        """What one of them has, for all: with its rows split over the stages too, if they divide."""
+        """What one of them has, for all: with its rows split over the stages too, or its sequence, if they divide."""
         rows = current_rows()
 
         def taken(x: jax.Array) -> jax.Array:
@@ -115,17 +122,19 @@ class Across:
             if x.dtype == bool:
                 return jnp.any(mine & x, 0)
             found = jnp.where(mine, x, jnp.zeros_like(x)).sum(0, dtype=x.dtype)
-            if rows is None or not found.ndim or found.shape[0] != self._num_rows:
+            if rows is None or not found.ndim or found.shape[0] != self._num_rows or self._num_rows % rows.num_shards:
                 return found
-            wide = dataclasses.replace(rows, axes=self.wide_axes(rows.axes))
-            return jax.lax.with_sharding_constraint(found, wide.sharding(0, found.ndim))
+            axes = {0: self.wide_axes(rows.axes)}
+            if axes[0] == rows.axes and found.ndim > 2 and found.shape[1] % self.stages.num == 0:
+                axes[1] = (self.stages.axis,)
+            return jax.lax.with_sharding_constraint(found, rows.along(axes, found.ndim))
 
         return jax.tree.map(taken, tree)
 
     def wide_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The axes of the rows, and that of the stages, if the rows of a microbatch divide."""
         both = (*axes, self.stages.axis)
-        size = functools.reduce(lambda num, axis: num * self._mesh.shape[axis], both, 1)
+        size = math.prod(self._mesh.shape[axis] for axis in both)
         return both if self._num_rows and self._num_rows % size == 0 else axes
 
     def where(self, stages: jax.Array, tree: Tree, other: Tree) -> Tree:
@@ -136,15 +145,15 @@ class Across:
         return stages.reshape(-1, *[1] * (like.ndim - 1))
 
     def rows(self, values: Sequence[Result]) -> Tree:
-        """Values of all iterations, in the order of the layers, as `(stages, rounds, iterations, ...)`."""
+        """Values of all layers, in their order, as `(rounds, layers, stages, ...)`."""
         order = self.stages.order(len(values))
         shape = (self.stages.num, self.stages.repeats, len(order) // (self.stages.num * self.stages.repeats))
         stack = _stack([values[at] for at in order])
-        return self.put(jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stack))
+        return self.put(jax.tree.map(lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 0, 2), stack), 2)
 
-    def layers(self, tree: Tree) -> Tree:
-        """The inverse: `(layers, ...)` in their order."""
-        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[3:]), tree)
+    def stored(self, tree: Tree) -> Tree:
+        """The inverse, in the order in which layers are stored."""
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0).reshape(-1, *x.shape[3:]), tree)
 
 
 class LayerPass:
@@ -152,10 +161,10 @@ class LayerPass:
 
     Args:
         loop: There or back.
-        results: What each layer is to give beside what it hands on.
+        results: What each layer is to give beside what it hands on: there, it is kept; back, it is added up.
         order: When each stage works on what.
         across: The stages.
-        each: What differs by iteration.
+        each: What differs by layer.
         fixed: What does not, and whether it is `(microbatches, ...)`.
         keys: A random key for each microbatch.
     """
@@ -171,94 +180,140 @@ class LayerPass:
         fixed: Sequence[tuple[Tree, bool]],
         keys: jax.Array,
     ) -> None:
-        self._loop, self.results, self.order, self.across = loop, results, order, across
+        self._loop, self.results, self.order, self._across = loop, results, order, across
         self._each, self._fixed, self._keys = each, fixed, keys
-        num = order.stages.num
-        self.place = across.iota[::-1] if loop.is_backward else across.iota
-        self.first, self.last = (num - 1, 0) if loop.is_backward else (0, num - 1)
+        stages = order.stages
+        self._num = len(loop.iterations) // (stages.num * stages.repeats)
+        self._place = across.iota[::-1] if loop.is_backward else across.iota
+        self.last = 0 if loop.is_backward else stages.num - 1
         places = {i: of[::-1] if loop.is_backward else of for i, of in places_of(loop).items()}
         self._places = {i: across.rows(list(jnp.asarray(of, jnp.int32))) for i, of in places.items()}
 
-    def _work_at(self, tick: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """On which microbatch, and which of their own layers, the stages work, and whether they do."""
-        microbatch, turn, is_one = self.order.work(tick, self.place)
-        return microbatch, self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn, is_one
+    def start(self, first: list[Tree], saved: Mapping[Row, Tree]) -> "PassState":
+        """What is there before the first tick, given what enters, and what the forward pass has saved."""
+        stages, order = self.order.stages, self.order
+        flow = self._across.put(jax.tree.map(lambda x: jnp.zeros((stages.num, *x.shape), x.dtype), first), has_rows=True)
+        wait = jax.tree.map(lambda x: jnp.zeros((order.num, *x.shape), x.dtype), flow)
+        zero = jnp.zeros((), jnp.int32)
+        made = jax.eval_shape(lambda: self._layer(flow, zero, self._work_at(zero), saved)[1])
+        lead = stages.repeats if self._loop.is_backward else order.slots
 
-    def start(self, first: list[Tree]) -> tuple[list[Tree], list[Tree]]:
-        """What lies at the stages before the first tick, given what enters; and what waits for its next round."""
-        num = self.order.stages.num
-        flow = jax.tree.map(lambda x: jnp.zeros((num, *x.shape), x.dtype), first)
-        wait = jax.tree.map(lambda x: jnp.zeros((self.order.num, *x.shape), x.dtype), flow)
-        return self.across.put(flow), wait if self.order.stages.repeats > 1 else []
+        def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+            dtype = jnp.promote_types(x.dtype, jnp.float32) if self._loop.is_backward else x.dtype
+            return jnp.zeros((lead, self._num, *x.shape), dtype)
+
+        results = self._across.put(jax.tree.map(empty, made), 2)
+        return PassState(flow, wait if stages.repeats > 1 else [], results)
 
     def tick(
-        self, tick: jax.Array, state: tuple[list[Tree], list[Tree]], first: list[Tree], saved: dict[Row, Tree]
-    ) -> tuple[tuple[list[Tree], list[Tree]], list[Tree], list[Tree]]:
+        self, tick: jax.Array, state: "PassState", first: list[Tree], saved: Mapping[Row, Tree]
+    ) -> tuple["PassState", list[Tree]]:
         """Let every stage work once.
 
         Args:
             tick: Its number, of this pass.
-            state: What the stages have been handed, and what waits.
+            state: After the tick before.
             first: What enters the first stage.
-            saved: Of the forward pass, `(slots, stages, iterations, ...)`.
+            saved: What the forward pass has saved, `(slots, layers, stages, ...)`.
 
         Returns:
-            The next state, what each stage hands on, and its results, `(stages, iterations, ...)`.
+            The next state, and what leaves the last stage.
         """
-        flow, wait = state
-        microbatch, turn, _ = self._work_at(tick)
-        enters = self.place == 0
+        flow, wait = state.flow, state.wait
+        enters = self._place == 0
         if wait:
             num, behind = self.order.num, tick - self.order.stages.num
             wait = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, behind % num, 0), wait, flow)
-            flow = self.across.where(enters, jax.tree.map(lambda x: take(x, tick % num), wait), flow)
-            enters &= tick < self.order.num
-        flow = self.across.where(enters, first, flow)
-        slots = self.order.slot(microbatch, turn, self.across.iota)
-        outs, results = self._work(flow, microbatch, turn, {row: per_stage(x, slots, 1) for row, x in saved.items()})
-        step = -1 if self._loop.is_backward else 1
-        handed = self.across.put(jax.tree.map(lambda x: jnp.roll(x, step, 0), outs))
-        return (handed, wait), outs, results
+            flow = self._across.where(enters, take(wait, tick % num), flow)
+            enters &= tick < num
+        flow, at = self._across.where(enters, first, flow), self._work_at(tick)
 
-    def _work(
-        self, flow: list[Tree], microbatch: jax.Array, turn: jax.Array, saved: dict[Row, Tree]
+        def layer(carry: tuple[list[Tree], list[Tree]], number: jax.Array) -> tuple[tuple[list[Tree], list[Tree]], None]:
+            handed, made = self._layer(carry[0], number, at, saved)
+            return (handed, self._kept(carry[1], made, number, tick, at)), None
+
+        with jax.named_scope("backward" if self._loop.is_backward else "forward"):
+            numbers = jnp.arange(self._num)
+            (outs, results), _ = jax.lax.scan(layer, (flow, state.results), numbers, reverse=self._loop.is_backward)
+        step = -1 if self._loop.is_backward else 1
+        flow = self._across.put(jax.tree.map(lambda x: jnp.roll(x, step, 0), outs), has_rows=True)
+        return PassState(flow, wait, results), self._across.of(outs, self.last)
+
+    def _work_at(self, tick: jax.Array) -> "Work":
+        """On which microbatch, and which of their own layers, the stages work."""
+        microbatch, turn, is_one = self.order.work(tick, self._place)
+        turn = self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn
+        return Work(microbatch, turn, is_one, self.order.slot(microbatch, turn, self._across.iota))
+
+    def _layer(
+        self, flow: list[Tree], number: jax.Array, at: "Work", saved: Mapping[Row, Tree]
     ) -> tuple[list[Tree], list[Tree]]:
-        each = [saved[e.row] if e.row is not None else self._of_turn(e, microbatch, turn) for e in self._each]
-        places = {i: self._round(x, turn) for i, x in self._places.items()}
-        fixed = [self.across.put(per_stage(x, microbatch, None)) if differs else x for x, differs in self._fixed]
+        """One layer of each stage: what it hands on, and its results, `(stages, ...)`."""
+
+        def own(each: Each) -> Tree:
+            if each.row is not None:
+                return _per_stage(saved[each.row], 2, at.slot, number)
+            if each.kind == "differs":
+                return _per_stage(each.array, 3, at.microbatch, at.turn, number)
+            return self._in_round(each.array, at.turn, number)
+
+        each = [own(e) for e in self._each]
+        places = {i: self._in_round(x, at.turn, number) for i, x in self._places.items()}
+        fixed = [_per_stage(x, None, at.microbatch) if differs else x for x, differs in self._fixed]
         axes = [0 if differs else None for _, differs in self._fixed]
 
-        def stage(flow: list[Tree], each: list[Tree], fixed: list[Tree], key: jax.Array, places: dict[int, jax.Array]) -> Any:
-            def body(carry: list[Tree], given: Any) -> tuple[list[Tree], list[Tree]]:
-                own, at = given
-                return iterate(self._loop, self.results, key, carry, each=own, fixed=fixed, places=at)
-
-            return jax.lax.scan(body, flow, (each, places), reverse=self._loop.is_backward)
+        def stage(flow: list[Tree], each: list[Tree], fixed: list[Tree], key: jax.Array, places: dict[int, Any]) -> Any:
+            return iterate(self._loop, self.results, key, flow, each=each, fixed=fixed, places=places)
 
         mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0, 0), spmd_axis_name=self.order.stages.axis)
-        with jax.named_scope("backward" if self._loop.is_backward else "forward"):
-            outs, results = mapped(flow, each, fixed, self._keys[microbatch], places)
-        return self.across.put(outs), self.across.put(results)
+        handed, results = mapped(flow, each, fixed, self._keys[at.microbatch], places)
+        return self._across.put(handed, has_rows=True), self._across.put(results)
 
-    def _of_turn(self, each: Each, microbatch: jax.Array, turn: jax.Array) -> Tree:
-        own = each.array if each.kind == "same" else per_stage(each.array, microbatch, 1)
-        return self._round(own, turn)
-
-    def _round(self, tree: Tree, turn: jax.Array) -> Tree:
-        """`(stages, iterations, ...)` of `(stages, rounds, iterations, ...)`."""
+    def _in_round(self, tree: Tree, turn: jax.Array, number: jax.Array) -> Tree:
+        """The values of one layer of each stage, `(stages, ...)`."""
         if self.order.stages.repeats == 1:
-            return jax.tree.map(lambda x: x[:, 0], tree)
-        return per_stage(tree, turn, 0)
+            return jax.tree.map(lambda x: take(x[0], number), tree)
+        return _per_stage(tree, 2, turn, number)
 
-    def add(self, sums: list[Tree], results: list[Tree], tick: jax.Array) -> list[Tree]:
-        """Add what all stages have made in a tick to sums, `(stages, rounds, iterations, ...)`."""
-        _, turn, is_one = self._work_at(tick)
-        none = jax.tree.map(jnp.zeros_like, results)
-        taken = self.across.where(is_one, results, none)
-        if self.order.stages.repeats == 1:
-            return jax.tree.map(lambda total, x: total + x[:, None], sums, taken)
-        add = jax.vmap(lambda total, x, at: total.at[at].add(x))
-        return jax.tree.map(lambda total, x: add(total, x, turn), sums, taken)
+    def _kept(self, held: list[Tree], made: list[Tree], number: jax.Array, tick: jax.Array, at: "Work") -> list[Tree]:
+        """The results with those of one more layer of each stage."""
+        if not self._loop.is_backward:
+            slot, zero = (tick % self.order.slots).astype(number.dtype), jnp.zeros((), number.dtype)
+
+            def write(x: jax.Array, new: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice(x, new[None, None], (slot, number, *[zero] * new.ndim))
+
+            return jax.tree.map(write, held, made)
+        made = self._across.where(at.is_one, made, jax.tree.map(jnp.zeros_like, made))
+        if self.order.stages.repeats > 1:
+            each = jax.vmap(lambda x, new, turn: x.at[turn, number].add(new), in_axes=(2, 0, 0), out_axes=2)
+            return jax.tree.map(lambda x, new: each(x, new, at.turn), held, made)
+
+        def add(x: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(x, (take(x[0], number) + new)[None], number, 1)
+
+        return jax.tree.map(add, held, made)
+
+
+class Work(NamedTuple):
+    """What the stages do in a tick, each `(stages,)`: microbatch, round, whether it is one at all, and its slot."""
+
+    microbatch: jax.Array
+    turn: jax.Array
+    is_one: jax.Array
+    slot: jax.Array
+
+
+class PassState(NamedTuple):
+    """What stages have been handed, what waits for its next round, and the results so far.
+
+    Results are `(slots, layers, stages, ...)` of the forward pass, sums `(rounds, layers, stages, ...)` of the backward
+    pass.
+    """
+
+    flow: list[Tree]
+    wait: list[Tree]
+    results: list[Tree]
 
 
 def take(tree: Tree, index: jax.Array) -> Tree:
@@ -266,15 +321,20 @@ def take(tree: Tree, index: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def per_stage(tree: Tree, index: jax.Array, dim: int | None) -> Tree:
-    """For each stage one of its own values, by its number.
+def _per_stage(tree: Tree, dim: int | None, *index: jax.Array) -> Tree:
+    """For each stage one of its own values, `(stages, ...)`.
 
     Args:
         tree: Of arrays.
-        index: `(stages,)`.
-        dim: Which dim of the arrays has the stages, if one has; the first of the others is what is taken from.
+        dim: Which dim of the arrays has the stages, if one has.
+        *index: `(stages,)`, or a number for all, into the leading dims.
     """
-    return jax.tree.map(lambda x: jax.vmap(take, in_axes=(dim, 0))(x, index), tree)
+
+    def one(x: jax.Array, *index: jax.Array) -> jax.Array:
+        return x.at[index].get(mode="promise_in_bounds")
+
+    mapped = jax.vmap(one, in_axes=(dim, *(0 if at.ndim else None for at in index)))
+    return jax.tree.map(lambda x: mapped(x, *index), tree)
 
 
 def _stack(values: Sequence[Result]) -> Tree:

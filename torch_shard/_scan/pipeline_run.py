@@ -13,7 +13,7 @@ from torch_shard._common.pieces import whole
 from torch_shard._lowering import current_rows, matmul_precision, rows_split
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
 from torch_shard._scan.instructions import Operand
-from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, per_stage, take
+from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, PassState, take
 from torch_shard._scan.pipeline_parts import Item, Parts, Row, in_order
 from torch_shard._scan.reroll import Loop
 
@@ -67,7 +67,7 @@ class PipelineRun:
         mesh: With the axis of the stages.
         keys: A random key for each microbatch.
         inputs: Of all microbatches.
-        place: Lays out a sum of gradients of layers, `(stages, rounds, iterations, ...)`, given the layers' operands.
+        place: Lays out a sum of gradients of layers, `(rounds, layers, stages, ...)`, given the layers' operands.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class PipelineRun:
         """All forward passes, then all backward passes (GPipe)."""
         parts, ticks = self._parts, jnp.arange(self._order.ticks)
         forward = self._forward()
-        (_, saved), outs = jax.lax.scan(functools.partial(self._ahead, forward), self._start(forward), ticks)
+        first = self._firsts(forward, self._zero)
+        state, outs = jax.lax.scan(functools.partial(self._ahead, forward), forward.run.start(first, {}), ticks)
+        saved = dict(zip(forward.run.results, state.results, strict=True))
         self._stacks |= {v: self._leaving(outs[at]) for v, at in forward.finals.items()}
         wanted = [*parts.kept, *parts.handed]
         found, sums = self._each(parts.middle, wanted, parts.middle_sums, functools.partial(self._rows, saved))
@@ -118,12 +120,11 @@ class PipelineRun:
             return dict(sums)
         backward = self._backward()
 
-        def back(state: Tree, tick: jax.Array) -> tuple[Tree, Tree]:
+        def back(state: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
             return self._back(backward, saved, state, tick, self._firsts(backward, tick % self._order.num))
 
-        start = self._start_back(backward, saved, self._firsts(backward, self._zero))
-        (_, totals), outs = jax.lax.scan(back, start, ticks)
-        return self._end(backward, outs, totals, sums)
+        state, outs = jax.lax.scan(back, backward.run.start(self._firsts(backward, self._zero), saved), ticks)
+        return self._end(backward, outs, state.results, sums)
 
     def _one_by_one(self) -> dict[Operand, Result]:
         """Each backward pass as soon as its forward pass is done (1F1B).
@@ -135,55 +136,56 @@ class PipelineRun:
         forward, backward = self._forward(), self._backward()
         wanted = [*parts.kept, *parts.middle_sums, *backward.firsts]
         ahead = functools.partial(self._ahead, forward)
-        state, _ = jax.lax.scan(ahead, self._start(forward), jnp.arange(fill))
+        start = forward.run.start(self._firsts(forward, self._zero), {})
+        state, _ = jax.lax.scan(ahead, start, jnp.arange(fill))
 
-        def middle(saved: Tree, outs: list[Tree], index: jax.Array) -> list[Tree]:
+        def saved_in(state: PassState) -> dict[Row, Tree]:
+            return dict(zip(forward.run.results, state.results, strict=True))
+
+        def middle(saved: dict[Row, Tree], outs: list[Tree], index: jax.Array) -> list[Tree]:
             known = {v: outs[at] for v, at in forward.finals.items()} | self._rows(saved, index)
             return self._part(parts.middle, wanted, index, known)
 
         def both(state: Tree, index: jax.Array) -> tuple[Tree, Tree]:
             state, sums, behind = state
             state, outs = ahead(state, index + fill)
-            found = middle(state[1], outs, index)
+            saved = saved_in(state)
+            found = middle(saved, outs, index)
             kept, more = found[: len(parts.kept)], found[len(parts.kept) :]
             sums = _added(sums, more[: len(parts.middle_sums)])
-            behind, gone = self._back(backward, state[1], behind, index, more[len(parts.middle_sums) :])
+            behind, gone = self._back(backward, saved, behind, index, more[len(parts.middle_sums) :])
             return (state, sums, behind), (kept, gone)
 
         outs = jax.eval_shape(ahead, state, self._zero)[1]
-        shapes = jax.eval_shape(middle, state[1], outs, self._zero)
+        saved = saved_in(state)
+        shapes = jax.eval_shape(middle, saved, outs, self._zero)
         zeros = _wide_zeros(shapes[len(parts.kept) : len(parts.kept) + len(parts.middle_sums)])
         firsts = shapes[len(parts.kept) + len(parts.middle_sums) :]
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), firsts)
-        start = (state, zeros, self._start_back(backward, state[1], none))
+        start = (state, zeros, backward.run.start(none, saved))
         (state, totals, behind), (kept, gone) = jax.lax.scan(both, start, jnp.arange(num))
         self._stacks |= dict(zip(parts.kept, kept, strict=True))
 
-        def drain(behind: Tree, tick: jax.Array) -> tuple[Tree, Tree]:
-            return self._back(backward, state[1], behind, tick, none)
+        saved = saved_in(state)
+
+        def drain(behind: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
+            return self._back(backward, saved, behind, tick, none)
 
         behind, late = jax.lax.scan(drain, behind, num + jnp.arange(fill))
         outs = jax.tree.map(lambda *x: jnp.concatenate(x), gone, late)
-        return self._end(backward, outs, behind[1], dict(zip(parts.middle_sums, totals, strict=True)))
+        return self._end(backward, outs, behind.results, dict(zip(parts.middle_sums, totals, strict=True)))
 
-    def _ahead(self, layers: _Pass, state: Tree, tick: jax.Array) -> tuple[Tree, list[Tree]]:
+    def _ahead(self, layers: _Pass, state: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
         """A tick of the forward pass: what leaves the last stage."""
-        flow, saved = state
-        flow, outs, results = layers.run.tick(tick, flow, self._firsts(layers, tick % self._order.num), {})
-        at = tick % self._order.slots
-        rows = zip(layers.run.results, results, strict=True)
-        saved = {row: jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at, 0), saved[row], new) for row, new in rows}
-        return (flow, saved), self._across.of(outs, layers.run.last)
+        return layers.run.tick(tick, state, self._firsts(layers, tick % self._order.num), {})
 
     def _back(
-        self, layers: _Pass, saved: dict[Row, Tree], state: Tree, tick: jax.Array, first: list[Tree]
-    ) -> tuple[Tree, list[Tree]]:
+        self, layers: _Pass, saved: dict[Row, Tree], state: PassState, tick: jax.Array, first: list[Tree]
+    ) -> tuple[PassState, list[Tree]]:
         """A tick of the backward pass: what leaves the first stage."""
-        flow, sums = state
-        own = {row: saved[row] for row in self._parts.saved}
-        flow, outs, results = layers.run.tick(tick, flow, first, own)
-        sums = [self._placed(row, x) for row, x in zip(layers.run.results, layers.run.add(sums, results, tick), strict=True)]
-        return (flow, sums), self._across.of(outs, layers.run.last)
+        state, outs = layers.run.tick(tick, state, first, saved)
+        sums = [self._placed(row, total) for row, total in zip(layers.run.results, state.results, strict=True)]
+        return state._replace(results=sums), outs
 
     def _end(
         self, backward: _Pass, outs: list[Tree], totals: list[Tree], sums: dict[Operand, Tree]
@@ -192,10 +194,7 @@ class PipelineRun:
         parts = self._parts
         self._stacks |= {v: self._leaving(outs[at]) for v, at in backward.finals.items()}
         found = dict[Operand, Result](sums)
-        stacks = {
-            row: jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), total)
-            for row, total in zip(backward.run.results, totals, strict=True)
-        }
+        stacks = dict(zip(backward.run.results, map(self._across.stored, totals), strict=True))
         order = {layer: at for at, layer in enumerate(self._order.stages.order(len(in_order(parts.backward))))}
         rest = list[Operand]()
         for value in parts.sums:
@@ -240,14 +239,20 @@ class PipelineRun:
     def _rows(self, saved: dict[Row, Tree], index: jax.Array) -> dict[Operand, Result]:
         """What the layers have made of one microbatch, as far as others read it."""
         stages = self._order.stages
-        slots = self._order.slot(index, jnp.arange(stages.repeats)[None], self._across.iota[:, None])
+        slots = self._order.slot(index, jnp.arange(stages.repeats)[:, None], self._across.iota)
+        order = {layer: at for at, layer in enumerate(stages.order(len(self._parts.forward.iterations)))}
         found: dict[Operand, Result] = {}
         stacks = dict[Row, Tree]()
+
+        def of_all(x: jax.Array) -> jax.Array:
+            """`(rounds, layers, stages, ...)` of `(slots, layers, stages, ...)`."""
+            return jax.vmap(lambda own, at: own[at], in_axes=(2, 1), out_axes=2)(x, slots)
+
         for value in self._parts.seen:
             row, layer = self._parts.row_of(value) or ((0, ()), 0)
             if row not in stacks:
-                stacks[row] = self._across.layers(jax.tree.map(lambda x: jax.vmap(lambda own, at: own[at], (1, 0))(x, slots), saved[row]))
-            found[value] = StackRow(stacks[row], layer)
+                stacks[row] = self._across.stored(jax.tree.map(of_all, saved[row]))
+            found[value] = StackRow(stacks[row], order[layer])
         return found
 
     # The layers
@@ -278,23 +283,6 @@ class PipelineRun:
             return Each("same", self._across.rows([row_or_value(v, self._same, self._value) for v in values]))
         stacks = [jax.tree.map(lambda x: x, self._stacked(v)) for v in values]
         return Each("differs", jax.vmap(lambda *rows: self._across.rows(rows))(*stacks))
-
-    def _start(self, layers: _Pass) -> Tree:
-        """Before the first tick of the forward pass."""
-        first = self._firsts(layers, self._zero)
-        flow = layers.run.start(first)
-        shapes = jax.eval_shape(lambda: layers.run.tick(self._zero, flow, first, {})[2])
-        saved = jax.tree.map(lambda x: jnp.zeros((self._order.slots, *x.shape), x.dtype), shapes)
-        return flow, dict(zip(layers.run.results, saved, strict=True))
-
-    def _start_back(self, layers: _Pass, saved: dict[Row, Tree], first: list[Tree]) -> Tree:
-        """Before the first tick of the backward pass, given what enters."""
-        flow = layers.run.start(first)
-        own = {row: saved[row] for row in self._parts.saved}
-        made = jax.eval_shape(lambda: layers.run.tick(self._zero, flow, first, own)[2])
-        rounds = self._order.stages.repeats
-        sums = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), _wide(x.dtype)), made)
-        return flow, [self._placed(row, total) for row, total in zip(layers.run.results, sums, strict=True)]
 
     # Values
 

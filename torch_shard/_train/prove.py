@@ -137,8 +137,8 @@ def _in_torch(step: "TrainStep", state: TrainState, placed: ShardedBatch, out: d
         run.backward(loss)
         losses.append(loss.detach())
         metrics.append(found)
-    model, together = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(together, *metrics)
-    wanted = numbers_of(torch.stack(losses).mean(), together) | eager_gradients(model, out["grads"])
+    model, own = replay.model, metrics[0] if len(replay) == 1 else jax.tree.map(together, *metrics)
+    wanted = numbers_of(torch.stack(losses).mean(), own) | eager_gradients(model, out["grads"])
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return wanted | {("buffer", name): array_of(held[name]) for name in (*out["buffers"], *out["written"])}
 
