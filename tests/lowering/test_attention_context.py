@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import torch_shard as ts
-from torch_shard._lowering.ops import attention_context
+from torch_shard._lowering.ops import attention_balance, attention_context
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
-from torch_shard._lowering.ops.attention_kernels import kernel_in_context
+from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
 from torch_shard._lowering.ops.block_draws import kept_in
 from torch_shard._lowering.rows import RowSplit, rows_split
 from torch_shard._sharding.context import ContextMode
@@ -42,6 +42,10 @@ CASES = {
     "heads, padding": Case("heads", padded=True),
     "heads, dropout, sinks, cap": Case("heads", dropout=0.4, sinks=True, cap=2.0, band=(9, 3)),
     "ring, causal, eight": Case("ring", sizes=ONE_AXIS),
+    "ring, causal, padding, sinks, dropout, three": Case(
+        "ring", sizes={"context": 4, "batch": 2}, padded=True, sinks=True, dropout=0.4
+    ),
+    "ring, window, eight": Case("ring", sizes=ONE_AXIS, band=(5, 0)),
     "ring, padding, all keys": Case("ring", band=(None, None), padded=True),
     "ring, dropout, sinks, cap": Case("ring", dropout=0.4, sinks=True, cap=2.0, padded=True, band=(9, 3)),
 }
@@ -97,15 +101,44 @@ def test_equals_attention_on_one_device(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)  # float64 sums in another order
 
 
-def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("gather", heads=(8, 2), padded=True)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch, balanced: bool) -> None:
+    if balanced:
+        monkeypatch.setattr(attention_balance, "CHUNK", 128)
+        monkeypatch.setattr(attention_balance, "FEWEST", 512)
+    case, length = Case("gather", heads=(8, 2), padded=True), 512 if balanced else 256
     monkeypatch.setattr(attention_context, "kernel_in_context", functools.partial(kernel_in_context, interpret=True))
-    arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=256, width=128))
+    arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=length, width=128))
     arrays |= {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays[name]) for name in ("qkv", "grad")}
+    text = jax.jit(on_devices(case)).lower(**arrays).as_text()
+    assert ("collective_permute" in text) == balanced
     found, wanted = (jax.jit(make(case))(**arrays) for make in (on_devices, on_one))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max() / jnp.abs(other).max()
         assert error < 3e-2  # both compute in bfloat16, of which a step is 2 ** -8, and round in other places
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 16])
+def test_devices_compute_as_many_blocks(num: int) -> None:
+    length = 1024 * num
+    makes = (
+        functools.partial(_splash_kernel, (length, length), 1, (None, 0), 0, num_shards=num, balanced=b) for b in (0, 1)
+    )
+    for kernel, spread in zip((make() for make in makes), (None, 0), strict=True):
+        for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info):
+            parts = np.split(np.asarray(info.block_mask) > 0, num, axis=1)
+            counts = [int(part.sum()) for part in parts]
+            assert sum(counts) == 2 * num * (2 * num + 1) // 2
+            assert counts[0] < counts[-1] if spread is None else max(counts) - min(counts) == spread
+
+
+def test_a_balanced_ring_computes_what_its_mask_leaves() -> None:
+    def flops(band: tuple[int | None, int | None]) -> float:
+        case = Case("ring", sizes=ONE_AXIS, band=band)
+        compiled = jax.jit(on_devices(case)).lower(**given(case, np.float32, length=1024, width=64)).compile()
+        return compiled.cost_analysis()["flops"]  # pyright: ignore
+
+    assert flops((None, 0)) / flops((None, None)) < 0.6  # of 32 pairs of chunks 17, and what goes with them
 
 
 def test_no_device_of_a_ring_has_all_keys() -> None:
