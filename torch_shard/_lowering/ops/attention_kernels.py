@@ -127,9 +127,8 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, balanced=False, 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size)
-    if balanced:
-        seen.q_sequence = balanced_order(size[0], num_shards)
+    order = balanced_order(size[0], num_shards) if balanced else None
+    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size, order)
     of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
     return kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
@@ -148,12 +147,16 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, balanced=False, 
     )
 
 
-def _band_mask(band, size):
-    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all."""
+def _band_mask(band, size, order=None):
+    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all.
+
+    An order is the place of each query; that of its own by default.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     made = masks.CausalMask(size) if band == (None, 0) else masks.LocalMask(size, band, 0)
     made.__class__ = _by_blocks(type(made), band)
+    made.q_sequence = made.q_sequence if order is None else order
     return made
 
 
