@@ -12,7 +12,7 @@ import pytest
 
 import torch_shard as ts
 from torch_shard._cost.total import costs_of
-from torch_shard._lowering.ops import attention_balance, attention_context
+from torch_shard._lowering.ops import attention_balance, attention_context, attention_kernels
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
@@ -102,17 +102,27 @@ def test_equals_attention_on_one_device(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)  # float64 sums in another order
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch, balanced: bool) -> None:
-    if balanced:
+KERNELS: dict[str, tuple[Case, int]] = {
+    "gather": (Case("gather", heads=(8, 2), padded=True), 256),
+    "gather, balanced": (Case("gather", heads=(8, 2), padded=True), 512),
+    "ring": (Case("ring", sizes={"context": 4, "model": 2}, heads=(4, 2), padded=True, sinks=True), 1024),
+    "ring, cap, all keys": (Case("ring", heads=(4, 2), band=(None, None), cap=2.0), 256),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (case, length), balanced = KERNELS[name], name in ("ring", "gather, balanced")
+    if name == "gather, balanced":
         monkeypatch.setattr(attention_balance, "CHUNK", 128)
         monkeypatch.setattr(attention_balance, "FEWEST", 512)
-    case, length = Case("gather", heads=(8, 2), padded=True), 512 if balanced else 256
+    monkeypatch.setattr(attention_kernels, "LONG", 256)
     monkeypatch.setattr(attention_context, "kernel_in_context", functools.partial(kernel_in_context, interpret=True))
     arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=length, width=128))
     arrays |= {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays[name]) for name in ("qkv", "grad")}
     text = jax.jit(on_devices(case)).lower(**arrays).as_text()
-    assert ("collective_permute" in text) == balanced
+    assert "splash" in text
+    assert ("collective_permute" in text) == (balanced or case.mode == "ring")
     found, wanted = (jax.jit(make(case))(**arrays) for make in (on_devices, on_one))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max() / jnp.abs(other).max()

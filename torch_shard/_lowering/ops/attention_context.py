@@ -126,18 +126,18 @@ class InContext:
 
     # One device
 
-    def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None):
+    def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
-            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]))
+            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
             return kernel.forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
         return in_blocks(
             q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
         )
 
-    def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None):
+    def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
             q, k, v = saved[:3]
-            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]))
+            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
             return kernel.backward(grad, saved, [sink.astype(jnp.float32) for sink in sinks])
         kept = self._kept(saved[0], saved[1], drawn, start)
         return in_blocks_backward(
@@ -226,12 +226,15 @@ class InContext:
         pairs = [(device, (device + 1) % self._num) for device in range(self._num)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self._axis, pairs), x)
 
-    def _rounds(self, step, length):
-        """Which chunks of queries see which of keys after so many steps, and where both begin."""
-        device = lax.axis_index(self._axis)
+    def _rounds(self, step, q):
+        """Which chunks of queries see which of keys after so many steps, if these are their own, and how they do."""
+        device, length, band = lax.axis_index(self._axis), q.shape[3], self._weights.band
         pairs = [(0, 0)] if self._num_chunks == 1 else pairs_of(step, device, self._num)
         of_queries, of_keys = (self._starts(at, length) for at in (device, (device - step) % self._num))
-        return [(queries, keys, (of_queries[queries], of_keys[keys])) for queries, keys in pairs]
+        for queries, keys in pairs:
+            is_own = not step and isinstance(queries, int)
+            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
+            yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
 
     def _chunked(self, *arrays, dim=2):
         """Those that this device computes, (chunks, ...)."""
@@ -243,37 +246,37 @@ class InContext:
 
     def _ring(self, tensors, segments, sinks, seed, extra):
         (q, k, v), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype, length = wide(q.dtype), q.shape[3]
+        dtype = wide(q.dtype)
         totals = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
         totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None]) if sinks else totals
         outs, held = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), (k, v, segments[1:])
         for step in range(self._num):
             here = held
             held = self._next(held) if step + 1 < self._num else held
-            for at, of, start in self._rounds(step, length):
+            for at, of, _, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 own = (*(x[at] for x in segments[:1]), *of_keys)
-                more = self._attend(q[at], k, v, own, (), seed, extra, start=start, dtype=dtype)
+                more = self._attend(q[at], k, v, own, (), seed, extra, **about)
                 out, total = _merged(outs[at], totals[at], *more)
                 outs, totals = outs.at[at].set(out), totals.at[at].set(total)
         return self._joined(outs.astype(tensors[0].dtype)), self._joined(totals)
 
     def _ring_back(self, tensors, segments, sinks, seed, extra):
         (grad, q, k, v, *results), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
-        dtype, length = wide(q.dtype), q.shape[3]
+        dtype = wide(q.dtype)
         held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
         of_q, of_sinks = jnp.zeros(q.shape, dtype), [jnp.zeros(sink.shape, dtype) for sink in sinks]
         for step in range(self._num):
             here = held
             held = self._next(held) if step + 1 < self._num else held
-            for at, of, start in self._rounds(step, length):
+            for at, of, is_own, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
-                own_sinks = () if step or isinstance(at, jax.Array) else sinks  # once for each query
-                more, *parts = self._attend_back(grad[at], saved, own, own_sinks, seed, extra, start=start, dtype=dtype)
+                of_own = sinks if is_own else ()  # once for each query
+                more, *parts = self._attend_back(grad[at], saved, own, of_own, seed, extra, **about)
                 of_q = of_q.at[at].add(more)
                 sums = tuple(old.at[of].add(new) for old, new in zip(sums, parts[:2], strict=True))
-                of_sinks = [old + new for old, new in zip(of_sinks, parts[2:], strict=True)] if own_sinks else of_sinks
+                of_sinks = [old + new for old, new in zip(of_sinks, parts[2:], strict=True)] if of_own else of_sinks
             sums = self._next(sums)
         found = (self._joined(g.astype(x.dtype)) for g, x in zip((of_q, *sums), tensors[1:4], strict=True))
         return *found, self._sum_of_sinks(of_sinks, sinks, over_context=True)

@@ -195,7 +195,7 @@ def _run_splash(others, q, k, v, *sinks):
     return run(q, k, v, of_rows, *sinks)
 
 
-def splash_of_part(q, k, v, segments, kernel, places, *, scale, band):
+def splash_of_part(q, k, v, segments, kernel, places, own, *, scale, band):
     """Splash attention of the queries of some places, by what `_splash_kernel` made for all of them, to all keys."""
     sees_any = _sees_any(segments, band, places)[:, None, :, None] if segments else None
 
@@ -262,7 +262,8 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
         interpret: Run without a TPU.
 
     Returns:
-        `(q, k, v, segments, extra, places of the queries) -> Kernel`, `extra` and its specs.
+        `(q, k, v, segments, extra, places of the queries, band) -> Kernel`, `extra` and its specs; the band is that of
+        a pair of chunks, which the keys of a ring need.
     """
     if rows.platform not in KERNELS and not interpret:
         return None
@@ -272,10 +273,12 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
         return None
     if why_no_kernel_in_context(platform, mode, num, (q.shape[2], k.shape[2]), band):
         return None
+    options = {"scale": scale, "cap": cap, **({"interpret": True} if interpret else {})}
+    if mode == "ring":
+        return lambda q, k, v, segments, extra, places, own: splash(q, k, v, segments, band=own, **options), (), ()
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
-        options = {"interpret": True} if interpret else {}
-        kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
-        return lambda q, k, v, segments, extra, places: kernel(q, k, v, segments), (), ()
+        make = functools.partial(KERNELS[platform], band=band, **options)
+        return lambda q, k, v, segments, extra, places, own: make(q, k, v, segments), (), ()
     lengths = q.shape[2], k.shape[2]
     balanced = not why_unbalanced(mode, lengths, band, num, has_kernel=True)
     kernel = _splash_kernel(lengths, num_heads, band, cap, num_shards=num, balanced=balanced, interpret=interpret)
@@ -286,13 +289,24 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
 def why_no_kernel_in_context(platform, mode, num, lengths, band):
     """Say why there is no kernel where the sequence is split over so many devices; empty if there is one."""
     if mode == "ring":
-        return "there is none for context_mode='ring'"
+        return _why_no_kernel_in_ring(platform, num, lengths, band)
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
         return ""
     if platform != "tpu":
         return "cuDNN's takes no part of the queries of a band. Use context_mode='heads', where heads divide"
     if lengths[0] % (num * LANES) or lengths[1] % LANES:
         return f"it takes parts of a multiple of {LANES} queries, and {lengths[0]} are split over {num} devices"
+    return ""
+
+
+def _why_no_kernel_in_ring(platform, num, lengths, band):
+    if platform != "tpu":
+        return "there is none for context_mode='ring' but on TPU"
+    if band not in ((None, None), (None, 0)):
+        return "with context_mode='ring', it takes no windows"
+    chunks = [length // (num if band[1] is None else 2 * num) for length in lengths]
+    if any(chunk % LANES for chunk in chunks) or (band[1] == 0 and lengths[0] != lengths[1]):
+        return f"with context_mode='ring', it takes parts of a multiple of {LANES} queries, of {2 * LANES} if causal"
     return ""
 
 
