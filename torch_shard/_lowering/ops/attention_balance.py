@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+Place = jax.Array | int
+
 CHUNK, FEWEST = 512, 4096
 """Kernels take blocks of so many queries, which shall not be smaller for it; and an exchange of half of the queries
 takes longer than it saves where there are few: for v5e and v5p that is below about so many."""
@@ -30,7 +32,9 @@ def why_unbalanced(mode, lengths, band, num, *, has_kernel):
         return "each has all queries of its heads"
     if mode == "gather" and not has_kernel:
         return "without a kernel they compute what a mask hides, too, and so the same"
-    if band[1] != 0 or lengths[0] != lengths[1] or (mode == "gather" and band[0] is not None):
+    if lengths[0] != lengths[1]:
+        return f"they are {lengths[0]}, and their keys {lengths[1]}"
+    if band[1] != 0 or (mode == "gather" and band[0] is not None):
         return "their queries see about as many keys everywhere"
     if mode == "gather" and (lengths[0] % (2 * num * CHUNK) or lengths[0] < FEWEST):
         return f"that takes {FEWEST} queries at least, and a multiple of {2 * CHUNK} on each"
@@ -44,7 +48,7 @@ def exchanged(x: jax.Array, axis: str, dim: int = 2) -> jax.Array:
     return jnp.concatenate((first, lax.ppermute(second, axis, [(i, num - 1 - i) for i in range(num)])), dim)
 
 
-def chunks_of(device: jax.Array | int, num: int) -> tuple[jax.Array | int, jax.Array | int]:
+def chunks_of(device: Place, num: int) -> tuple[Place, Place]:
     """Which two of 2 * num chunks a device computes."""
     return 2 * device, 2 * (num - 1 - device) + 1
 
@@ -55,7 +59,7 @@ def balanced_order(length: int, num: int) -> np.ndarray:
     return np.concatenate([chunks[at] for device in range(num) for at in chunks_of(device, num)])
 
 
-def pairs_of(step: int, device: jax.Array, num: int) -> list[tuple[jax.Array | int, jax.Array | int]]:
+def pairs_of(step: int, device: Place, num: int) -> list[tuple[Place, Place]]:
     """Which of its two chunks of queries see which of two chunks of keys, in a round of a ring.
 
     That is what a causal mask leaves, as much on each device: its later queries see the earlier keys of any other, and
@@ -71,5 +75,5 @@ def pairs_of(step: int, device: jax.Array, num: int) -> list[tuple[jax.Array | i
     if not step:
         return [(0, 0), (1, 1), (1 - of_queries, of_queries)]
     is_after = jnp.minimum(a, b) > jnp.minimum(c, d)
-    others = (jnp.where(is_after, of, 1 - of) for of in (of_queries, of_keys))
-    return [(1 - of_queries, of_keys), (*others,)]  # pyright: ignore[reportReturnType]
+    queries, keys = (jnp.where(is_after, of, 1 - of) for of in (of_queries, of_keys))
+    return [(1 - of_queries, of_keys), (queries, keys)]

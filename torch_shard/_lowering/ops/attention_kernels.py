@@ -129,7 +129,8 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, balanced=False, 
 
     order = balanced_order(size[0], num_shards) if balanced else None
     seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size, order)
-    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
+    together = size[0] // (num_shards * (2 if balanced else 1))  # queries in order
+    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (together, size[1]))
     return kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
         block_sizes=kernels.BlockSizes(
