@@ -256,7 +256,8 @@ class InContext:
             for at, of, _, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 own = (*(x[at] for x in segments[:1]), *of_keys)
-                more = self._attend(q[at], k, v, own, (), seed, extra, **about)
+                own_q, outs, totals = lax.optimization_barrier((q[at], outs, totals))  # one after the other
+                more = self._attend(own_q, k, v, own, (), seed, extra, **about)
                 out, total = _merged(outs[at], totals[at], *more)
                 outs, totals = outs.at[at].set(out), totals.at[at].set(total)
         return self._joined(outs.astype(tensors[0].dtype)), self._joined(totals)
@@ -272,6 +273,7 @@ class InContext:
             for at, of, is_own, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
+                of_q, sums, saved = lax.optimization_barrier((of_q, sums, saved))
                 of_own = sinks if is_own else ()  # once for each query
                 more, *parts = self._attend_back(grad[at], saved, own, of_own, seed, extra, **about)
                 of_q = of_q.at[at].add(more)
