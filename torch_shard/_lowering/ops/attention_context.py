@@ -236,6 +236,10 @@ class InContext:
             about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
             yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
 
+    def _in_turn(self, *values):
+        """Values that wait for each other, so that the scores of one pair at a time are held; a kernel holds none."""
+        return values if self._kernel is not None else lax.optimization_barrier(values)
+
     def _chunked(self, *arrays, dim=2):
         """Those that this device computes, (chunks, ...)."""
         own = (self._exchanged(x, dim) for x in arrays)
@@ -256,7 +260,7 @@ class InContext:
             for at, of, _, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 own = (*(x[at] for x in segments[:1]), *of_keys)
-                own_q, outs, totals = lax.optimization_barrier((q[at], outs, totals))  # one after the other
+                own_q, outs, totals = self._in_turn(q[at], outs, totals)
                 more = self._attend(own_q, k, v, own, (), seed, extra, **about)
                 out, total = _merged(outs[at], totals[at], *more)
                 outs, totals = outs.at[at].set(out), totals.at[at].set(total)
@@ -273,7 +277,7 @@ class InContext:
             for at, of, is_own, about in self._rounds(step, q):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
-                of_q, sums, saved = lax.optimization_barrier((of_q, sums, saved))
+                of_q, sums, saved = self._in_turn(of_q, sums, saved)
                 of_own = sinks if is_own else ()  # once for each query
                 more, *parts = self._attend_back(grad[at], saved, own, of_own, seed, extra, **about)
                 of_q = of_q.at[at].add(more)
