@@ -122,7 +122,8 @@ def measure(side: str, name: str, quick: bool) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"refused": str(error)[:300]}
-    counts = counts_of(compiled, used=1.0 if side in OPTIONS else case.used)
+    kind = case.mesh.devices.flat[0].device_kind
+    counts = counts_of(compiled, kind, used=1.0 if side in OPTIONS else case.used)
     took = time.perf_counter() - start
     return dataclasses.asdict(dataclasses.replace(counts, compile_s=took, host_memory=host_memory()))
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_shard as ts
 from benchmarks.handwritten import HandwrittenStep, Rival, Values
+from benchmarks.tpu_context import LongLlama
 from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_gpt_oss import GptOss
 from benchmarks.tpu_layers import EPS
@@ -361,6 +362,29 @@ def with_many_experts(name: str, make: Callable[[Any], nn.Module], sizes: Qwen, 
     )
 
 
+def over_context(model: nn.Module, mesh: Mesh) -> ts.ShardingPlan:
+    """FSDP, the sequence over `context`."""
+    return ts.plans.fsdp_tp(model, mesh, tp=None, context="context")
+
+
+def long_llama(quick: bool) -> TpuCase:
+    """Two layers of Llama 3 8B, and one row of 131,072 tokens."""
+    small = {"width": 512, "hidden": 1024, "heads": 4, "kv_heads": 2, "vocab": 2048, "length": 16384}
+    sizes = LongLlama(layers=2, **(small if quick else {}))
+    return TpuCase(
+        f"Llama 3 8B, 2 layers, 1 x {sizes.length} tokens, remat=block",
+        "v5p:2x2x4",
+        {"batch": 1, "context": 16},
+        lambda: hf_llama(sizes),
+        next_token_loss,
+        tokens(1, sizes.length),
+        over_context,
+        {SCANNED: by_hand(sizes)},
+        options={"remat": "block"},
+        targets=WITHIN_A_TENTH,
+    )
+
+
 def qwen(quick: bool) -> TpuCase:
     """Qwen3-MoE, half of the experts of its 30B."""
     sizes = Qwen(**_small_experts(heads=4) if quick else {})
@@ -375,6 +399,7 @@ def gpt_oss(quick: bool) -> TpuCase:
 
 CASES: dict[str, Callable[[bool], TpuCase]] = {
     "llama block": lambda quick: llama(quick, "block"),
+    "llama long": long_llama,
     "llama none": lambda quick: llama(quick, "none"),
     "gpt": gpt,
     "resnet": resnet,

@@ -93,11 +93,13 @@ def written_attention(q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array) -
     return jnp.einsum("bnqk,bknh->bqnh", shares, v_BTNH)
 
 
-def rotate(x_BTNH: jax.Array, base: float) -> jax.Array:
-    """Rotary positions, halves as in HF's models."""
+def rotate(x_BTNH: jax.Array, base: float, places_T: jax.Array | None = None) -> jax.Array:
+    """Rotary positions, halves as in HF's models; places are those of all time, in order, if not said."""
     half = x_BTNH.shape[-1] // 2
-    angles = np.arange(x_BTNH.shape[1])[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = (jnp.asarray(f(angles)[:, None], x_BTNH.dtype) for f in (np.cos, np.sin))
+    places = np.arange(x_BTNH.shape[1]) if places_T is None else places_T
+    angles = places[:, None] * base ** (-np.arange(half) / half)
+    own = np if places_T is None else jnp
+    cos, sin = (jnp.asarray(f(angles)[:, None], x_BTNH.dtype) for f in (own.cos, own.sin))
     a, b = jnp.split(x_BTNH, 2, -1)
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -135,13 +137,13 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, axis: str) -> jax.Array:
 
 def next_token_loss(logits_BTV: jax.Array, tokens_BT: jax.Array, words: str | None) -> jax.Array:
     """Cross entropy of each next token, summed; the last has none. Words are split over the axis `words`, if any."""
-    losses_BT = _losses(logits_BTV, jnp.roll(tokens_BT, -1, axis=1), words)
+    losses_BT = token_losses(logits_BTV, jnp.roll(tokens_BT, -1, axis=1), words)
     return losses_BT[:, :-1].sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _losses(logits: jax.Array, targets: jax.Array, words: str | None) -> jax.Array:
-    """`-log softmax` at the targets, in float32 inside; the backward pass has the narrow logits and a norm a token."""
+def token_losses(logits: jax.Array, targets: jax.Array, words: str | None) -> jax.Array:
+    """Each `-log softmax` at its target, in float32 inside; the backward pass has narrow logits and a norm a token."""
     return _forward(logits, targets, words)[0]
 
 
@@ -161,7 +163,7 @@ def _backward(words: str | None, saved: Any, grad: jax.Array) -> Any:
     return grads.astype(logits.dtype), None
 
 
-_losses.defvjp(_forward, _backward)
+token_losses.defvjp(_forward, _backward)
 
 
 def _total(x: jax.Array, axis: str | None) -> jax.Array:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import torch_shard as ts
-from torch_shard._lowering.ops import attention_context
+from torch_shard._cost.total import costs_of
+from torch_shard._lowering.ops import attention_balance, attention_context, attention_kernels
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
-from torch_shard._lowering.ops.attention_kernels import kernel_in_context
+from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
 from torch_shard._lowering.ops.block_draws import kept_in
 from torch_shard._lowering.rows import RowSplit, rows_split
 from torch_shard._sharding.context import ContextMode
@@ -42,6 +43,10 @@ CASES = {
     "heads, padding": Case("heads", padded=True),
     "heads, dropout, sinks, cap": Case("heads", dropout=0.4, sinks=True, cap=2.0, band=(9, 3)),
     "ring, causal, eight": Case("ring", sizes=ONE_AXIS),
+    "ring, causal, padding, sinks, dropout, three": Case(
+        "ring", sizes={"context": 4, "batch": 2}, padded=True, sinks=True, dropout=0.4
+    ),
+    "ring, window, eight": Case("ring", sizes=ONE_AXIS, band=(5, 0)),
     "ring, padding, all keys": Case("ring", band=(None, None), padded=True),
     "ring, dropout, sinks, cap": Case("ring", dropout=0.4, sinks=True, cap=2.0, padded=True, band=(9, 3)),
 }
@@ -97,15 +102,52 @@ def test_equals_attention_on_one_device(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-12)  # float64 sums in another order
 
 
-def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("gather", heads=(8, 2), padded=True)
+KERNELS: dict[str, tuple[Case, int]] = {
+    "gather": (Case("gather", heads=(8, 2), padded=True), 256),
+    "gather, balanced": (Case("gather", heads=(8, 2), padded=True), 512),
+    "ring": (Case("ring", sizes={"context": 4, "model": 2}, heads=(4, 2), padded=True, sinks=True), 1024),
+    "ring, cap, all keys": (Case("ring", heads=(4, 2), band=(None, None), cap=2.0), 256),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_of_tpus_takes_a_part_of_the_queries(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (case, length), balanced = KERNELS[name], name in ("ring", "gather, balanced")
+    if name == "gather, balanced":
+        monkeypatch.setattr(attention_balance, "CHUNK", 128)
+        monkeypatch.setattr(attention_balance, "FEWEST", 512)
+    monkeypatch.setattr(attention_kernels, "LONG", 256)
     monkeypatch.setattr(attention_context, "kernel_in_context", functools.partial(kernel_in_context, interpret=True))
-    arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=256, width=128))
+    arrays = jax.tree.map(jnp.asarray, given(case, np.float32, length=length, width=128))
     arrays |= {name: jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays[name]) for name in ("qkv", "grad")}
+    text = jax.jit(on_devices(case)).lower(**arrays).as_text()
+    assert "splash" in text
+    assert ("collective_permute" in text) == (balanced or case.mode == "ring")
     found, wanted = (jax.jit(make(case))(**arrays) for make in (on_devices, on_one))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         error = jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max() / jnp.abs(other).max()
         assert error < 3e-2  # both compute in bfloat16, of which a step is 2 ** -8, and round in other places
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 16])
+def test_devices_compute_as_many_blocks(num: int) -> None:
+    for balanced in (False, True):
+        size = (1024 * num, 1024 * num)
+        kernel: Any = _splash_kernel(size, 1, (None, 0), 0, num_shards=num, balanced=balanced)
+        for info in (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info):
+            counts = [int(part.sum()) for part in np.split(np.asarray(info.block_mask) > 0, num, axis=1)]
+            assert sum(counts) == 2 * num * (2 * num + 1) // 2
+            assert len(set(counts)) == 1 if balanced else counts == [4 * device + 3 for device in range(num)]
+
+
+def test_a_balanced_ring_computes_what_its_mask_leaves() -> None:
+    def flops(band: tuple[int | None, int | None]) -> float:
+        case = Case("ring", sizes=ONE_AXIS, band=band)
+        forward = jax.jit(lambda **arrays: on_devices(case)(**arrays)[0])  # in both passes, products may be shared
+        compiled = forward.lower(**given(case, np.float32, length=256)).compile()
+        return sum(cost.flops for cost in costs_of(compiled.as_text() or ""))
+
+    assert flops((None, 0)) / flops((None, None)) == (2 * 8 + 1) / (4 * 8)  # of four pairs of chunks in each round
 
 
 def test_no_device_of_a_ring_has_all_keys() -> None:
@@ -113,3 +155,16 @@ def test_no_device_of_a_ring_has_all_keys() -> None:
     text = jax.jit(on_devices(case)).lower(**given(case, np.float32)).compile().as_text() or ""
     assert "collective-permute" in text
     assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("num", range(1, 8))
+def test_rounds_of_a_ring_are_the_pairs_that_a_causal_mask_leaves(num: int) -> None:
+    for device in range(num):
+        found: list[tuple[int, int]] = []
+        for step in range(num):
+            own, others = (attention_balance.chunks_of(at, num) for at in (device, (device - step) % num))
+            pairs = attention_balance.pairs_of(step, device, num)
+            assert len(pairs) == (2 if step else 3)
+            found += [(int(own[int(queries)]), int(others[int(keys)])) for queries, keys in pairs]
+        own = attention_balance.chunks_of(device, num)
+        assert sorted(found) == sorted((chunk, key) for chunk in own for key in range(chunk + 1))

@@ -118,3 +118,28 @@ def test_rows_and_heads_that_do_not_divide_are_named() -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_the_cpu_has_no_kernels_to_speak_of(dtype: torch.dtype | None) -> None:
     assert report(Attention(odd), Attention(causal), mesh=ts.make_mesh(batch=2, model=2), dtype=dtype) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (4096, "0: under its causal mask devices exchange half of their queries, and so compute as much."),
+        (
+            2048,
+            "0: under its causal mask devices keep the queries that they have: that takes 4096 queries at least, and",
+        ),
+    ],
+)
+def test_causal_attention_over_a_context_says_whether_it_is_balanced(length: int, said: str) -> None:
+    mesh = ts.make_mesh(topology="v5e:2x2", batch=2, context=2)
+    step = ts.make_train_step(
+        nn.Sequential(Attention(causal)),
+        lambda model, x: model(x).square().mean(),
+        optax.sgd(0.1),
+        mesh=mesh,
+        plan=ts.ShardingPlan({}, default=P(), context=ts.Context("context")),
+        compute_dtype=torch.bfloat16,
+        batch_spec=P("batch", "context"),
+    )
+    step.lower(step.structs, torch.empty(2, length, 12, device="meta"))
+    assert said in step.report()

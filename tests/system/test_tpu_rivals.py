@@ -11,8 +11,10 @@ import pytest
 import torch
 from jax.sharding import NamedSharding
 
+import torch_shard as ts
 from benchmarks import tpu_cases
 from benchmarks.handwritten import Rival
+from benchmarks.tpu_context import LongLlama
 from benchmarks.tpu_gpt import Gpt
 from benchmarks.tpu_gpt_oss import GptOss
 from benchmarks.tpu_llama import Llama
@@ -166,6 +168,12 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 CASES: dict[str, Callable[[], Any]] = {
     "llama": lambda: (Llama(**SMALL), tpu_cases.hf_llama, LLAMA, tokens()),
+    "llama long": lambda: (
+        LongLlama(**SMALL, length=512),
+        tpu_cases.hf_llama,
+        LLAMA,
+        torch.randint(0, 64, (2, 512)),
+    ),
     "mixtral": lambda: (Mixtral(**SMALL), tpu_cases.hf_mixtral, MIXTRAL, tokens()),
     "gpt": lambda: (
         Gpt(layers=2, width=128, heads=2, vocab=64, length=128, interpret=True, dtype=jnp.float32),
@@ -207,6 +215,7 @@ def test_a_rival_computes_what_the_model_computes(name: str) -> None:
             torch.nn.init.normal_(p, std=0.02)  # zeros would hide what they do
     loss_fn = tpu_cases.class_loss if isinstance(batch, tuple) else tpu_cases.next_token_loss
     mesh = make_mesh((4, 1)) if name in ("gpt", "resnet") else make_mesh((2, 2))
+    mesh = ts.make_mesh(batch=2, context=2, devices=jax.devices()[:4]) if name == "llama long" else mesh
     rival: Rival = sizes.rival(mesh)
     start = sizes.start
     params, buffers = (held(names, model.state_dict(), part) for part in (start.params, start.buffers))

@@ -239,6 +239,13 @@ def test_the_report_says_how_keys_are_found() -> None:
     step.lower(step.structs, make_batch(""))
     assert "The sequence is split over context=4, in order" in step.report()
     assert "context_mode='ring'" in step.report()
+    assert "under its causal mask devices exchange half of their queries, keys and values, and so" in step.report()
+
+
+def test_the_report_says_where_nothing_is_balanced() -> None:
+    step = make_step(Case("net"), Net())
+    step.lower(step.structs, make_batch(""))
+    assert "devices keep the queries that they have: without a kernel they compute what a mask hides" in step.report()
 
 
 BAD: Mapping[str, tuple[Callable[[], object], str]] = {

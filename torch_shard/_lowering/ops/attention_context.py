@@ -3,7 +3,7 @@
 Three ways, with the same numbers. Gather: all keys and values on each device, for its own queries; their gradients are
 scattered. Heads: each device exchanges its part of all heads for the whole of some (Jacobs et al., 2023). Ring: keys
 and values go from device to device, and what each pair adds is merged in float32 by logarithmic totals (Liu et al.,
-2023); what is sent next does not wait for what is computed.
+2023); what is sent next does not wait for what is computed. How causal masks are balanced: `attention_balance`.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from torch_shard._common.axes import manual_axes
+from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
 from torch_shard._lowering.ops.attention_kernels import kernel_in_context
 from torch_shard._lowering.ops.block_draws import kept_in
@@ -72,6 +73,9 @@ class InContext:
             about = {**self._about, "num_heads": num_heads, "sinks": sinks}
             found = kernel_in_context(rows, self._mode, qkv, segments, **about)
         self._kernel, self._extra, self._extra_specs = found or (None, (), ())
+        lengths, has_kernel = (shape[2], num_keys), found is not None
+        why = why_unbalanced(self._mode, lengths, weights.band, self._num, has_kernel=has_kernel)
+        self._num_chunks = 1 if why else 2
 
     def forward(self, q, k, v, segments, sinks, seed):
         """The output, and the logarithm of each row's total weight."""
@@ -122,18 +126,18 @@ class InContext:
 
     # One device
 
-    def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None):
+    def _attend(self, q, k, v, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
-            kernel = self._kernel(q, k, v, segments, extra, start)
+            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
             return kernel.forward(q, k, v, [sink.astype(jnp.float32) for sink in sinks])
         return in_blocks(
             q, k, v, segments, **self._about, kept=self._kept(q, k, drawn, start), sinks=sinks, start=start, dtype=dtype
         )
 
-    def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None):
+    def _attend_back(self, grad, saved, segments, sinks, drawn, extra, *, start=None, dtype=None, band=None):
         if self._kernel is not None:
             q, k, v = saved[:3]
-            kernel = self._kernel(q, k, v, segments, extra, start)
+            kernel = self._kernel(q, k, v, segments, extra, self._places(q.shape[2]), band)
             return kernel.backward(grad, saved, [sink.astype(jnp.float32) for sink in sinks])
         kept = self._kept(saved[0], saved[1], drawn, start)
         return in_blocks_backward(
@@ -151,8 +155,19 @@ class InContext:
         first = (_place(self._batch, len(q)), _place(axes, k.shape[1]), *(start or (0, 0)))
         return kept_in(q, k, seed, self._weights.dropout, of=self._of, start=first)
 
-    def _first(self, length):
-        return lax.axis_index(self._axis) * length
+    def _starts(self, device, length):
+        """Where each of its chunks of this length begins, that a device computes."""
+        chunks = (device,) if self._num_chunks == 1 else chunks_of(device, self._num)
+        return jnp.stack([chunk * length for chunk in chunks])
+
+    def _places(self, length):
+        """Of all queries that this device computes."""
+        length //= self._num_chunks
+        starts = self._starts(lax.axis_index(self._axis), length)
+        return (starts[:, None] + jnp.arange(length)).reshape(-1)
+
+    def _exchanged(self, x, dim=2):
+        return x if self._num_chunks == 1 else exchanged(x, self._axis, dim)
 
     def _sum_of_sinks(self, grads, sinks, *, over_context):
         axes = (*self._batch, *((self._axis,) if over_context else ()))
@@ -165,18 +180,23 @@ class InContext:
 
     def _gather(self, tensors, segments, sinks, seed, extra):
         q, k, v = tensors
-        start = self._first(q.shape[2]), 0
-        return self._attend(q, self._whole(k), self._whole(v), segments, sinks, seed, extra, start=start)
+        (q, segments), start = self._own(q, segments), (lax.axis_index(self._axis) * q.shape[2], 0)
+        out, log_total = self._attend(q, self._whole(k), self._whole(v), segments, sinks, seed, extra, start=start)
+        return self._exchanged(out), log_total  # for the backward pass alone, which has the same order
+
+    def _own(self, q, segments):
+        return self._exchanged(q), (*(self._exchanged(x, 1) for x in segments[:1]), *segments[1:])
 
     def _gather_back(self, tensors, segments, sinks, seed, extra):
-        grad, q, k, v, *results = tensors
-        start, saved = (self._first(q.shape[2]), 0), (q, self._whole(k), self._whole(v), *results)
+        grad, q, k, v, out, log_total = tensors
+        (q, segments), start = self._own(q, segments), (lax.axis_index(self._axis) * q.shape[2], 0)
+        grad, saved = self._exchanged(grad), (q, self._whole(k), self._whole(v), self._exchanged(out), log_total)
         of_q, of_k, of_v, *of_sinks = self._attend_back(grad, saved, segments, sinks, seed, extra, start=start)
         of_k, of_v = (
             lax.psum_scatter(g.astype(x.dtype), self._axis, scatter_dimension=2, tiled=True)
             for g, x in ((of_k, k), (of_v, v))
         )
-        return of_q, of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+        return self._exchanged(of_q), of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
 
     # Heads
 
@@ -206,41 +226,66 @@ class InContext:
         pairs = [(device, (device + 1) % self._num) for device in range(self._num)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self._axis, pairs), x)
 
-    def _rounds(self, q, k, step):
-        """Where the queries of this device start, and the keys that it has after so many steps."""
-        owner = (lax.axis_index(self._axis) - step) % self._num
-        return self._first(q.shape[2]), owner * k.shape[2]
+    def _rounds(self, step, q):
+        """Which chunks of queries see which of keys after so many steps, if these are their own, and how they do."""
+        device, length, band = lax.axis_index(self._axis), q.shape[3], self._weights.band
+        pairs = [(0, 0)] if self._num_chunks == 1 else pairs_of(step, device, self._num)
+        of_queries, of_keys = (self._starts(at, length) for at in (device, (device - step) % self._num))
+        for queries, keys in pairs:
+            is_own = not step and isinstance(queries, int)
+            about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
+            yield queries, keys, is_own, about | {"band": band if is_own else (None, None)}
+
+    def _in_turn(self, *values):
+        """Values that wait for each other, so that the scores of one pair at a time are held; a kernel holds none."""
+        return values if self._kernel is not None else lax.optimization_barrier(values)
+
+    def _chunked(self, *arrays, dim=2):
+        """Those that this device computes, (chunks, ...)."""
+        own = (self._exchanged(x, dim) for x in arrays)
+        return tuple(jnp.stack(jnp.split(x, self._num_chunks, dim)) for x in own)
+
+    def _joined(self, x):
+        return self._exchanged(jnp.concatenate(tuple(x), 2))
 
     def _ring(self, tensors, segments, sinks, seed, extra):
-        q, k, v = tensors
+        (q, k, v), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
         dtype = wide(q.dtype)
-        lowest = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
-        total = jnp.maximum(lowest, sinks[0].astype(dtype)[:, None]) if sinks else lowest
-        held = (k, v, segments[1:])
-        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype)
+        totals = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
+        totals = jnp.maximum(totals, sinks[0].astype(dtype)[:, None]) if sinks else totals
+        outs, held = jnp.zeros((*q.shape[:-1], v.shape[-1]), dtype), (k, v, segments[1:])
         for step in range(self._num):
-            k, v, of_keys = held
+            here = held
             held = self._next(held) if step + 1 < self._num else held
-            start = self._rounds(q, k, step)
-            more = self._attend(q, k, v, (*segments[:1], *of_keys), (), seed, extra, start=start, dtype=dtype)
-            out, total = _merged(out, total, *more)
-        return out.astype(q.dtype), total
+            for at, of, _, about in self._rounds(step, q):
+                k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
+                own = (*(x[at] for x in segments[:1]), *of_keys)
+                own_q, outs, totals = self._in_turn(q[at], outs, totals)
+                more = self._attend(own_q, k, v, own, (), seed, extra, **about)
+                out, total = _merged(outs[at], totals[at], *more)
+                outs, totals = outs.at[at].set(out), totals.at[at].set(total)
+        return self._joined(outs.astype(tensors[0].dtype)), self._joined(totals)
 
     def _ring_back(self, tensors, segments, sinks, seed, extra):
-        grad, q, k, v, *results = tensors
+        (grad, q, k, v, *results), segments = self._chunked(*tensors), self._chunked(*segments, dim=1)
         dtype = wide(q.dtype)
         held, sums = (k, v, segments[1:]), (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-        of_q, of_sinks = jnp.zeros(q.shape, dtype), ()
+        of_q, of_sinks = jnp.zeros(q.shape, dtype), [jnp.zeros(sink.shape, dtype) for sink in sinks]
         for step in range(self._num):
-            k_here, v_here, of_keys = held
+            here = held
             held = self._next(held) if step + 1 < self._num else held
-            saved, start = (q, k_here, v_here, *results), self._rounds(q, k_here, step)
-            own = (*segments[:1], *of_keys)
-            more, *parts = self._attend_back(grad, saved, own, sinks, seed, extra, start=start, dtype=dtype)
-            of_q, of_sinks = of_q + more, parts[2:]  # those of the sinks are the same each time
-            sums = self._next(tuple(old + new for old, new in zip(sums, parts[:2], strict=True)))
-        of_k, of_v = (g.astype(x.dtype) for g, x in zip(sums, (k, v), strict=True))
-        return of_q.astype(q.dtype), of_k, of_v, self._sum_of_sinks(of_sinks, sinks, over_context=True)
+            for at, of, is_own, about in self._rounds(step, q):
+                k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
+                saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
+                of_q, sums, saved = self._in_turn(of_q, sums, saved)
+                of_own = sinks if is_own else ()  # once for each query
+                more, *parts = self._attend_back(grad[at], saved, own, of_own, seed, extra, **about)
+                of_q = of_q.at[at].add(more)
+                sums = tuple(old.at[of].add(new) for old, new in zip(sums, parts[:2], strict=True))
+                of_sinks = [old + new for old, new in zip(of_sinks, parts[2:], strict=True)] if of_own else of_sinks
+            sums = self._next(sums)
+        found = (self._joined(g.astype(x.dtype)) for g, x in zip((of_q, *sums), tensors[1:4], strict=True))
+        return *found, self._sum_of_sinks(of_sinks, sinks, over_context=True)
 
 
 def _place(axes, length):

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.types import PyTree
+from torch_shard._lowering.ops.attention_balance import balanced_order, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import LONG
 from torch_shard._lowering.rows import current_rows
 
@@ -118,13 +119,18 @@ def splash(q, k, v, segments, *, scale, band, cap=0, interpret=False):
     return Kernel(_run_splash, (kernel, segments), lambda *qkv: tuple(_padded(x, 2) for x in scaled(*qkv)), finish)
 
 
-def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False):
-    """The kernel for so many queries and keys, of which each of so many devices has a part of the queries."""
+def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, balanced=False, interpret=False):
+    """The kernel for so many queries and keys, of which each of so many devices has a part of the queries.
+
+    Blocks that a device's queries do not see take no time. Balanced, the parts are those of `attention_balance`.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size)
-    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (size[0] // num_shards, size[1]))
+    order = balanced_order(size[0], num_shards) if balanced else None
+    seen = masks.FullMask(size) if band == (None, None) else _band_mask(band, size, order)
+    together = size[0] // (num_shards * (2 if balanced else 1))  # queries in order
+    of_queries, of_keys = (math.gcd(length, LARGEST) for length in (together, size[1]))
     return kernels.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
         block_sizes=kernels.BlockSizes(
@@ -142,12 +148,16 @@ def _splash_kernel(size, num_heads, band, cap, *, num_shards=1, interpret=False)
     )
 
 
-def _band_mask(band, size):
-    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all."""
+def _band_mask(band, size, order=None):
+    """JAX's mask of a band, which looks at no element of blocks that are seen as a whole, or not at all.
+
+    An order is the place of each query; that of its own by default.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     made = masks.CausalMask(size) if band == (None, 0) else masks.LocalMask(size, band, 0)
     made.__class__ = _by_blocks(type(made), band)
+    made.q_sequence = made.q_sequence if order is None else order
     return made
 
 
@@ -160,7 +170,8 @@ def _by_blocks(cls, band):
             if any(part.start is None or part.stop is None for part in idx):
                 return super().__getitem__(idx)
             rows, columns = idx
-            latest, earliest = columns.stop - 1 - rows.start, columns.start - (rows.stop - 1)
+            first, last = (int(self.q_sequence[at]) for at in (rows.start, rows.stop - 1))  # of a block, in order
+            latest, earliest = columns.stop - 1 - first, columns.start - last
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             if latest <= after and -earliest <= before:
                 return _filled(shape, True)
@@ -185,9 +196,9 @@ def _run_splash(others, q, k, v, *sinks):
     return run(q, k, v, of_rows, *sinks)
 
 
-def splash_of_part(q, k, v, segments, kernel, start, *, scale, band):
-    """Splash attention of a part of the queries, by what `_splash_kernel` made for all of them, to all keys."""
-    sees_any = _sees_any(segments, band, start[0])[:, None, :, None] if segments else None
+def splash_of_part(q, k, v, segments, kernel, places, own, *, scale, band):
+    """Splash attention of the queries of some places, by what `_splash_kernel` made for all of them, to all keys."""
+    sees_any = _sees_any(segments, band, places)[:, None, :, None] if segments else None
 
     def finish(out):
         return out if sees_any is None else jnp.where(sees_any, out, 0)
@@ -195,10 +206,11 @@ def splash_of_part(q, k, v, segments, kernel, start, *, scale, band):
     return Kernel(_run_splash, (kernel, segments), lambda q, k, v: (q * scale, k, v), finish)
 
 
-def _sees_any(segments, band, start=0):
+def _sees_any(segments, band, places=None):
     """Which queries see a key at all."""
     queries, keys = segments
-    (before, after), later = band, start + jnp.arange(queries.shape[1])[:, None] - jnp.arange(keys.shape[1])
+    places = jnp.arange(queries.shape[1]) if places is None else places
+    (before, after), later = band, places[:, None] - jnp.arange(keys.shape[1])
     near = queries[:, :, None] == keys[:, None, :]
     near = near if after is None else near & (later >= -after)
     return jnp.any(near if before is None else near & (later <= before), -1)
@@ -251,7 +263,8 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
         interpret: Run without a TPU.
 
     Returns:
-        `(q, k, v, segments, extra, start) -> Kernel`, `extra` and its specs.
+        `(q, k, v, segments, extra, places of the queries, band) -> Kernel`, `extra` and its specs; the band is that of
+        a pair of chunks, which the keys of a ring need.
     """
     if rows.platform not in KERNELS and not interpret:
         return None
@@ -261,11 +274,15 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
         return None
     if why_no_kernel_in_context(platform, mode, num, (q.shape[2], k.shape[2]), band):
         return None
+    options = {"scale": scale, "cap": cap, **({"interpret": True} if interpret else {})}
+    if mode == "ring":
+        return lambda q, k, v, segments, extra, places, own: splash(q, k, v, segments, band=own, **options), (), ()
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
-        options = {"interpret": True} if interpret else {}
-        kernel = functools.partial(KERNELS[platform], scale=scale, band=band, cap=cap, **options)
-        return lambda q, k, v, segments, extra, start: kernel(q, k, v, segments), (), ()
-    kernel = _splash_kernel((q.shape[2], k.shape[2]), num_heads, band, cap, num_shards=num, interpret=interpret)
+        make = functools.partial(KERNELS[platform], band=band, **options)
+        return lambda q, k, v, segments, extra, places, own: make(q, k, v, segments), (), ()
+    lengths = q.shape[2], k.shape[2]
+    balanced = not why_unbalanced(mode, lengths, band, num, has_kernel=True)
+    kernel = _splash_kernel(lengths, num_heads, band, cap, num_shards=num, balanced=balanced, interpret=interpret)
     specs = kernel.manual_sharding_spec(NamedSharding(rows.mesh, PartitionSpec(None, rows.context.axis)))
     return functools.partial(splash_of_part, scale=scale, band=band), kernel, specs
 
@@ -273,13 +290,24 @@ def kernel_in_context(rows, mode, qkv, segments, *, num_heads, scale, band, cap=
 def why_no_kernel_in_context(platform, mode, num, lengths, band):
     """Say why there is no kernel where the sequence is split over so many devices; empty if there is one."""
     if mode == "ring":
-        return "there is none for context_mode='ring'"
+        return _why_no_kernel_in_ring(platform, num, lengths, band)
     if mode == "heads" or (platform != "tpu" and band == (None, None)):
         return ""
     if platform != "tpu":
         return "cuDNN's takes no part of the queries of a band. Use context_mode='heads', where heads divide"
     if lengths[0] % (num * LANES) or lengths[1] % LANES:
         return f"it takes parts of a multiple of {LANES} queries, and {lengths[0]} are split over {num} devices"
+    return ""
+
+
+def _why_no_kernel_in_ring(platform, num, lengths, band):
+    if platform != "tpu":
+        return "there is none for context_mode='ring' but on TPU"
+    if band not in ((None, None), (None, 0)):
+        return "with context_mode='ring', it takes no windows"
+    chunks = [length // (num if band[1] is None else 2 * num) for length in lengths]
+    if any(chunk % LANES for chunk in chunks) or (band[1] == 0 and lengths[0] != lengths[1]):
+        return f"with context_mode='ring', it takes parts of a multiple of {LANES} queries, of {2 * LANES} if causal"
     return ""
 
 

@@ -12,6 +12,7 @@ from torch_shard._common.dtypes import jax_dtype
 from torch_shard._common.fx import args_of, aten_name, shape_of
 from torch_shard._common.operator_families import COPIES, MATRIX_PRODUCTS, RESHAPES
 from torch_shard._lowering.ops.attention import SHORTEST, WHY, limits
+from torch_shard._lowering.ops.attention_balance import why_unbalanced
 from torch_shard._lowering.ops.attention_kernels import KERNELS, undivided, why_no_kernel, why_no_kernel_in_context
 from torch_shard._lowering.rows import SEQUENCE, RowSplit
 
@@ -31,11 +32,8 @@ def report_attention(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit |
     """
     if rows is None or rows.platform not in KERNELS:
         return []
-    paths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for path, node in _nodes(graphs):
-        if found := _of_node(node, node.meta.get("custom", {}).get(WHY), rows):
-            paths[found][path] += 1
-    return [f"{_listed(where)}: attention {what}" for what, where in paths.items()]
+    own = _said(graphs, lambda node: _of_node(node, node.meta.get("custom", {}).get(WHY), rows))
+    return [f"{where}: attention {what}" for what, where in own.items()]
 
 
 def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
@@ -49,9 +47,11 @@ def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | N
         return []
     axis, mode, paths = rows.context.axis, rows.context.mode, collections.Counter[str]()
     graphs = list(graphs)
+    own = _said(graphs, lambda node: _balance_of(node, rows, mode))
     lines = [
-        f"The sequence is split over {axis}={rows.mesh.shape[axis]}, in order: under a causal mask the devices that "
-        f"have its end compute more than the others. Attention finds its keys by context_mode={mode!r}."
+        f"The sequence is split over {axis}={rows.mesh.shape[axis]}, in order. Attention finds its keys by "
+        f"context_mode={mode!r}.",
+        *(f"{where}: under its causal mask {what}" for what, where in own.items()),
     ]
     if mode == "gather":
         return [
@@ -65,6 +65,23 @@ def report_context(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | N
     return [*lines, *paths]
 
 
+def _balance_of(node: Node, rows: RowSplit, mode: str) -> str:
+    """What devices do under a causal mask to compute as much, or why nothing; empty for other attention."""
+    if (
+        node.target is not torch.ops.torch_shard.attention.default
+        or limits(args_of(node)[5])[1] != 0
+        or mode == "heads"
+    ):
+        return ""
+    assert rows.context is not None
+    lengths, num = _lengths(node), rows.mesh.shape[rows.context.axis]
+    has_kernel = rows.platform in KERNELS and not _why_no_kernel(node, rows)
+    if why := why_unbalanced(mode, lengths, limits(args_of(node)[5]), num, has_kernel=has_kernel):
+        return f"devices keep the queries that they have: {why}."
+    what = "queries" if mode == "gather" else "queries, keys and values"
+    return f"devices exchange half of their {what}, and so compute as much."
+
+
 def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
     """The modules that write attention out over a sequence that is split: the compiler gathers its keys."""
     found: dict[str, None] = {}
@@ -75,6 +92,15 @@ def find_written_out(graphs: Iterable[tuple[str, GraphModule]]) -> list[str]:
         if node.meta.get("custom", {}).get(WHY) is None and _is_written_out(node):
             found[path] = None
     return list(found)
+
+
+def _said(graphs: Iterable[tuple[str, GraphModule]], say: Callable[[Node], str]) -> dict[str, str]:
+    """What is said of nodes of the forward passes, and of which modules."""
+    paths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for path, node in _nodes(graphs):
+        if found := say(node):
+            paths[found][path] += 1
+    return {what: _listed(where) for what, where in paths.items()}
 
 
 def _nodes(graphs: Iterable[tuple[str, GraphModule]]) -> Iterator[tuple[str, Node]]:
@@ -103,24 +129,34 @@ def _of_node(node: Node, why: str | None, rows: RowSplit) -> str:
 
 
 def _of_ours(node: Node, rows: RowSplit) -> str:
-    q, k, v, segments, _, band, _, dropout, cap, sinks = args_of(node)
+    q = args_of(node)[0]
     if shape_of(q)[2] < SHORTEST:
         return ""
-    if dropout:
-        return (
-            f"runs in blocks of queries, without a kernel: it drops weights (dropout_p={dropout:g}), which kernels do "
-            "not. Set its dropout to 0 (Hugging Face: attention_dropout, attention_probs_dropout_prob)."
-        )
-    structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
-    if why := why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks):
+    if why := _why_no_kernel(node, rows):
         return f"runs in blocks of queries, without a kernel: {why}."
-    if rows.context is not None:
-        num, lengths = rows.mesh.shape[rows.context.axis], (shape_of(q)[2], shape_of(k)[2])
-        why = why_no_kernel_in_context(rows.platform, rows.context.mode, num, lengths, limits(band))
-        return f"runs in blocks of queries, without a kernel: {why}." if why else ""
-    if whole := undivided(rows, shape_of(q)):
+    if rows.context is None and (whole := undivided(rows, shape_of(q))):
         return f"has its kernel, but does not divide over the mesh ({whole}): devices compute the same."
     return ""
+
+
+def _why_no_kernel(node: Node, rows: RowSplit) -> str:
+    q, k, v, segments, _, band, _, dropout, cap, sinks = args_of(node)
+    if dropout:
+        return (
+            f"it drops weights (dropout_p={dropout:g}), which kernels do not. Set its dropout to 0 (Hugging Face: "
+            "attention_dropout, attention_probs_dropout_prob)"
+        )
+    structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
+    why = why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks)
+    if why or rows.context is None:
+        return why
+    num = rows.mesh.shape[rows.context.axis]
+    return why_no_kernel_in_context(rows.platform, rows.context.mode, num, _lengths(node), limits(band))
+
+
+def _lengths(node: Node) -> tuple[int, int]:
+    q, k = args_of(node)[:2]
+    return shape_of(q)[2], shape_of(k)[2]
 
 
 def _is_written_out(node: Node) -> bool:
