@@ -310,7 +310,10 @@ def take_row(stack: PyTree, row: int) -> PyTree:
                 "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
                 "returned, or copy what you need before the step: numpy.asarray(state.params[name])."
             )
-        return _taker(row_sharding(stack.sharding))(stack, row)
+        if stack.sharding.spec[:1] in ((), (None,)):
+            return _taker(row_sharding(stack.sharding))(stack, row)
+        stack.block_until_ready()  # a row of another stage is a collective: one at a time, or devices that have few
+        return _taker(row_sharding(stack.sharding))(stack, row).block_until_ready()  # threads wait for each other
     return stack[row]
 
 

@@ -1,0 +1,277 @@
+"""The repeated layers of a model over the stages of a mesh, against the same step without them and eager torch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import torch_shard as ts
+
+WORDS = 16
+
+
+class Block(nn.Module):
+    """A layer that adds to what it is given."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Add what it makes of it."""
+        found = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return x + (found if scale is None else found * scale)
+
+
+class Tower(nn.Module):
+    """Embeddings, layers and a head that is tied to the embeddings."""
+
+    def __init__(self, layers: int = 8, width: int = 8, *, dropout: float = 0.0, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    """Cross-entropy of tokens."""
+    logits = model(batch["ids"])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), {"logits": logits}
+
+
+def batch_of(rows: int = 16) -> dict[str, torch.Tensor]:
+    """Tokens and their successors."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(0, WORDS, (rows, 4), generator=generator) for name in ("ids", "labels")}
+
+
+def step_of(model: nn.Module, plan: ts.ShardingPlan, num: int, loss: Any = loss_fn, **options: Any) -> Any:
+    """A step on a mesh of two rows and four stages."""
+    mesh = options.pop("mesh", None) or ts.make_mesh(batch=2, stage=4)
+    optimizer = options.pop("optimizer", None) or optax.adamw(1e-2)
+    return ts.make_train_step(model, loss, optimizer, mesh=mesh, plan=plan, accumulate_steps=num, **options)
+
+
+def staged(**how: Any) -> ts.ShardingPlan:
+    """Everything on each device of a stage."""
+    return ts.plans.pipeline(ts.plans.replicated(), **how)
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Any:
+    """Sums in another order then differ by 1e-15."""
+    torch.manual_seed(0)
+    with jax.enable_x64(True):
+        yield
+
+
+SCHEDULES = {
+    "1F1B of one microbatch": (1, {}),
+    "1F1B of fewer microbatches than stages": (2, {}),
+    "1F1B": (8, {}),
+    "GPipe": (8, {"schedule": "gpipe"}),
+    "circular of as many microbatches as stages": (4, {"repeats": 2}),
+    "circular": (8, {"repeats": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_the_numbers_of_eager_torch(name: str) -> None:
+    num, how = SCHEDULES[name]
+    step = step_of(Tower(dropout=0.2).double(), staged(**how), num)
+    step.prove(step.init(seed=0), batch_of()).raise_if_different()
+
+
+def test_a_run_is_that_of_the_same_step_without_stages() -> None:
+    model, mesh = Tower(dropout=0.2).double(), ts.make_mesh(jax.devices()[:2], batch=2)
+    runs = []
+    for step in (step_of(model, staged(repeats=2), 8), step_of(model, ts.plans.replicated(), 8, mesh=mesh)):
+        state = step.init(seed=0)
+        for _ in range(3):
+            state, metrics = step(state, batch_of())
+        runs.append((metrics, state, step.evaluation()(state, batch_of())["loss"]))
+    (metrics, state, loss), (others, other, other_loss) = runs
+    assert np.allclose(metrics["logits"], others["logits"], rtol=1e-12)  # dropout drew the same numbers
+    assert float(loss) == pytest.approx(float(other_loss), rel=1e-12)
+    for name, value in other.params.items():
+        assert np.allclose(value, state.params[name], rtol=1e-9, atol=1e-12), name  # Adam divides by small numbers
+
+
+def test_each_stage_has_the_layers_of_its_own() -> None:
+    for how, first in (({}, [0, 1]), ({"repeats": 2}, [0, 4])):
+        state = step_of(Tower().double(), staged(**how), 8).init(seed=0)
+        (stack,) = (
+            (group, array)
+            for group, array in zip(state.params.layout.groups, state.params.arrays, strict=True)
+            if group[0] == "layers.0.up.weight"
+        )
+        group, array = stack
+        shards = {s.data.shape for s in array.addressable_shards}
+        assert shards == {(2, 16, 8)}  # of eight layers
+        assert list(group[:2]) == [f"layers.{number}.up.weight" for number in first]
+        assert {s.index[0].start or 0 for s in state.opt_state[0].mu.arrays[1].addressable_shards} == {0, 2, 4, 6}
+
+
+def test_a_state_comes_from_and_goes_to_a_step_without_stages(tmp_path: Any) -> None:
+    model = Tower().double()
+    step, other = step_of(model, staged(repeats=2), 8), step_of(model, ts.plans.replicated(), 8)
+    state, _ = step(step.init(seed=0), batch_of())
+    ts.Checkpointer(tmp_path, async_save=False).save(state) if False else None
+    moved, _ = other(dataclasses.replace(other.init(seed=0), params=dict(state.params)), batch_of())
+    back, _ = step(dataclasses.replace(step.init(seed=0), params=dict(state.params)), batch_of())
+    for name, value in moved.params.items():
+        assert np.allclose(value, back.params[name], rtol=1e-9, atol=1e-12), name
+    exported = step.export(back).state_dict()
+    assert np.allclose(exported["layers.5.up.weight"], back.params["layers.5.up.weight"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "fsdp_tp", "context", "hsdp"])
+def test_it_goes_with_other_parallelisms(kind: str) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=64, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).double()
+    axes = {"fsdp": {"batch": 4}, "tp": {"batch": 2, "model": 2}, "fsdp_tp": {"batch": 2, "model": 2}}
+    axes |= {"context": {"batch": 2, "context": 2}, "hsdp": {"replica": 2, "batch": 2}}
+    mesh = ts.make_mesh(**axes[kind], stage=2)
+    plan = {
+        "context": lambda: ts.plans.fsdp_tp(model, mesh, tp=None, context="context"),
+        "hsdp": lambda: ts.plans.hsdp(model, mesh),
+    }.get(kind, lambda: getattr(ts.plans, kind)(model, mesh))()
+    options = {"batch_spec": P(("replica", "batch"))} if kind == "hsdp" else {}
+
+    def loss_of(model: nn.Module, batch: Any) -> Any:
+        found = model(**batch)
+        return found.loss, {"logits": found.logits}
+
+    tokens = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
+    step = step_of(model, ts.plans.pipeline(plan), 4, loss_of, mesh=mesh, **options)
+    compared = step.prove(step.init(seed=0), {"input_ids": tokens, "labels": tokens})
+    assert compared.worst().worst < 1e-5  # the norms of transformers compute in float32
+
+
+def test_values_of_the_batch_go_along_with_their_microbatch() -> None:
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch["ids"], batch["scale"][:, None, None] * 2)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    batch = batch_of() | {"scale": torch.linspace(0.1, 2, 16, dtype=torch.float64)}
+    for how in ({}, {"repeats": 2}):
+        step = step_of(Tower().double(), staged(**how), 8, scaled)
+        step.prove(step.init(seed=0), batch).raise_if_different()
+
+
+def test_a_loss_of_what_layers_return_and_of_parameters() -> None:
+    class Outputs(Tower):
+        def forward(self, ids: torch.Tensor, scale: Any = None) -> Any:
+            x, found = self.embed(ids), []
+            for layer in self.layers:
+                x = layer(x)
+                found.append(x)
+            return self.head(x), found
+
+    def deep(model: nn.Module, batch: Any) -> Any:
+        logits, found = model(batch["ids"])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        decay = sum(layer.up.weight.square().sum() for layer in model.layers)
+        return loss + 0.1 * sum(x.square().mean() for x in found) + 1e-3 * decay, {"third": found[2]}
+
+    step = step_of(Outputs().double(), staged(), 8, deep)
+    step.prove(step.init(seed=0), batch_of()).raise_if_different()
+    assert "GPipe" in step.report()
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+def test_the_schedule_in_the_program(remat: Any) -> None:
+    step = step_of(Tower().double(), staged(), 8, remat=remat)
+    state, _ = step(step.init(seed=0), batch_of())
+    assert "1F1B: 27% of the time is idle" in step.report()  # three of eleven ticks
+    kinds = {c.kind for c in step.programs[0].collectives}
+    assert kinds <= {"collective-permute", "all-reduce", "all-gather"}  # gathers of tokens for the head
+
+
+def test_only_so_many_microbatches_are_kept() -> None:
+    """1F1B keeps what `2 P - 1` microbatches need, GPipe what all of them do: `M + P - 1` ticks."""
+
+    def temporaries(num: int, **how: Any) -> int:
+        mesh = ts.make_mesh(jax.devices()[:4], batch=1, stage=4)
+        step = step_of(Tower(width=64), staged(**how), num, mesh=mesh)
+        step(step.init(seed=0), {name: tensor.expand(num, 4) for name, tensor in batch_of(1).items()})
+        return step.programs[0].memory.temporaries
+
+    few, many = temporaries(8), temporaries(32)
+    assert many < 1.1 * few  # ids and what Python keeps of each microbatch
+    few, many = (temporaries(num, schedule="gpipe") for num in (8, 32))
+    assert many > 2 * few
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "axis": (lambda: step_of(Tower(), staged(stage="pipe"), 8), 'pipeline: the mesh (batch=2, stage=4) has no axis "pipe"'),
+    "layers": (lambda: step_of(Tower(6), staged(), 8), "the 6 layers of layers are not a multiple of 4 = stage=4"),
+    "repeats": (lambda: step_of(Tower(), staged(repeats=3), 8), "not a multiple of 12 = stage=4 * repeats=3"),
+    "no layers": (lambda: step_of(nn.Linear(4, 4), staged(), 8), "a pipeline needs repeated layers, and Linear has no"),
+    "spec": (
+        lambda: step_of(Tower(), staged() | {"layers.*.up.weight": P("stage")}, 8),
+        "layers.0.up.weight is split over 'stage', which is the axis of the pipeline",
+    ),
+    "schedule": (lambda: staged(schedule="zb"), 'plans.pipeline: schedule must be one of "1f1b", "gpipe", got \'zb\''),
+    "both": (lambda: staged(schedule="1f1b", repeats=2), 'schedule="1f1b" is for repeats=1, got repeats=2'),
+    "scan_layers": (lambda: step_of(Tower(), staged(), 8, scan_layers=False), "scan_layers=False"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused_before_anything_is_traced(name: str) -> None:
+    make, words = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+def test_too_few_microbatches_for_the_rounds_are_refused() -> None:
+    step = step_of(Tower().double(), staged(repeats=2), 2)
+    with pytest.raises(ValueError, match="a pipeline with repeats=2 needs as many microbatches as stages"):
+        step(step.init(seed=0), batch_of())
+
+
+def test_layers_that_do_not_follow_each_other_are_refused() -> None:
+    class Apart(Tower):
+        def forward(self, ids: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            x = self.embed(ids)
+            return self.head(sum(layer(x) for layer in self.layers))
+
+    step = step_of(Apart().double(), staged(), 8)
+    with pytest.raises(ValueError, match="layers.0 to layers.7"):
+        step(step.init(seed=0), batch_of())
+
+
+def test_buffers_that_forward_writes_are_refused() -> None:
+    class Counting(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stats = nn.BatchNorm1d(4)
+
+        def forward(self, ids: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            return self.stats(super().forward(ids))
+
+    step = step_of(Counting().double(), staged(), 8)
+    with pytest.raises(NotImplementedError, match=r"forward writes stats.running_mean, .*nn.LayerNorm for"):
+        step(step.init(seed=0), batch_of())
