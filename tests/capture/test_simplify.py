@@ -72,6 +72,33 @@ def test_batch_dims_of_products_stay_apart() -> None:
     assert not {aten.bmm.default, aten.view.default, aten.reshape.default} & set(found)
 
 
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("bclhn,bcshn->bclsh", (2, 3, 4, 5, 6), (2, 3, 7, 5, 6)),
+        ("bzch,bzhpn->bchpn", (2, 3, 4, 5), (2, 3, 5, 6, 7)),
+        ("bhqd,bkhd->bhqk", (2, 3, 4, 5), (2, 6, 3, 5)),
+    ],
+)
+def test_batch_dims_of_einsum_stay_apart(equation: str, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    def scalar(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, x, y).square().sum()
+
+    def gradient(*given: torch.Tensor) -> torch.Tensor:
+        x, y = (tensor.clone().requires_grad_() for tensor in given)
+        return sum(grad.sum() for grad in torch.autograd.grad(scalar(x, y), (x, y)))
+
+    found = graph_of(gradient, left, right)
+    assert aten.matmul.default in targets(found)
+    assert aten.bmm.default not in targets(found)
+    torch.manual_seed(0)
+    given = [torch.randn(shape, requires_grad=True) for shape in (left, right)]
+    wanted = torch.autograd.grad(scalar(*given), given)
+    grads = ts.jax_grad(scalar, argnums=(0, 1))(*(x.detach() for x in given))
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), one)
+
+
 def test_copies_and_aliases_disappear() -> None:
     graph = graph_of(lambda x: (x.clone().detach().contiguous().view(3, 1).view(3) + 1).clone(), (3,))
     assert targets(graph) == [aten.add.Tensor]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from torch_shard._cost.exposed import BYTES_PER_CYCLE, exposed_by_axis, exposed_cycles
+from torch_shard._cost.hlo import Hlo
 from torch_shard._cost.total import costs_of
 
 KIND = "TPU v5 lite"
@@ -61,3 +62,16 @@ def test_a_loop_waits_in_each_iteration() -> None:
     short, long = (exposed_cycles(compiled(fn(length), P("batch")), KIND) for length in (3, 9))
     assert short > 0
     assert long == pytest.approx(3 * short, rel=0.01)
+
+
+def test_what_travels_beside_a_loop_is_counted_once() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        around = jax.lax.all_gather(x, "batch", tiled=True)
+        few = jax.lax.scan(lambda rows, _: (jnp.tanh(rows @ w), None), x[:16], None, length=256)[0]
+        return few, jnp.tanh(around @ w)
+
+    text = compiled(fn, (P("batch"), P()))
+    (loop,) = (instruction for instruction in Hlo(text).computations[Hlo(text).entry] if instruction.op == "while")
+    body = Hlo(text).computations[loop.find(r"body=%?([\w.\-]+)") or ""]
+    assert any("collective" in called for instruction in body for called in Hlo(text).called(instruction))
+    assert exposed_cycles(text, KIND) == 0  # of a gather of which each iteration sends a part

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.collectives import count_collectives
 from tests.oracles.eager import agrees_with_torch
 from tests.tables.cases import BATCH, squared_error
 from torch_shard._cost.total import costs_of
@@ -72,3 +73,25 @@ def test_grouped_convolutions_on_a_mesh_equal_eager_torch(spec: P) -> None:
     mesh = ts.make_mesh(batch=4, model=2)
     step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
     step.prove(step.init(), torch.randn(8, 8, 5, 5)).raise_if_different()
+
+
+def test_a_short_depthwise_convolution_of_a_sequence_is_not_shared_out() -> None:
+    torch.manual_seed(0)
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1d = nn.Conv1d(16, 16, 4, groups=16, padding=3)
+            self.out_proj = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out_proj(self.conv1d(x.mT)[..., :12].mT)
+
+    model, mesh = Mixer(), ts.make_mesh(batch=4, model=2)
+    plan = ts.ShardingPlan({"out_proj.weight": P(None, "model")}, default=P())
+    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    x = torch.randn(8, 12, 16)
+    found = count_collectives(step.lower(step.structs, x).compile())
+    assert found["all-gather"] == 1  # of the gradient of what the linear layer takes by features
+    assert set(found) == {"all-gather", "all-reduce"}
+    step.prove(step.init(), x).raise_if_different()

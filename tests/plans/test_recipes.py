@@ -375,3 +375,45 @@ def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
     step.lower(step.structs, torch.empty(8, 4, 8, device="meta"))
     assert "pieces" not in step.report()  # which says what each pass moves
     step.prove(step.init(), torch.randn(8, 4, 8)).raise_if_different()
+
+
+def test_layers_of_images_have_no_sequence() -> None:
+    model = transformers.ConvNextModel(transformers.ConvNextConfig(depths=[1, 2], hidden_sizes=[8, 16], num_stages=2))
+    with pytest.raises(
+        ValueError, match=r"sequence=True, and ConvNextModel has no ModuleList of layers .* \(batch, seq"
+    ):
+        ts.plans.fsdp_tp(model, make_mesh((4, 2)), sequence=True)
+
+
+def test_a_layer_that_makes_one_dim_of_rows_and_sequence_is_given_a_split_stream() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
+    config = transformers.OPTConfig(
+        **sizes, vocab_size=64, num_hidden_layers=2, dropout=0.0, max_position_embeddings=32
+    )
+    model, mesh = transformers.OPTForCausalLM(config), make_mesh((4, 2))
+    plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
+    step = ts.make_train_step(
+        model, lambda model, ids: model(ids, labels=ids).loss, optax.sgd(0.1), mesh=mesh, plan=plan
+    )
+    step.prove(step.init(), torch.randint(3, 64, (8, 16))).raise_if_different()
+
+
+@pytest.mark.parametrize("ep", ["model", "batch"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_experts_are_given_a_stream_that_is_split_along_its_sequence(name: str, ep: str) -> None:
+    torch.manual_seed(0)
+    kinds = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32}}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **kinds[name], num_experts_per_tok=2, num_hidden_layers=2, vocab_size=64
+    )
+    model, mesh = getattr(transformers, f"{name}ForCausalLM")(config), ts.make_mesh(batch=4, model=2)
+    plan = ts.plans.expert(model, mesh, ep=ep, tp="model", sequence=True)
+    assert plan.activations["model.layers.*.input_layernorm"] == P("batch", "model", None)
+    assert plan.activations["model.layers.*.mlp:hidden_states"] == P("batch", None, None)
+    assert plan.rules["model.layers.*.mlp.experts.down_proj"][0] == ep
+    step = ts.make_train_step(
+        model, lambda model, ids: model(ids, labels=ids).loss, optax.sgd(0.1), mesh=mesh, plan=plan
+    )
+    step.prove(step.init(), torch.randint(0, 64, (8, 16))).raise_if_different()

@@ -232,6 +232,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "plans.expert": {
         "ts.plans.expert(5, mesh)": "TypeError: plans.expert: model must be a Module, got int.",
         'ts.plans.expert(model, mesh, ep="batch", fsdp=None)': "ValueError: plans.expert: no entry of Net holds several experts",
+        'ts.plans.expert(model, mesh, ep="batch", fsdp=None, sequence=True)': "TypeError: plans.expert: tp must be the name of an axis, or a tuple of some, got None: sequence=True splits the residual stream over it.",
     },
     "plans.from_dtensor": {
         "ts.plans.from_dtensor(5, mesh, {})": "TypeError: plans.from_dtensor: model must be a Module, got int.",

@@ -5,6 +5,7 @@ In a functional graph, copies and aliases mean nothing. Products arrive with the
 gather, so products get their own dims back.
 """
 
+import math
 import operator
 
 import torch
@@ -61,7 +62,7 @@ def _swap_below_view(node: Node) -> Node | None:
     merged = args_of(node)[0]
     if node.target is merged.target is aten.t.default:
         return args_of(merged)[0]
-    if not _swaps_last_two_of_three(node) or (source := _unmerged(merged)) is None:
+    if not _swaps_last_two_of_three(node) or (source := _unmerged(merged, node)) is None:
         return None
     rank = len(shape_of(source))
     shape = (*shape_of(source)[:-2], *shape_of(node)[-2:])
@@ -72,7 +73,7 @@ def _swap_below_view(node: Node) -> Node | None:
 @rewrites(aten.bmm.default)
 def _unmerge_bmm(node: Node) -> Node | None:
     """bmm(view(x), view(y)) with the same merged dims is one product with those dims kept apart."""
-    left, right = (_unmerged(arg) for arg in args_of(node))
+    left, right = (_unmerged(arg, node) for arg in args_of(node))
     if left is None or right is None or shape_of(left)[:-2] != shape_of(right)[:-2]:
         return None
     shape = (*shape_of(left)[:-1], shape_of(right)[-1])
@@ -157,11 +158,18 @@ def _like(found: Node | None, node: Node, other: Node, at: Node) -> Node | None:
     return _view(at, _source(node), (*shape_of(model)[:-1], shape_of(node)[-1]))
 
 
-def _unmerged(node: Node) -> Node | None:
-    """The tensor of rank 4 or more that `node` is a view of with all but the last two dims merged."""
+def _unmerged(node: Node, at: Node) -> Node | None:
+    """What several merged matrices are a view of, with the merged dims apart.
+
+    The dims of a matrix may be merged themselves: `torch.einsum` gives each factor dims of size one for the other's.
+    """
     source = _source(node)
     shape, wide = shape_of(node), shape_of(source)
-    return source if len(shape) == 3 and len(wide) > 3 and wide[-2:] == shape[-2:] else None
+    stops = (stop for stop in range(2, len(wide) + 1) if math.prod(wide[:stop]) == shape[0])
+    if len(shape) != 3 or (stop := next(stops, None)) is None:
+        return None
+    apart = (*wide[:stop], *shape[1:])
+    return source if wide == apart else _view(at, source, apart)
 
 
 def _source(node: Node) -> Node:

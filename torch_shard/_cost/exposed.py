@@ -55,12 +55,14 @@ class _Clock:
     """What has passed in one computation.
 
     Attributes:
+        around: Chains that began before it and end behind it: each iteration of a loop takes a part of theirs.
         now: Cycles, with those that were waited for.
         waited: Those, by the group of devices.
         free: When the links of a group of devices are free again.
         ends: When what was started is done, and of which group it is, by its name.
     """
 
+    around: frozenset[str] = frozenset()
     now: float = 0.0
     waited: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter[str])
     free: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
@@ -86,12 +88,13 @@ class _Clock:
 class _Schedule:
     def __init__(self, hlo: Hlo, rate: float) -> None:
         self.hlo, self._rate, self._walk = hlo, rate, Walk(hlo)
-        self._seen: dict[str, _Clock] = {}
+        self._seen: dict[tuple[str, frozenset[str]], _Clock] = {}
 
-    def run(self, computation: str) -> _Clock:
-        if computation in self._seen:
-            return self._seen[computation]
-        clock = self._seen[computation] = _Clock()
+    def run(self, computation: str, around: frozenset[str] = frozenset()) -> _Clock:
+        """Follow a computation, through which some chains pass that began before it and end behind it."""
+        if (computation, around) in self._seen:
+            return self._seen[computation, around]
+        clock = self._seen[computation, around] = _Clock(around=around)
         instructions = self.hlo.computations[computation]
         last = {chain: i for i, instr in enumerate(instructions) for chain, _ in self._travels(instr)}
         for number, instruction in enumerate(instructions):
@@ -105,7 +108,7 @@ class _Schedule:
         if op == "while" or op in ("call", "conditional"):
             times = self.hlo.trips(instruction) if op == "while" else 1
             for called in self._inner(instruction):
-                inner = self.run(called)
+                inner = self.run(called, clock.around.union(clock.ends))
                 clock.now += times * inner.now
                 for group, cycles in inner.waited.items():
                     clock.add(group, times * cycles)
@@ -114,7 +117,7 @@ class _Schedule:
             if op.endswith("-done"):
                 clock.wait(self._started(instruction))
             return
-        travels = self._travels(instruction)
+        travels = [travel for travel in self._travels(instruction) if travel[0] not in clock.around]
         for chain, moved in travels:
             if chain not in clock.ends:
                 clock.start(chain, *moved)

@@ -120,6 +120,7 @@ class Activations:
                 f"{constraint.place}: found {type(value).__name__}, which is not a tensor. {hint}", value
             )
         self._met.add(constraint.rule)
+        constraint = constraint.at_rank(value.ndim)
         if faults := constraint.find_faults(tuple(value.shape), self._mesh):
             self._faults |= dict.fromkeys(faults)
             return value

@@ -185,11 +185,10 @@ def fsdp_tp(
     model = _check(model, mesh, strict)
     check_axes(mesh, fsdp=fsdp, tp=tp, context=context)
     check_kind("context", context, str | None)
-    check_kind("sequence", sequence, bool)
+    _check_sequence(sequence, tp)
     _check_padding(pad_vocab)
-    if tp is None and (sequence or (fsdp is None and context is None)):
-        wanted = "sequence=True splits the residual stream over it" if sequence else "no other axis is given"
-        raise TypeError(f"{caller()}: tp must be the name of an axis, or a tuple of some, got None: {wanted}.")
+    if tp is None and fsdp is None and context is None:
+        raise TypeError(f"{caller()}: {_NO_TP}: no other axis is given.")
     rows = () if fsdp is None else names_of(fsdp)
     over = None if context is None else Context(context, context_mode, rows)
     _tell_of_experts(model)
@@ -239,6 +238,7 @@ def expert(
     ep: Axes = "model",
     fsdp: Axes | None = "batch",
     tp: Axes | None = None,
+    sequence: bool = False,
     pad_vocab: PadVocab = "auto",
     strict: bool = False,
 ) -> ShardingPlan:
@@ -252,11 +252,14 @@ def expert(
         fsdp: The axis of the batch; None leaves what it would split whole. Experts are split over it only if it is none
             of theirs.
         tp: The axis of features of the other layers, which may be that of the experts; None for none.
+        sequence: As `fsdp_tp` takes it; a layer of experts, too, is given the whole sequence.
         pad_vocab: As `tp` takes it.
         strict: As `tp` takes it.
 
     Raises:
-        ValueError: The mesh lacks an axis; no entry holds several experts; or, with `strict`, entries do not divide.
+        TypeError: `sequence` without `tp`.
+        ValueError: The mesh lacks an axis; no entry holds several experts; `sequence`, and no layers of a transformer
+            are found; or, with `strict`, entries do not divide.
 
     Example:
         >>> import torch, torch_shard as ts
@@ -269,13 +272,16 @@ def expert(
     """
     model = _check(model, mesh, strict, ep=ep)
     check_axes(mesh, fsdp=fsdp, tp=tp)
+    _check_sequence(sequence, tp)
     _check_padding(pad_vocab)
     if not any(experts_of(layer) for _, layer in layers_of(model)):
         raise ValueError(
             f"{caller()}: no entry of {type(model).__name__} holds several experts along its first dim, as the 3-D "
             "parameters of transformers' MoE layers do. Experts that are modules of their own are split by plans.tp."
         )
-    return plan_of(model, _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep, pad_vocab=pad_vocab), strict=strict)
+    decisions = _decide(model, mesh, fsdp=fsdp, tp=tp, ep=ep, pad_vocab=pad_vocab)
+    activations = sequence_constraints(model, decisions, batch=fsdp, tp=tp) if sequence and tp else {}
+    return plan_of(model, decisions, strict=strict, activations=activations)
 
 
 def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> torch.nn.Module:
@@ -286,6 +292,15 @@ def _check(model: torch.nn.Module, mesh: Mesh, strict: bool, **axes: Axes) -> to
         raise TypeError(f"{caller()}: {missing[0]} must be the name of an axis, or a tuple of some, got None.")
     check_axes(check_mesh(mesh), **axes)
     return model
+
+
+_NO_TP = "tp must be the name of an axis, or a tuple of some, got None"
+
+
+def _check_sequence(sequence: bool, tp: Axes | None) -> None:
+    check_kind("sequence", sequence, bool)
+    if sequence and tp is None:
+        raise TypeError(f"{caller()}: {_NO_TP}: sequence=True splits the residual stream over it.")
 
 
 def _check_padding(pad_vocab: object) -> None:

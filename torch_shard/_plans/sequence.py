@@ -7,8 +7,10 @@ what enters a column layer is gathered, what leaves a row layer scattered (Korth
 # PyTorch annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import contextlib
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from jax.sharding import PartitionSpec
 from torch import nn
@@ -18,6 +20,8 @@ from torch_shard._plans.decisions import Axes, Decision, names_of, places_with_g
 from torch_shard._plans.layers import LORA, experts_of, is_norm, is_table, layers_of, product_of
 from torch_shard._plans.roles import roles_of
 from torch_shard._sharding import Padded, axes_of
+
+_OF_IMAGES = (nn.Conv2d, nn.Conv3d)
 
 
 def sequence_constraints(
@@ -37,8 +41,9 @@ def sequence_constraints(
     blocks = dict(_blocks(model))
     if not blocks:
         raise ValueError(
-            f"{caller()}: sequence=True, and {type(model).__name__} has no ModuleList of layers with norms in them. "
-            "Say where the sequence is split yourself: ShardingPlan(..., activations=...)."
+            f"{caller()}: sequence=True, and {type(model).__name__} has no ModuleList of layers with norms in "
+            "them that take (batch, sequence, features). Leave sequence=True out, or say where the sequence is split "
+            "yourself: ShardingPlan(..., activations=...)."
         )
     split, whole, inner = (PartitionSpec(batch, *parts) for parts in ((tp, None), (None, None), (None, tp)))
     sharded = {
@@ -53,12 +58,19 @@ def sequence_constraints(
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The repeated layers that have norms: members of lists, by name."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            for number, block in enumerate(module):
-                if any(is_norm(child) for child in block.children()) or _norms_within(block):
-                    yield f"{path}.{number}" if path else str(number), block
+    """The repeated layers that have norms, by name; not those that convolve images, nor what consists of these."""
+    members = {
+        f"{path}.{number}" if path else str(number): block
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for number, block in enumerate(module)
+    }
+    images = [path for path, block in members.items() if any(isinstance(c, _OF_IMAGES) for c in block.children())]
+    for path, block in members.items():
+        if any(f"{image}.".startswith(f"{path}.") for image in images):
+            continue
+        if any(is_norm(child) for child in block.children()) or _norms_within(block):
+            yield path, block
 
 
 def _norms_within(block: nn.Module) -> bool:
@@ -116,9 +128,10 @@ class _Stream:
 
     def _vocabularies(self) -> list[str]:
         """The tables of tokens, which begin the stream: those that the model names, or that have the most rows."""
-        asked = getattr(self._model, "get_input_embeddings", None)  # of transformers
-        if asked is not None and is_table(table := asked()):
-            return [path for path, m in self._model.named_modules() if m is table]
+        with contextlib.suppress(AttributeError, NotImplementedError):  # of transformers, where a model has some
+            table = cast(Any, self._model).get_input_embeddings()
+            if is_table(table):
+                return [path for path, m in self._model.named_modules() if m is table]
         rows = {path: p.shape[0] for path, m in layers_of(self._model) if is_table(m) for p in m.parameters()}
         return [path for path, num in rows.items() if num == max(rows.values())]
 

@@ -6,7 +6,7 @@
 import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -58,6 +58,15 @@ class Constraint:
     spec: PartitionSpec
     rule: str
     of_matrix: tuple[str, ...] = ()
+
+    def at_rank(self, ndim: int) -> "Constraint":
+        """The same for a tensor of so many dims.
+
+        Where a spec speaks of (batch, sequence, features), one of two dims has its sequence within its rows, or has
+        none: its rows are split as the batch is, its features as they are.
+        """
+        is_merged = ndim == 2 and len(self.spec) == 3
+        return replace(self, spec=PartitionSpec(self.spec[0], self.spec[2])) if is_merged else self
 
     def gathered(self, ndim: int) -> tuple[str, ...]:
         """The axes over which the gradient of a tensor is gathered before the module's own backward pass reads it.

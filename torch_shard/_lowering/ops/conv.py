@@ -1,6 +1,7 @@
 """Convolution and pooling, forward and backward."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,14 @@ def convolution(x, weight, bias, *settings):
     def run(x, weight):
         return (_convolve(x, weight, *settings),), ()
 
-    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight])
+    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight], spread=_is_worth_sending(weight))
     out = out if bias is None else out + bias.reshape(1, -1, *(1,) * (weight.ndim - 2))
     return out[0] if unbatched else out
+
+
+def _is_worth_sending(weight):
+    """Whether a value takes longer to compute than to send: not where a few taps along a sequence make it (Mamba)."""
+    return weight.ndim > 3 or math.prod(weight.shape[1:]) > 16
 
 
 def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups):
@@ -67,7 +73,8 @@ def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
     *settings, output_mask = settings_and_mask
     unbatched = x.ndim == weight.ndim - 1
     batched = [array[None] if unbatched else array for array in (grad, x)]
-    (grad_x,), (grad_weight,) = on_rows(functools.partial(_gradients, settings=settings), batched, [weight])
+    run, spread = functools.partial(_gradients, settings=settings), _is_worth_sending(weight)
+    (grad_x,), (grad_weight,) = on_rows(run, batched, [weight], spread=spread)
     space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
     grads = (grad_x[0] if unbatched else grad_x, grad_weight, jnp.sum(grad, space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
