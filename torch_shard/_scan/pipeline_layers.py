@@ -113,21 +113,6 @@ class Across:
 
         return jax.tree.map(placed, tree)
 
-    def in_one_exchange(self, tree: Tree) -> Tree:
-        """On the CPU, what all stages have, on each device; elsewhere as it is.
-
-        What is handed on and what leaves the last stage are then one collective. XLA:CPU runs permutes that do not
-        depend on each other at once, and with few threads its devices wait for each other forever (jaxlib 0.10.2).
-        """
-        if self._mesh.devices.flat[0].platform != "cpu":
-            return tree
-
-        def placed(x: jax.Array) -> jax.Array:
-            spec = PartitionSpec(None, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
-            return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
-
-        return jax.tree.map(placed, tree)
-
     def of(self, tree: Tree, stage: int) -> Tree:
         """What one of them has, for all: with its rows split over the stages too, or its sequence, if they divide."""
         rows = current_rows()
@@ -199,7 +184,7 @@ class LayerPass:
         self._each, self._fixed, self._keys = each, fixed, keys
         stages = order.stages
         self._num = len(loop.iterations) // (stages.num * stages.repeats)
-        self._place = across.iota[::-1] if loop.is_backward else across.iota
+        self._place = stages.num - 1 - across.iota if loop.is_backward else across.iota
         self.last = 0 if loop.is_backward else stages.num - 1
         places = {i: of[::-1] if loop.is_backward else of for i, of in places_of(loop).items()}
         self._places = {i: across.rows(list(jnp.asarray(of, jnp.int32))) for i, of in places.items()}
@@ -250,7 +235,7 @@ class LayerPass:
         with jax.named_scope("backward" if self._loop.is_backward else "forward"):
             numbers = jnp.arange(self._num)
             (outs, results), _ = jax.lax.scan(layer, (flow, state.results), numbers, reverse=self._loop.is_backward)
-        outs, step = self._across.in_one_exchange(outs), -1 if self._loop.is_backward else 1
+        step = -1 if self._loop.is_backward else 1
         flow = self._across.put(jax.tree.map(lambda x: jnp.roll(x, step, 0), outs), has_rows=True)
         return PassState(flow, wait, results), self._across.of(outs, self.last)
 
