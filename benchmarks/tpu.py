@@ -45,7 +45,6 @@ steps leave collectives whole (`xla_jf_spmd_threshold_for_windowed_einsum_mib`; 
 Cycles of models with experts are those of balanced routing, on both sides: of the rows that a device may get, those
 count that its experts have if all have as many, in the tiles that its kernels take them in. Qwen3-MoE and gpt-oss are
 split by `ts.plans.expert(tp="model")`, as Mixtral is, ViT by `ts.plans.fsdp_tp`; their rivals have the same layout.
-Their two rows are not measured yet.
 """
 
 QUANTITIES = {

@@ -198,7 +198,14 @@ def replicated_case(name: str, short: str) -> ZooCase:
 
 def t5() -> ZooCase:
     """T5-base, half of its layers."""
-    sizes = {"d_model": 768, "d_ff": 3072, "num_heads": 12, "num_layers": 6, "num_decoder_layers": 6, "decoder_start_token_id": 0}
+    sizes = {
+        "d_model": 768,
+        "d_ff": 3072,
+        "num_heads": 12,
+        "num_layers": 6,
+        "num_decoder_layers": 6,
+        "decoder_start_token_id": 0,
+    }
     batch = {"input_ids": tokens(32, 512), "labels": tokens(32, 128)}
     build = on_meta("T5ForConditionalGeneration", transformers.T5Config(**sizes))
     case = TpuCase("T5-base (6+6)", *FOUR, build, own_loss, batch, fsdp_tp)

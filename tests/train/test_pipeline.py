@@ -1,6 +1,7 @@
 """The repeated layers of a model over the stages of a mesh, against the same step without them and eager torch."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_run_is_that_of_the_same_step_without_stages() -> None:
     model, mesh = Tower(dropout=0.2).double(), ts.make_mesh(jax.devices()[:2], batch=2)
     runs = []
     for step in (step_of(model, staged(repeats=2), 8), step_of(model, ts.plans.replicated(), 8, mesh=mesh)):
-        state = step.init(seed=0)
+        state, metrics = step.init(seed=0), dict[str, Any]()
         for _ in range(3):
             state, metrics = step(state, batch_of())
         runs.append((metrics, state, step.evaluation()(state, batch_of())["loss"]))
@@ -129,13 +130,13 @@ def test_each_stage_has_the_layers_of_its_own() -> None:
         assert {s.index[0].start or 0 for s in state.opt_state[0].mu.arrays[1].addressable_shards} == {0, 2, 4, 6}
 
 
-def test_a_state_comes_from_and_goes_to_a_step_without_stages(tmp_path: Any) -> None:
+def test_a_state_comes_from_and_goes_to_a_step_without_stages() -> None:
     model = Tower().double()
     step, other = step_of(model, staged(repeats=2), 8), step_of(model, ts.plans.replicated(), 8)
     state, _ = step(step.init(seed=0), batch_of())
-    ts.Checkpointer(tmp_path, async_save=False).save(state) if False else None
-    moved, _ = other(dataclasses.replace(other.init(seed=0), params=dict(state.params)), batch_of())
-    back, _ = step(dataclasses.replace(step.init(seed=0), params=dict(state.params)), batch_of())
+    params = {name: np.asarray(value) for name, value in state.params.items()}
+    moved, _ = other(dataclasses.replace(other.init(seed=0), params=params), batch_of())
+    back, _ = step(dataclasses.replace(step.init(seed=0), params=params), batch_of())
     for name, value in moved.params.items():
         assert np.allclose(value, back.params[name], rtol=1e-9, atol=1e-12), name
     exported = step.export(back).state_dict()
@@ -146,7 +147,7 @@ def test_a_state_comes_from_and_goes_to_a_step_without_stages(tmp_path: Any) -> 
 def test_it_goes_with_other_parallelisms(kind: str) -> None:
     import transformers
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=64, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config).double()
     axes = {"fsdp": {"batch": 4}, "tp": {"batch": 2, "model": 2}, "fsdp_tp": {"batch": 2, "model": 2}}
@@ -165,7 +166,7 @@ def test_it_goes_with_other_parallelisms(kind: str) -> None:
     tokens = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
     step = step_of(model, ts.plans.pipeline(plan), 4, loss_of, mesh=mesh, **options)
     compared = step.prove(step.init(seed=0), {"input_ids": tokens, "labels": tokens})
-    assert compared.worst().worst < 1e-5  # the norms of transformers compute in float32
+    assert max(row.worst for row in compared.rows) < 1e-5  # the norms of transformers compute in float32
 
 
 def test_values_of_the_batch_go_along_with_their_microbatch() -> None:
@@ -179,13 +180,22 @@ def test_values_of_the_batch_go_along_with_their_microbatch() -> None:
         step.prove(step.init(seed=0), batch).raise_if_different()
 
 
-def test_a_loss_of_what_layers_return_and_of_parameters() -> None:
+def test_a_loss_of_what_layers_return_beside_and_of_parameters() -> None:
+    class Beside(Block):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> Any:
+            x = super().forward(x)
+            return x, self.up(x).mean(-1)
+
     class Outputs(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Beside(8) for _ in range(8))
+
         def forward(self, ids: torch.Tensor, scale: Any = None) -> Any:
             x, found = self.embed(ids), []
             for layer in self.layers:
-                x = layer(x)
-                found.append(x)
+                x, beside = layer(x)
+                found.append(beside)
             return self.head(x), found
 
     def deep(model: nn.Module, batch: Any) -> Any:
@@ -202,10 +212,9 @@ def test_a_loss_of_what_layers_return_and_of_parameters() -> None:
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
 def test_the_schedule_in_the_program(remat: Any) -> None:
     step = step_of(Tower().double(), staged(), 8, remat=remat)
-    state, _ = step(step.init(seed=0), batch_of())
+    step(step.init(seed=0), batch_of())
     assert "1F1B: 27% of the time is idle" in step.report()  # three of eleven ticks
-    kinds = {c.kind for c in step.programs[0].collectives}
-    assert kinds <= {"collective-permute", "all-reduce", "all-gather"}  # gathers of tokens for the head
+    assert set(step.programs[0].collectives) <= {"collective-permute", "all-reduce", "all-gather"}
 
 
 def test_only_so_many_microbatches_are_kept() -> None:
@@ -217,14 +226,15 @@ def test_only_so_many_microbatches_are_kept() -> None:
         step(step.init(seed=0), {name: tensor.expand(num, 4) for name, tensor in batch_of(1).items()})
         return step.programs[0].memory.temporaries
 
-    few, many = temporaries(8), temporaries(32)
-    assert many < 1.1 * few  # ids and what Python keeps of each microbatch
-    few, many = (temporaries(num, schedule="gpipe") for num in (8, 32))
-    assert many > 2 * few
+    grown, all_grown = (temporaries(32, **how) - temporaries(8, **how) for how in ({}, {"schedule": "gpipe"}))
+    assert grown < 0.1 * all_grown  # tokens and logits of each microbatch, which both have
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "axis": (lambda: step_of(Tower(), staged(stage="pipe"), 8), 'pipeline: the mesh (batch=2, stage=4) has no axis "pipe"'),
+    "axis": (
+        lambda: step_of(Tower(), staged(stage="pipe"), 8),
+        'pipeline: the mesh (batch=2, stage=4) has no axis "pipe"',
+    ),
     "layers": (lambda: step_of(Tower(6), staged(), 8), "the 6 layers of layers are not a multiple of 4 = stage=4"),
     "repeats": (lambda: step_of(Tower(), staged(repeats=3), 8), "not a multiple of 12 = stage=4 * repeats=3"),
     "no layers": (lambda: step_of(nn.Linear(4, 4), staged(), 8), "a pipeline needs repeated layers, and Linear has no"),
@@ -241,9 +251,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused_before_anything_is_traced(name: str) -> None:
     make, words = BAD[name]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(words)):
         make()
-    assert words in str(caught.value)
 
 
 def test_too_few_microbatches_for_the_rounds_are_refused() -> None:
@@ -259,7 +268,7 @@ def test_layers_that_do_not_follow_each_other_are_refused() -> None:
             return self.head(sum(layer(x) for layer in self.layers))
 
     step = step_of(Apart().double(), staged(), 8)
-    with pytest.raises(ValueError, match="layers.0 to layers.7"):
+    with pytest.raises(ValueError, match=r"layers\.0 to layers\.7 cannot be the stages"):
         step(step.init(seed=0), batch_of())
 
 

@@ -164,8 +164,8 @@ def prove(
         meshes: Where the plans are to lie, each plan on each mesh. By default each of the usual layouts has a mesh of
             its own, of all devices.
         plans: Names of usual layouts, `"dp"`, `"fsdp"`, `"hsdp"`, `"fsdp_tp"`, `"tp_sequence"`, `"context"`,
-            `"expert"`, `"stage"` and `"stage_tp"` (two stages, two microbatches, as torch takes them too); or plans and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default
-            all of the usual.
+            `"expert"`, `"stage"` and `"stage_tp"` (two stages and two microbatches, which torch takes too); or plans
+            and recipes of your own by name, `{"mine": plan, "fsdp": ts.plans.fsdp}`. By default all of the usual.
         steps: How many to take.
         optimizer: Of optax; by default AdamW with a rate of 1e-3 and an eps of 1e-5.
         torch_optimizer: Makes torch's optimizer for the same rule from a list of parameters.
@@ -229,8 +229,8 @@ def _proved(training: _Training, layouts: Sequence[Layout]) -> tuple[list[Proof]
     about = training.tolerance, training.label, "one device" if is_random else "eager torch"
     rows = list[Proof]()
     for layout, run in zip(layouts, runs, strict=True):
-        in_parts = isinstance(run, _Run) and layout.accumulate_steps > 1
-        rows.append(_row(layout, run, training.in_parts(run.step) if in_parts else whole, about))
+        in_parts = run.step if isinstance(run, _Run) and layout.accumulate_steps > 1 else None
+        rows.append(_row(layout, run, whole if in_parts is None else training.in_parts(in_parts), about))
     return rows, is_random
 
 

@@ -12,7 +12,16 @@ from torch.utils import _pytree as torch_pytree
 from torch_shard._capture import MetricCalls
 from torch_shard._common.types import PyTree
 from torch_shard._state import TrainState
-from torch_shard._train import TrainStep, Values, array_of, eager_gradients, eager_loss, like_model, numbers_of, together
+from torch_shard._train import (
+    TrainStep,
+    Values,
+    array_of,
+    eager_gradients,
+    eager_loss,
+    like_model,
+    numbers_of,
+    together,
+)
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer of torch from a list of parameters."""

@@ -71,8 +71,8 @@ class PipelinedLoss:
         per = len(stages.layers) // (stages.num * stages.repeats)
         rounds = f", {stages.repeats} rounds" if stages.repeats > 1 else ""
         lines = [
-            f"{stages.layers[0]} to {stages.layers[-1]}: {stages.num} stages over {stages.axis!r} of {per} layers{rounds}, "
-            f"{order.num} microbatches, {order.name}: {order.idle:.0%} of the time is idle"
+            f"{stages.layers[0]} to {stages.layers[-1]}: {stages.num} stages over {stages.axis!r} of {per} layers"
+            f"{rounds}, {order.num} microbatches, {order.name}: {order.idle:.0%} of the time is idle"
         ]
         if stages.pipeline.schedule == "1f1b" and not order.one_by_one and self.parts.backward is not None:
             why = "the loss makes gradients of more than what the last layer returns"

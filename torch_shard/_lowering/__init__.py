@@ -80,8 +80,8 @@ __all__ = [
     "report_own",
     "rows_split",
     "sources_of",
-    "untie_gradients",
     "split_kinds",
+    "untie_gradients",
     "vectors",
     "world_of_one",
 ]

@@ -28,6 +28,9 @@ SHOWN = 6
 FEW = 16
 """So many repeated layers run one by one on TPUs; benchmarks/tpu.py has cycles and times to compile of both ways."""
 
+FEW_OF_KERNELS = 64
+"""The same where layers have kernels of convolutions: in a loop ResNet-101 takes 1.75 x the cycles."""
+
 ScanLayers = bool | Literal["auto"]
 """Choice of whether repeated layers become loops: yes, no, or where it is proved to mean the same."""
 Remat = Literal["none", "dots", "block"]
@@ -68,11 +71,12 @@ class LayerOptions:
         """
         if self.scan != "auto" or self.remat != "none" or platform != "tpu":
             return self
-        count = sum(len(group.members) for group in self.groups(model) if group.refused is None)
-        if not 0 < count <= FEW:
+        paths = [path for group in self.groups(model) if group.refused is None for path in group.members.values()]
+        count, few = len(paths), FEW_OF_KERNELS if any(map(_has_kernels, map(model.get_submodule, paths))) else FEW
+        if not 0 < count <= few:
             return self
         why = (
-            f"on TPU up to {FEW} layers, here {count}, are faster one by one, and compile two to three times as long; "
+            f"on TPU up to {few} layers, here {count}, are faster one by one, and compile two to three times as long; "
             "scan_layers=True makes loops"
         )
         return dataclasses.replace(self, scan=False, why_none=why)
@@ -148,6 +152,10 @@ class RolledLoss:
     def loops(self) -> list[Loop]:
         """In order, forward and backward."""
         return [item for item in self.items if isinstance(item, Loop)]
+
+
+def _has_kernels(layer: nn.Module) -> bool:
+    return any(p.ndim > 3 for p in layer.parameters())
 
 
 def report(groups: list[Siblings], rolled: RolledLoss | None) -> list[str]:

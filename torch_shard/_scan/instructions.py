@@ -235,9 +235,7 @@ class _Builder:
     def _added(self, values: list[Operand]) -> Operand | None:
         if len(values) < 2:
             return values[0] if values else None
-        return Operand(
-            self._new(Instruction(SUM, values, lambda key, place, values: values[0] + values[1]))
-        )
+        return Operand(self._new(Instruction(SUM, values, lambda key, place, values: values[0] + values[1])))
 
     def connect(self) -> None:
         """Let forward passes save what backward passes read."""

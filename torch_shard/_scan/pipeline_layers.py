@@ -1,8 +1,8 @@
 """The layers of a pipeline in one pass: what all stages do in one tick.
 
-What the stages hold is stacked, and the dim of the stages split over their axis: `jax.vmap` over it is each stage on its
-own devices, and a roll along it is one permute to the next (Xu et al., GSPMD, 2021, section 3.3). What differs by layer
-is `(rounds, layers, stages, ...)`, where `layers` are those of one stage in one round.
+What the stages hold is stacked, and the dim of the stages split over their axis: `jax.vmap` over it is each stage on
+its own devices, and a roll along it is one permute to the next (Xu et al., GSPMD, 2021, section 3.3). What differs by
+layer is `(rounds, layers, stages, ...)`, where `layers` are those of one stage in one round.
 """
 
 import dataclasses
@@ -192,7 +192,9 @@ class LayerPass:
     def start(self, first: list[Tree], saved: Mapping[Row, Tree]) -> "PassState":
         """What is there before the first tick, given what enters, and what the forward pass has saved."""
         stages, order = self.order.stages, self.order
-        flow = self._across.put(jax.tree.map(lambda x: jnp.zeros((stages.num, *x.shape), x.dtype), first), has_rows=True)
+        flow = self._across.put(
+            jax.tree.map(lambda x: jnp.zeros((stages.num, *x.shape), x.dtype), first), has_rows=True
+        )
         wait = jax.tree.map(lambda x: jnp.zeros((order.num, *x.shape), x.dtype), flow)
         zero = jnp.zeros((), jnp.int32)
         made = jax.eval_shape(lambda: self._layer(flow, zero, self._work_at(zero), saved)[1])
@@ -228,7 +230,9 @@ class LayerPass:
             enters &= tick < num
         flow, at = self._across.where(enters, first, flow), self._work_at(tick)
 
-        def layer(carry: tuple[list[Tree], list[Tree]], number: jax.Array) -> tuple[tuple[list[Tree], list[Tree]], None]:
+        def layer(
+            carry: tuple[list[Tree], list[Tree]], number: jax.Array
+        ) -> tuple[tuple[list[Tree], list[Tree]], None]:
             handed, made = self._layer(carry[0], number, at, saved)
             return (handed, self._kept(carry[1], made, number, tick, at)), None
 

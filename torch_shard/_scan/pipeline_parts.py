@@ -7,7 +7,7 @@ gradients comes last, and once for all microbatches: a sum of sums.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -76,7 +76,9 @@ class Parts:
         makers = ("middle", "forward")
         self.handed = [v for v in self._read_there if self.maker(v) in makers]
         """What the backward pass of the layers reads beside what they have saved."""
-        self.kept = [v for v in dict.fromkeys([*self.reads("after"), *operands_of(self.given)]) if self.maker(v) in makers]
+        self.kept = [
+            v for v in dict.fromkeys([*self.reads("after"), *operands_of(self.given)]) if self.maker(v) in makers
+        ]
         """What comes after it reads, and outputs."""
         self.middle_sums = [v for v in self.sums if self.maker(v) in makers]
         self._refuse_unknown()
@@ -95,6 +97,11 @@ class Parts:
             return []
         each = [values for values in loop.each if any(self.maker(v) != "forward" for v in values)]
         return list(dict.fromkeys([*(first for first, _, _ in loop.carries), *loop.fixed, *itertools.chain(*each)]))
+
+    @property
+    def backward_layers(self) -> list[list[Instruction]]:
+        """The instructions of each layer's backward pass, in the order of the layers."""
+        return in_order(self.backward) if self.backward else []
 
     def maker(self, value: Operand) -> str:
         """The part that makes a value; `input` for what is given."""
@@ -213,17 +220,18 @@ def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Ite
     outputs, others = ({v.source for v in operands_of(part)} for part in (summed, given))
     tail: list[Item] = []
     for item in reversed(items):
-        if isinstance(item, Instruction) and _is_sum(item) and item not in others:
-            if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
-                tail.insert(0, item)
+        if not isinstance(item, Instruction) or not _is_sum(item) or item in others:
+            continue
+        if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
+            tail.insert(0, item)
     return tail
 
 
 def _is_sum(item: Instruction) -> bool:
     if item.kind == SUM:
         return True
-    is_add = isinstance(item.kind, tuple) and item.kind[0] is torch.ops.aten.add.Tensor
-    return is_add and len(item.sources) == 2 and "alpha" not in item.kind[1]
+    target, arguments, *_ = item.kind if isinstance(item.kind, tuple) else (None, "")
+    return target is torch.ops.aten.add.Tensor and len(item.sources) == 2 and "alpha" not in str(arguments)
 
 
 def _split_off(items: Sequence[Item], made: Iterable[Instruction]) -> tuple[list[Item], list[Item]]:
@@ -254,8 +262,3 @@ def _alike(items: Sequence[Item], varies: Callable[[int], bool]) -> tuple[list[I
         else:
             once.append(item)
     return once, each
-
-
-def changing(outputs: Mapping[str, Output]) -> list[str]:
-    """The names of buffers and parameters that a loss writes: whose new value is not an input."""
-    return [name for name, value in outputs.items() if not (isinstance(value, Operand) and isinstance(value.source, int))]

@@ -14,7 +14,7 @@ from torch_shard._lowering import current_rows, matmul_precision, rows_split
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
 from torch_shard._scan.instructions import Operand
 from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, PassState, take
-from torch_shard._scan.pipeline_parts import Item, Parts, Row, in_order
+from torch_shard._scan.pipeline_parts import Item, Parts, Row
 from torch_shard._scan.reroll import Loop
 
 Tree = Any
@@ -195,7 +195,7 @@ class PipelineRun:
         self._stacks |= {v: self._leaving(outs[at]) for v, at in backward.finals.items()}
         found = dict[Operand, Result](sums)
         stacks = dict(zip(backward.run.results, map(self._across.stored, totals), strict=True))
-        order = {layer: at for at, layer in enumerate(self._order.stages.order(len(in_order(parts.backward))))}
+        order = {layer: at for at, layer in enumerate(self._order.stages.order(len(parts.forward.iterations)))}
         rest = list[Operand]()
         for value in parts.sums:
             if parts.maker(value) == "backward" and value not in backward.finals:
@@ -207,7 +207,7 @@ class PipelineRun:
 
     def _placed(self, row: Row, total: Tree) -> Tree:
         number, path = row
-        return self._place([Operand(span[number], path) for span in in_order(self._parts.backward)], total)
+        return self._place([Operand(span[number], path) for span in self._parts.backward_layers], total)
 
     # What runs beside the layers
 

@@ -400,6 +400,8 @@ def stack_dicts(tree: PyTree, layout: Layout, stack: Callable[[list[PyTree]], Py
             return node
         held = layout.restricted(name for name in layout.names if name in node)
         held = Layout.of((g for g in held.groups if is_one([node[n] for n in g])), held.names, stages=layout.stages)
-        return keep_as(Stacks(held, (stored([node[n] for n in group], held.axis_of(group)) for group in held.groups)), layout)
+        return keep_as(
+            Stacks(held, (stored([node[n] for n in group], held.axis_of(group)) for group in held.groups)), layout
+        )
 
     return jax.tree.map(stacked, tree, is_leaf=is_by_name)

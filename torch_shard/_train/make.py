@@ -74,9 +74,9 @@ def make_train_step(
             activations, like FSDP2's `MixedPrecisionPolicy(param_dtype=...)`; norms and losses compute in float32.
             `"autocast"`: the factors of products, by the policy of `torch.autocast("cuda")`.
         scan_layers: Run repeated layers as one loop, so that the time to compile does not grow with depth. `"auto"`:
-            three layers or more that are proved to be one program, on TPU with `remat="none"` more than 16, as fewer
-            are faster one by one there; True: two or more, and an error if there is no loop; False: never.
-            `step.report()` says which.
+            three layers or more that are proved to be one program, on TPU with `remat="none"` more than 16 (64 of
+            convolutions), as fewer are faster one by one there; True: two or more, and an error if there is no loop;
+            False: never. `step.report()` says which.
         remat: What the backward pass of repeated layers computes again: `"none"`; `"dots"`, all but matrix products;
             `"block"`, all but each layer's inputs; or a number of bytes per device, for the first of these that fits.
         accumulate_steps: Number of microbatches that each batch is taken in, within one program. The loss is the mean

@@ -95,6 +95,11 @@ class StepOptions:
     def _check_layers(self) -> None:
         if not isinstance(self.scan_layers, bool) and self.scan_layers != "auto":
             raise ValueError(f'{caller()}: scan_layers must be True, False or "auto", got {self.scan_layers!r}.')
+        if self.scan_layers is False and self.plan.pipeline is not None:
+            raise ValueError(
+                f"{caller()}: scan_layers=False, and the plan has a pipeline, whose layers are a loop on each stage. "
+                "Leave scan_layers out, or use a plan without pipeline."
+            )
         if self.remat not in REMAT and not (is_integer(self.remat) and int(self.remat) > 0):
             choices = ", ".join(map(repr, REMAT))
             raise ValueError(f"{caller()}: remat must be {choices} or a number of bytes, got {self.remat!r}.")

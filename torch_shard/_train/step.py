@@ -109,8 +109,8 @@ class Step:
             return self.plan, self.optimizer_plan, layers
         layers = dataclasses.replace(layers, scan=True)
         stages = find_stages(self.model, layers.groups(self.model), self.plan)
-        plans = (dataclasses.replace(plan, stages=stages) for plan in (self.plan, self.optimizer_plan))
-        return *plans, dataclasses.replace(layers, stages=stages)
+        plan, moments = (dataclasses.replace(plan, stages=stages) for plan in (self.plan, self.optimizer_plan))
+        return plan, moments, dataclasses.replace(layers, stages=stages)
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:

@@ -71,16 +71,16 @@ def _attention_backward(args: Sequence[Any], out: Any) -> float:
     return (PASSES - 1) * _scores(q, k, v) * _seen(args[4], q.shape[-2], k.shape[-2])
 
 
-def _expert_products(x: torch.Tensor, ids: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> float:
-    return 2 * ids.numel() * (math.prod(up.shape[1:]) + math.prod(down.shape[1:]))
+def _expert_products(ids: torch.Tensor, matrices: Sequence[torch.Tensor]) -> float:
+    return 2 * ids.numel() * sum(math.prod(matrix.shape[1:]) for matrix in matrices if matrix.ndim == 3)
 
 
 def _experts(args: Sequence[Any], out: Any) -> float:
-    return _expert_products(args[0], args[1], args[3], args[4])
+    return _expert_products(args[1], args[3])
 
 
 def _experts_backward(args: Sequence[Any], out: Any) -> float:
-    return 2 * _expert_products(args[1], args[2], args[4], args[5])
+    return 2 * _expert_products(args[2], args[4])
 
 
 _COUNTS: dict[str, Callable[[Sequence[Any], Any], float]] = {
