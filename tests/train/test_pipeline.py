@@ -214,7 +214,7 @@ def test_the_schedule_in_the_program(remat: Any) -> None:
     step = step_of(Tower().double(), staged(), 8, remat=remat)
     step(step.init(seed=0), batch_of())
     assert "1F1B: 27% of the time is idle" in step.report()  # three of eleven ticks
-    assert set(step.programs[0].collectives) <= {"collective-permute", "all-reduce", "all-gather"}
+    assert "collective-permute" not in step.programs[0].collectives  # which XLA:CPU runs beside others, and hangs
 
 
 def test_only_so_many_microbatches_are_kept() -> None:

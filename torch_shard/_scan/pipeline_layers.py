@@ -113,6 +113,22 @@ class Across:
 
         return jax.tree.map(placed, tree)
 
+    def handed_on(self, tree: Tree, step: int) -> tuple[Tree, Tree]:
+        """What stages have from the one before them, and what they have made.
+
+        On the CPU by one gather: XLA:CPU runs a permute beside other collectives, and with few threads its devices wait
+        for each other forever (jaxlib 0.10.2).
+        """
+        if self._mesh.devices.flat[0].platform != "cpu":
+            return self.put(jax.tree.map(lambda x: jnp.roll(x, step, 0), tree), has_rows=True), tree
+
+        def on_all(x: jax.Array) -> jax.Array:
+            spec = PartitionSpec(None, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+
+        made = jax.tree.map(on_all, tree)
+        return self.put(jax.tree.map(lambda x: on_all(jnp.roll(x, step, 0)), made), has_rows=True), made
+
     def of(self, tree: Tree, stage: int) -> Tree:
         """What one of them has, for all: with its rows split over the stages too, or its sequence, if they divide."""
         rows = current_rows()
@@ -239,8 +255,7 @@ class LayerPass:
         with jax.named_scope("backward" if self._loop.is_backward else "forward"):
             numbers = jnp.arange(self._num)
             (outs, results), _ = jax.lax.scan(layer, (flow, state.results), numbers, reverse=self._loop.is_backward)
-        step = -1 if self._loop.is_backward else 1
-        flow = self._across.put(jax.tree.map(lambda x: jnp.roll(x, step, 0), outs), has_rows=True)
+        flow, outs = self._across.handed_on(outs, -1 if self._loop.is_backward else 1)
         return PassState(flow, wait, results), self._across.of(outs, self.last)
 
     def _work_at(self, tick: jax.Array) -> "Work":
