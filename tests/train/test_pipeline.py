@@ -17,6 +17,8 @@ import torch_shard as ts
 
 WORDS = 16
 
+SLOW = pytest.mark.slow  # tests/inspect/test_prove.py has others beside stages
+
 
 class Block(nn.Module):
     """A layer that adds to what it is given."""
@@ -143,11 +145,12 @@ def test_a_state_comes_from_and_goes_to_a_step_without_stages() -> None:
     assert np.allclose(exported["layers.5.up.weight"], back.params["layers.5.up.weight"])
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp", "fsdp_tp", "context", "hsdp"])
+@pytest.mark.parametrize("kind", ["fsdp_tp", *(pytest.param(k, marks=SLOW) for k in ("fsdp", "tp", "context", "hsdp"))])
 def test_it_goes_with_other_parallelisms(kind: str) -> None:
     import transformers
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=64, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config).double()
     axes = {"fsdp": {"batch": 4}, "tp": {"batch": 2, "model": 2}, "fsdp_tp": {"batch": 2, "model": 2}}
@@ -209,7 +212,7 @@ def test_a_loss_of_what_layers_return_beside_and_of_parameters() -> None:
     assert "GPipe" in step.report()
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+@pytest.mark.parametrize("remat", ["none", *(pytest.param(choice, marks=SLOW) for choice in ("dots", "block"))])
 def test_the_schedule_in_the_program(remat: Any) -> None:
     step = step_of(Tower().double(), staged(), 8, remat=remat)
     step(step.init(seed=0), batch_of())
@@ -227,7 +230,7 @@ def test_only_so_many_microbatches_are_kept() -> None:
         return step.programs[0].memory.temporaries
 
     grown, all_grown = (temporaries(32, **how) - temporaries(8, **how) for how in ({}, {"schedule": "gpipe"}))
-    assert grown < 0.1 * all_grown  # tokens and logits of each microbatch, which both have
+    assert grown < 0.25 * all_grown  # tokens, embeddings and logits of each microbatch, which both have
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
