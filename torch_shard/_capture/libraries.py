@@ -5,6 +5,7 @@ refused where it asks.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import inspect
 import math
@@ -14,6 +15,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.calls import current_watcher
 from torch_shard._common.patching import patched
@@ -29,8 +31,8 @@ def _instead_of_source(module: str, name: str, digest: str) -> Callable[[F], F]:
     """Let a capture call the decorated function, which is given the original first.
 
     Args:
-        module: Of the library; if it has been imported.
-        name: Of the function there, or of `Class.method`.
+        module: Of the library, or a glob; those that have been imported.
+        name: Of the function there, or of `Class.method`, where the class may be a glob.
         digest: The first digits of the SHA-256 of its source.
     """
     return lambda fn: _REPLACEMENTS.append((module, name, digest, fn)) or fn
@@ -42,11 +44,20 @@ def libraries_in_plain_operators() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, path, digest, fn in _REPLACEMENTS:
             owner, _, name = path.rpartition(".")
-            held: Any = sys.modules.get(module)
-            held = getattr(held, owner, None) if owner else held
-            if name in vars(held or object):
-                stack.enter_context(patched(held, name, lambda original, of=(digest, fn): _replaced(original, *of)))
+            for held in _holders(module, owner):
+                if name in vars(held):
+                    stack.enter_context(patched(held, name, lambda original, of=(digest, fn): _replaced(original, *of)))
         yield
+
+
+def _holders(module: str, owner: str) -> list[Any]:
+    """Modules that have been imported, or classes in them."""
+    names = [name for name in sys.modules if fnmatch.fnmatchcase(name, module)] if "*" in module else [module]
+    held = [found for name in names if (found := sys.modules.get(name)) is not None]
+    if not owner:
+        return held
+    classes = (value for found in held for key, value in vars(found).items() if fnmatch.fnmatchcase(key, owner))
+    return [cls for cls in {id(cls): cls for cls in classes}.values() if isinstance(cls, type)]
 
 
 def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
@@ -126,3 +137,15 @@ def _safe_cholesky(
         info = torch.linalg.cholesky_ex(A).info
         amount = torch.cond(info.any(), added, nothing, (A.detach(), info))
     return torch.linalg.cholesky_ex(A + amount[..., None, None] * identity).L
+
+
+@_instead_of_source("transformers.models.*", "*DropPath.forward", "b450dbf4")
+def _drop_path(original: Callable[..., Any], module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Its own, but with a rate that layers may have each of their own and still be one program."""
+    if module.drop_prob == 0.0 or not module.training:
+        return hidden_states
+    with _disable_current_modes():  # as a tensor from outside, of which a layer's program knows no value
+        keep = torch.tensor(1 - module.drop_prob, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+    shape = (hidden_states.shape[0],) + (1,) * (hidden_states.ndim - 1)
+    drawn = torch.rand(shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    return hidden_states.div(keep) * torch.floor(drawn + keep)
