@@ -267,7 +267,9 @@ def _try_capture(
 
 def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -> None:
     """Say why there are no regions where the user has asked for what needs them."""
-    if repeats.scan is True:
+    if repeats.stages is not None:
+        asked = "a pipeline"
+    elif repeats.scan is True:
         asked = "scan_layers=True"
     elif repeats.remat in REMAT[1:]:
         asked = f"remat={repeats.remat!r}"
@@ -278,5 +280,5 @@ def _refuse_if_asked(groups: list[Siblings], repeats: LayerOptions, what: str) -
     found = "\n".join(reasons) or none
     raise ValueError(
         f"{what}: {asked} needs repeated layers that are one program, and there are none:\n\n{found}\n\n"
-        'Use scan_layers="auto" and remat="none", or wrap what is to be computed again in torch.utils.checkpoint.'
+        'Use scan_layers="auto", remat="none" and a plan without pipeline, or wrap what is to be computed again in torch.utils.checkpoint.'
     )

@@ -250,7 +250,7 @@ class LayerPass:
             carry: tuple[list[Tree], list[Tree]], number: jax.Array
         ) -> tuple[tuple[list[Tree], list[Tree]], None]:
             handed, made = self._layer(carry[0], number, at, saved)
-            return (handed, self._kept(carry[1], made, number, tick, at)), None
+            return (handed, self._kept(carry[1], made, number, at)), None
 
         with jax.named_scope("backward" if self._loop.is_backward else "forward"):
             numbers = jnp.arange(self._num)
@@ -262,7 +262,7 @@ class LayerPass:
         """On which microbatch, and which of their own layers, the stages work."""
         microbatch, turn, is_one = self.order.work(tick, self._place)
         turn = self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn
-        return Work(microbatch, turn, is_one, self.order.slot(microbatch, turn, self._across.iota))
+        return Work(tick, microbatch, turn, is_one, self.order.slot(microbatch, turn, self._across.iota))
 
     def _layer(
         self, flow: list[Tree], number: jax.Array, at: "Work", saved: Mapping[Row, Tree]
@@ -281,11 +281,14 @@ class LayerPass:
         fixed = [_per_stage(x, None, at.microbatch) if differs else x for x, differs in self._fixed]
         axes = [0 if differs else None for _, differs in self._fixed]
 
-        def stage(flow: list[Tree], each: list[Tree], fixed: list[Tree], key: jax.Array, places: dict[int, Any]) -> Any:
+        def stage(
+            flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]
+        ) -> Any:
+            key, places = drawn
             return iterate(self._loop, self.results, key, flow, each=each, fixed=fixed, places=places)
 
-        mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0, 0), spmd_axis_name=self.order.stages.axis)
-        handed, results = mapped(flow, each, fixed, self._keys[at.microbatch], places)
+        mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0), spmd_axis_name=self.order.stages.axis)
+        handed, results = mapped(flow, each, fixed, (self._keys[at.microbatch], places))
         return self._across.put(handed, has_rows=True), self._across.put(results)
 
     def _in_round(self, tree: Tree, turn: jax.Array, number: jax.Array) -> Tree:
@@ -294,10 +297,10 @@ class LayerPass:
             return jax.tree.map(lambda x: take(x[0], number), tree)
         return _per_stage(tree, 2, turn, number)
 
-    def _kept(self, held: list[Tree], made: list[Tree], number: jax.Array, tick: jax.Array, at: "Work") -> list[Tree]:
+    def _kept(self, held: list[Tree], made: list[Tree], number: jax.Array, at: "Work") -> list[Tree]:
         """The results with those of one more layer of each stage."""
         if not self._loop.is_backward:
-            slot, zero = (tick % self.order.slots).astype(number.dtype), jnp.zeros((), number.dtype)
+            slot, zero = (at.tick % self.order.slots).astype(number.dtype), jnp.zeros((), number.dtype)
 
             def write(x: jax.Array, new: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_update_slice(x, new[None, None], (slot, number, *[zero] * new.ndim))
@@ -317,6 +320,7 @@ class LayerPass:
 class Work(NamedTuple):
     """What the stages do in a tick, each `(stages,)`: microbatch, round, whether it is one at all, and its slot."""
 
+    tick: jax.Array
     microbatch: jax.Array
     turn: jax.Array
     is_one: jax.Array

@@ -121,7 +121,7 @@ class PipelineRun:
         backward = self._backward()
 
         def back(state: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
-            return self._back(backward, saved, state, tick, self._firsts(backward, tick % self._order.num))
+            return self._back(backward, saved, state, tick, first=self._firsts(backward, tick % self._order.num))
 
         state, outs = jax.lax.scan(back, backward.run.start(self._firsts(backward, self._zero), saved), ticks)
         return self._end(backward, outs, state.results, sums)
@@ -153,7 +153,7 @@ class PipelineRun:
             found = middle(saved, outs, index)
             kept, more = found[: len(parts.kept)], found[len(parts.kept) :]
             sums = _added(sums, more[: len(parts.middle_sums)])
-            behind, gone = self._back(backward, saved, behind, index, more[len(parts.middle_sums) :])
+            behind, gone = self._back(backward, saved, behind, index, first=more[len(parts.middle_sums) :])
             return (state, sums, behind), (kept, gone)
 
         outs = jax.eval_shape(ahead, state, self._zero)[1]
@@ -169,7 +169,7 @@ class PipelineRun:
         saved = saved_in(state)
 
         def drain(behind: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
-            return self._back(backward, saved, behind, tick, none)
+            return self._back(backward, saved, behind, tick, first=none)
 
         behind, late = jax.lax.scan(drain, behind, num + jnp.arange(fill))
         outs = jax.tree.map(lambda *x: jnp.concatenate(x), gone, late)
@@ -180,7 +180,7 @@ class PipelineRun:
         return layers.run.tick(tick, state, self._firsts(layers, tick % self._order.num), {})
 
     def _back(
-        self, layers: _Pass, saved: dict[Row, Tree], state: PassState, tick: jax.Array, first: list[Tree]
+        self, layers: _Pass, saved: dict[Row, Tree], state: PassState, tick: jax.Array, *, first: list[Tree]
     ) -> tuple[PassState, list[Tree]]:
         """A tick of the backward pass: what leaves the first stage."""
         state, outs = layers.run.tick(tick, state, first, saved)

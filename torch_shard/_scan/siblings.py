@@ -127,6 +127,7 @@ def stack_layout(
     names: Iterable[str],
     groups: Iterable[Siblings],
     kept: Mapping[str, Kept] | None = None,
+    *,
     stages: Stages | None = None,
 ) -> Layout:
     """Find what is stored together: each entry of alike siblings. A tensor under several names stands alone.
@@ -147,4 +148,4 @@ def stack_layout(
                 paths = [paths[i] for i in stages.order(len(paths))]
             relative = [name for name, _ in _entries(model.get_submodule(paths[0]))]
             stacks += [tuple(f"{path}.{name}" for path in paths) for name in relative]
-    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept, stages)
+    return Layout.of((stack for stack in stacks if not tied.intersection(stack)), names, kept, stages=stages)

@@ -44,6 +44,7 @@ class Layout:
         groups: Iterable[Group],
         names: Iterable[str] | None = None,
         kept: Mapping[str, Kept] | None = None,
+        *,
         stages: Stages | None = None,
     ) -> "Layout":
         """The layout of these groups; all other `names` stand alone.
@@ -81,7 +82,9 @@ class Layout:
     def restricted(self, names: Iterable[str]) -> "Layout":
         """The layout of some of the names; a group of which one is missing falls apart."""
         names = tuple(names)
-        return Layout.of((group for group in self.groups if set(group) <= set(names)), names, self.forms, self.stages)
+        return Layout.of(
+            (group for group in self.groups if set(group) <= set(names)), names, self.forms, stages=self.stages
+        )
 
     def axis_of(self, group: Group) -> str | None:
         """The axis over which the rows of a group are split, if they are."""
@@ -353,7 +356,7 @@ def keep_as(stacks: Stacks, layout: Layout, *, but_pieces: bool = False) -> Stac
             forms |= dict.fromkeys(group, form)
             array = array if is_kept else form.store(array, is_stack=is_stack)
         arrays.append(array)
-    return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms, layout.stages), arrays)
+    return Stacks(Layout.of(stacks.layout.groups, stacks.layout.names, forms, stages=layout.stages), arrays)
 
 
 def whole_stacks(tree: PyTree, *, but_pieces: bool = False) -> PyTree:

@@ -122,7 +122,7 @@ class StateLayout:
         trained: Collection[str] | None = None,
     ) -> None:
         self._plan, self._init_optimizer, self._moments = plan, init_optimizer, moments or plan
-        layout = stack_layout(model, held.all, groups, plan.kept, plan.stages)
+        layout = stack_layout(model, held.all, groups, plan.kept, stages=plan.stages)
         self.params, self.frozen, self.buffers = (
             layout.restricted(tensors) for tensors in (held.trainable, held.frozen, held.buffers)
         )
