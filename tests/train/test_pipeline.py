@@ -245,6 +245,14 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: step_of(Tower(), staged() | {"layers.*.up.weight": P("stage")}, 8),
         "layers.0.up.weight is split over 'stage', which is the axis of the pipeline",
     ),
+    "rows": (
+        lambda: step_of(Tower(), staged(), 8, batch_spec=P(("batch", "stage"))),
+        "batch_spec splits the batch over 'stage', which is the axis of the pipeline",
+    ),
+    "activations": (
+        lambda: step_of(Tower(), dataclasses.replace(staged(), activations={"layers.*.up": P("stage")}), 8),
+        "activations: layers.0.up is split over 'stage', which is the axis of the pipeline",
+    ),
     "schedule": (lambda: staged(schedule="zb"), 'plans.pipeline: schedule must be one of "1f1b", "gpipe", got \'zb\''),
     "both": (lambda: staged(schedule="1f1b", repeats=2), 'schedule="1f1b" is for repeats=1, got repeats=2'),
     "scan_layers": (lambda: step_of(Tower(), staged(), 8, scan_layers=False), "scan_layers=False"),

@@ -30,6 +30,11 @@ _TORCH_TO_JAX = {t: np.dtype(j) for t, j in _SAME.items()}
 _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
 
+def dtype_of_sums(dtype: np.dtype) -> np.dtype:
+    """The dtype that gradients and losses of several microbatches are added up in: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
     """The dtype that JAX gives to data of a torch dtype: 64 bits become 32 unless `jax_enable_x64` is on.
 

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from torch_shard._capture import Spec
 from torch_shard._common.caller import caller
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._common.types import PyTree
 from torch_shard._device import BatchLayout
 from torch_shard._loss.batch import BatchSignature
@@ -123,7 +124,7 @@ class Microbatches:
                 sums = constrain(Stacks(sums.layout, map(jnp.add, sums.arrays, grads.arrays)))
                 return (held.updated({**out.written, **out.buffers}), sums), (out.loss, out.metrics)
 
-            zeros = jax.tree.map(lambda a: jnp.zeros_like(a, _wide(a.dtype)), trained)
+            zeros = jax.tree.map(lambda a: jnp.zeros_like(a, dtype_of_sums(a.dtype)), trained)
             (held, sums), (losses, metrics) = jax.lax.scan(one, (carried, zeros), (jnp.arange(self.num), split))
             return LossOutputs(
                 loss=_mean(losses),
@@ -195,13 +196,8 @@ class Microbatches:
         return jax.lax.with_sharding_constraint(rows, NamedSharding(self._layout.mesh, spec))
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype that sums are taken in."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _mean(stacked: jax.Array) -> jax.Array:
-    return stacked.mean(0, dtype=_wide(stacked.dtype)).astype(stacked.dtype)
+    return stacked.mean(0, dtype=dtype_of_sums(stacked.dtype)).astype(stacked.dtype)
 
 
 def _is_float_scalar(stacked: jax.Array) -> bool:

@@ -8,12 +8,13 @@ layer is `(rounds, layers, stages, ...)`, where `layers` are those of one stage 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering import current_rows
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
 from torch_shard._scan.pipeline_parts import Row
@@ -76,14 +77,13 @@ class Each:
     """One of the values that differ by layer.
 
     Attributes:
-        kind: `same` for all microbatches, `(rounds, layers, stages, ...)`; `differs`, `(microbatches, rounds, layers,
-            stages, ...)`; or `saved` by the forward pass of the same layer.
-        array: Of them, where it is not saved.
-        row: What was saved.
+        array: `(rounds, layers, stages, ...)`, or `(microbatches, rounds, layers, stages, ...)`.
+        differs: Whether it has the microbatches.
+        row: Which result the forward pass of the same layer has saved, if it is one.
     """
 
-    kind: Literal["same", "differs", "saved"]
     array: Tree = None
+    differs: bool = False
     row: Row | None = None
 
 
@@ -217,7 +217,7 @@ class LayerPass:
         lead = stages.repeats if self._loop.is_backward else order.slots
 
         def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
-            dtype = jnp.promote_types(x.dtype, jnp.float32) if self._loop.is_backward else x.dtype
+            dtype = dtype_of_sums(x.dtype) if self._loop.is_backward else x.dtype
             return jnp.zeros((lead, self._num, *x.shape), dtype)
 
         results = self._across.put(jax.tree.map(empty, made), 2)
@@ -272,7 +272,7 @@ class LayerPass:
         def own(each: Each) -> Tree:
             if each.row is not None:
                 return _per_stage(saved[each.row], 2, at.slot, number)
-            if each.kind == "differs":
+            if each.differs:
                 return _per_stage(each.array, 3, at.microbatch, at.turn, number)
             return self._in_round(each.array, at.turn, number)
 

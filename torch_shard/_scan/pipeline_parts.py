@@ -126,6 +126,12 @@ class Parts:
                     return (span.index(value.source), value.path), number
         return None
 
+    def layer_of(self, value: Operand) -> tuple[Row, int]:
+        """The same of what a layer is known to make."""
+        found = self.row_of(value)
+        assert found is not None
+        return found
+
     def last_of(self, value: Operand, loop: Loop) -> int | None:
         """Which of the values that a loop hands on it is, at the end; None if it is none."""
         final = loop.iterations[-1]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._common.pieces import whole
 from torch_shard._lowering import current_rows, matmul_precision, rows_split
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
@@ -18,8 +19,6 @@ from torch_shard._scan.pipeline_parts import Item, Parts, Row
 from torch_shard._scan.reroll import Loop
 
 Tree = Any
-
-Values = dict[Operand, Tree]
 
 
 class Microbatched(Protocol):
@@ -195,12 +194,12 @@ class PipelineRun:
         self._stacks |= {v: self._leaving(outs[at]) for v, at in backward.finals.items()}
         found = dict[Operand, Result](sums)
         stacks = dict(zip(backward.run.results, map(self._across.stored, totals), strict=True))
-        order = {layer: at for at, layer in enumerate(self._order.stages.order(len(parts.forward.iterations)))}
+        places = self._order.stages.places(len(parts.forward.iterations))
         rest = list[Operand]()
         for value in parts.sums:
             if parts.maker(value) == "backward" and value not in backward.finals:
-                row, layer = parts.row_of(value) or ((0, ()), 0)
-                found[value] = StackRow(stacks[row], order[layer])
+                row, layer = parts.layer_of(value)
+                found[value] = StackRow(stacks[row], places[layer])
             elif parts.maker(value) in ("backward", "after"):
                 rest.append(value)
         return found | self._each(parts.after, [], rest)[1]
@@ -240,7 +239,7 @@ class PipelineRun:
         """What the layers have made of one microbatch, as far as others read it."""
         stages = self._order.stages
         slots = self._order.slot(index, jnp.arange(stages.repeats)[:, None], self._across.iota)
-        order = {layer: at for at, layer in enumerate(stages.order(len(self._parts.forward.iterations)))}
+        places = stages.places(len(self._parts.forward.iterations))
         found: dict[Operand, Result] = {}
         stacks = dict[Row, Tree]()
 
@@ -249,10 +248,10 @@ class PipelineRun:
             return jax.vmap(lambda own, at: own[at], in_axes=(2, 1), out_axes=2)(x, slots)
 
         for value in self._parts.seen:
-            row, layer = self._parts.row_of(value) or ((0, ()), 0)
+            row, layer = self._parts.layer_of(value)
             if row not in stacks:
                 stacks[row] = self._across.stored(jax.tree.map(of_all, saved[row]))
-            found[value] = StackRow(stacks[row], order[layer])
+            found[value] = StackRow(stacks[row], places[layer])
         return found
 
     # The layers
@@ -278,11 +277,11 @@ class PipelineRun:
         """What differs by layer, in their order."""
         row = self._parts.row_of(values[0])
         if row is not None and row[0] in self._parts.saved and all(self._parts.maker(v) == "forward" for v in values):
-            return Each("saved", row=row[0])
+            return Each(row=row[0])
         if all(self._stack_of(v) is None for v in values):
-            return Each("same", self._across.rows([row_or_value(v, self._same, self._value) for v in values]))
-        stacks = [jax.tree.map(lambda x: x, self._stacked(v)) for v in values]
-        return Each("differs", jax.vmap(lambda *rows: self._across.rows(rows))(*stacks))
+            return Each(self._across.rows([row_or_value(v, self._same, self._value) for v in values]))
+        stacks = [self._stacked(v) for v in values]
+        return Each(jax.vmap(lambda *rows: self._across.rows(rows))(*stacks), differs=True)
 
     # Values
 
@@ -318,16 +317,11 @@ class PipelineRun:
         stack = self._stack_of(value)
         if stack is None:
             return jax.tree.map(lambda x: x * self._order.num, self._value(value))
-        return jax.tree.map(lambda x: x.sum(0, dtype=_wide(x.dtype)), stack)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype that sums are taken in."""
-    return jnp.promote_types(dtype, jnp.float32)
+        return jax.tree.map(lambda x: x.sum(0, dtype=dtype_of_sums(x.dtype)), stack)
 
 
 def _wide_zeros(shapes: list[Tree]) -> list[Tree]:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of_sums(x.dtype)), shapes)
 
 
 def _added(totals: list[Tree], values: list[Tree]) -> list[Tree]:

@@ -1,5 +1,7 @@
 """Which layers of a model are the stages of a pipeline."""
 
+from collections.abc import Collection, Iterator
+
 import torch
 
 from torch_shard._common.caller import caller
@@ -7,19 +9,28 @@ from torch_shard._scan.siblings import Siblings
 from torch_shard._sharding import ResolvedPlan, Stages, axes_of, describe_mesh
 
 
-def find_stages(model: torch.nn.Module, groups: list[Siblings], plan: ResolvedPlan) -> Stages | None:
+def find_stages(
+    model: torch.nn.Module,
+    groups: list[Siblings],
+    plan: ResolvedPlan,
+    *,
+    moments: ResolvedPlan,
+    data_axes: Collection[str],
+) -> Stages | None:
     """The layers that a plan with a pipeline splits over stages: the largest group of layers that are alike.
 
     Args:
         model: Only its structure is read.
         groups: Its repeated layers.
         plan: Resolved for the model.
+        moments: That of the optimizer's state, which may be the same.
+        data_axes: Those over which the batch is split.
 
     Returns:
         None without a pipeline.
 
     Raises:
-        ValueError: There are no such layers, they do not divide, or their entries are split over the stages too.
+        ValueError: There are no such layers, they do not divide, or something else is split over the stages too.
     """
     pipeline, mesh = plan.pipeline, plan.mesh
     if pipeline is None:
@@ -39,18 +50,30 @@ def find_stages(model: torch.nn.Module, groups: list[Siblings], plan: ResolvedPl
             f"{caller()}: the {len(layers)} layers of {chosen.path} are not a multiple of {parts} = "
             f"{pipeline.axis}={num}{times}, on mesh {describe_mesh(mesh)}. Choose a number of stages that divides them."
         )
-    wrong = [name for name in plan if name.startswith(tuple(f"{p}." for p in layers)) and _is_split(plan, name)]
-    if wrong:
+    if fault := next(_faults(pipeline.axis, layers, plan, moments, data_axes=data_axes), None):
         raise ValueError(
-            f"{caller()}: {wrong[0]} is split over {pipeline.axis!r}, which is the axis of the pipeline: its layer is "
-            f"whole on one stage. Give its rule other axes of mesh {describe_mesh(mesh)}."
+            f"{caller()}: {fault} over {pipeline.axis!r}, which is the axis of the pipeline: a layer and its rows are "
+            f"whole on one stage. Use other axes of mesh {describe_mesh(mesh)}."
         )
     return Stages(pipeline, num, layers)
 
 
-def _is_split(plan: ResolvedPlan, name: str) -> bool:
-    assert plan.pipeline is not None
-    return plan.pipeline.axis in axes_of(plan[name].spec)
+def _faults(
+    axis: str, layers: tuple[str, ...], plan: ResolvedPlan, moments: ResolvedPlan, *, data_axes: Collection[str]
+) -> Iterator[str]:
+    """What else is split over the axis of the stages."""
+    own = tuple(f"{path}." for path in layers)
+    for what, resolved in (("", plan), ("optimizer_plan: ", moments)):
+        yield from (
+            f"{what}{name} is split"
+            for name, sharding in resolved.items()
+            if name.startswith(own) and axis in axes_of(sharding.spec)
+        )
+    for asked in plan.activations:
+        if axis in axes_of(asked.spec):
+            yield f"activations: {asked.place} is split"
+    if axis in data_axes:
+        yield "batch_spec splits the batch"
 
 
 def _num_elements(model: torch.nn.Module, group: Siblings) -> int:

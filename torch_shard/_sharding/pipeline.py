@@ -101,6 +101,10 @@ class Stages:
         starts = ((r * self.num + stage) * each for stage in range(self.num) for r in range(self.repeats))
         return [start + at for start in starts for at in range(each)]
 
+    def places(self, num: int) -> dict[int, int]:
+        """Where each of so many is stored, by its number."""
+        return {number: place for place, number in enumerate(self.order(num))}
+
     def has(self, group: tuple[str, ...]) -> bool:
         """Tell whether these are names of the same entry of all layers."""
         return len(group) == len(self.layers) and all(

@@ -77,9 +77,9 @@ class Step:
         self._trained = options.trained(self._held)
         platform = options.mesh.devices.flat[0].platform
         layers = options.layers(self.plan, self.optimizer_plan, list(self._held.all))
+        self.layout = options.batch_layout()
         self.plan, self.optimizer_plan, layers = self._with_stages(layers)
         self.layers = layers.decided(model, platform)
-        self.layout = options.batch_layout()
         check_activations(self.plan, self.layout.row_axes)
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
         self._cache = CompileCache(options.compile_cache)
@@ -108,7 +108,8 @@ class Step:
         if self.plan.pipeline is None:
             return self.plan, self.optimizer_plan, layers
         layers = dataclasses.replace(layers, scan=True)
-        stages = find_stages(self.model, layers.groups(self.model), self.plan)
+        groups, data_axes = layers.groups(self.model), self.layout.data_axes
+        stages = find_stages(self.model, groups, self.plan, moments=self.optimizer_plan, data_axes=data_axes)
         plan, moments = (dataclasses.replace(plan, stages=stages) for plan in (self.plan, self.optimizer_plan))
         return plan, moments, dataclasses.replace(layers, stages=stages)
 
