@@ -421,6 +421,33 @@ def _scale(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
 REPEATED = ["mlp", "attention", "gated", "encoder layer", "experts", "multihead attention", "conv 1d", "weight norm"]
 
 
+class Added(nn.Module):
+    """What a module makes of its input, added to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the shape of its input."""
+        return x + _shaped(self.inner(x), x)
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The one in the shape of the other."""
+    y = adapt(y, SEQUENCE)
+    y = y[:, : x.shape[1], : x.shape[2]]
+    return F.pad(y, (0, x.shape[2] - y.shape[2], 0, x.shape[1] - y.shape[1]))
+
+
+@block("stages", SEQUENCE)
+def _stages(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
+    """Four layers, each of which takes what the one before gives."""
+    make, knob = BLOCKS[r.choice(REPEATED)][1], r.random()
+    first = nn.Linear(shape[-1], shape[-1])  # so that the input of the first layer has a gradient, as of all others
+    return nn.Sequential(first, nn.Sequential(*(Added(make(random.Random(knob), shape)) for _ in range(4))))
+
+
 @block("repeated", SEQUENCE)
 def _repeated(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
     kind, num, knob = r.choice(REPEATED), r.randint(3, 5), r.random()
@@ -437,10 +464,7 @@ def _repeated(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
 
         def once(self, x: torch.Tensor) -> torch.Tensor:
             for number, (layer, gain) in enumerate(zip(self.layers, self.gains, strict=True)):
-                y = layer(x)
-                y = adapt(y, SEQUENCE)
-                y = y[:, : x.shape[1], : x.shape[2]]
-                y = F.pad(y, (0, x.shape[2] - y.shape[2], 0, x.shape[1] - y.shape[1]))
+                y = _shaped(layer(x), x)
                 x = x + gain * (y.tanh() if number == self.odd else y)
             return x
 

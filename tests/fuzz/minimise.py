@@ -30,6 +30,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         own = f"blocks.{name}"
         parts = {what: _without(getattr(case, what), own) for what in ("rules", "activations", "stored")}
         yield dataclasses.replace(case, blocks=kept, **parts)
+    if case.pipeline is not None:
+        yield dataclasses.replace(case, pipeline=None)
     if case.recipe is not None:
         yield dataclasses.replace(case, recipe=None)
     for what in ("stored", "activations", "options", "rules"):

@@ -16,6 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.fuzz.blocks import BLOCKS, FUNCTIONS, SEQUENCE, Apply, adapt
 from tests.fuzz.specs import Sizes, draw_mesh, draw_spec
+from torch_shard._sharding import axes_of
 
 ROWS, VOCABULARY = 16, 16
 
@@ -49,6 +50,7 @@ class Case:
         recipe: Makes the plan, which the rules then edit.
         batch_spec: Of the batch; None for the step's own.
         options: Of the step, as `make_train_step` takes them, and some of the comparison's own.
+        pipeline: Over which axis repeated layers are stages, and how.
     """
 
     seed: int
@@ -61,6 +63,7 @@ class Case:
     recipe: str | None = None
     batch_spec: P | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pipeline: ts.Pipeline | None = None
 
     def option(self, name: str, default: Any = None) -> Any:
         """An option, or its default."""
@@ -124,6 +127,8 @@ class Case:
         plan = made[self.recipe]()
         if self.rules or self.activations or self.stored:
             plan |= ts.ShardingPlan(dict(self.rules), activations=dict(self.activations), stored=dict(self.stored))
+        if self.pipeline is not None:
+            plan = dataclasses.replace(plan, pipeline=self.pipeline)
         if self.recipe == "zero-1":
             given["optimizer_plan"] = ts.plans.fsdp(model, mesh)
         return {"plan": plan, "batch_spec": self.batch_spec, **given}
@@ -199,7 +204,7 @@ class Program(nn.Module):
 def draw(seed: int) -> Case:
     """The case of a seed."""
     r = random.Random(seed)
-    kinds = [kind for kind in BLOCKS if kind not in ("dropout", "repeated")]
+    kinds = [kind for kind in BLOCKS if kind not in ("dropout", "repeated", "stages")]
     blocks = {f"b{i}": (r.choice(kinds), r.randrange(1 << 30)) for i in range(r.choice([1, 2, 2, 3]))}
     if r.random() < 0.2:
         blocks["stack"] = "repeated", r.randrange(1 << 30)
@@ -209,7 +214,44 @@ def draw(seed: int) -> Case:
     case = Case(seed, kind, blocks, draw_mesh(r))
     options = dict(_draw_options(r, case))
     case = dataclasses.replace(case, options=options)
-    return _draw_plan(r, case)
+    return _draw_stages(random.Random(f"stages of {seed}"), _draw_plan(r, case))
+
+
+def _draw_stages(r: random.Random, case: Case) -> Case:
+    """In half of the cases with repeated layers, four are the stages of a pipeline, split alike over other axes."""
+    axes = [axis for axis, size in case.mesh if axis != "batch" and size > 1]
+    spec, own = case.batch_spec, "blocks.stack."
+    if "stack" not in case.blocks or not axes or r.random() < 0.5 or case.recipe not in (None, "fsdp", "zero-1"):
+        return case
+    axis = r.choice(axes)
+    if spec is not None and axis in axes_of(spec):
+        spec = None
+    if (
+        case.option("scan_layers") is False
+        or dict(case.mesh)[axis] > 4
+        or (spec is None and "batch" not in dict(case.mesh))
+    ):
+        return case
+    found = dataclasses.replace(case, blocks={**case.blocks, "stack": ("stages", r.randrange(1 << 30))})
+    repeats = r.choice([1, 2]) if dict(case.mesh)[axis] == 2 else 1
+    given = {what: _without_axis(getattr(case, what), axis, own) for what in ("rules", "activations", "stored")}
+    sizes = {name: size for name, size in case.mesh if name != axis}
+    for name, entry in found.make_model().named_parameters():
+        if name.startswith(f"{own}1.0.") and sizes and r.random() < 0.5:
+            drawn_spec = draw_spec(r, tuple(entry.shape), sizes)
+            given["rules"] |= {name.replace(f"{own}1.0.", f"{own}1.{at}."): drawn_spec for at in range(4)}
+    num = {} if mixes_rows(found) else {"accumulate_steps": r.choice([1, 2]) if repeats == 1 else 2}
+    pipeline = ts.Pipeline(axis, repeats, r.choice([None, "gpipe"]))
+    return dataclasses.replace(found, pipeline=pipeline, batch_spec=spec, options={**case.options, **num}, **given)
+
+
+def _without_axis(specs: Mapping[str, Any], axis: str, own: str) -> dict[str, Any]:
+    """What neither names the axis nor is about these entries."""
+    return {
+        name: spec
+        for name, spec in specs.items()
+        if not name.startswith(own) and not (isinstance(spec, P) and axis in axes_of(spec))
+    }
 
 
 def _draw_options(r: random.Random, case: Case) -> Iterator[tuple[str, Any]]:
