@@ -37,13 +37,12 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """Embeddings, layers and a head that is tied to the embeddings."""
 
-    def __init__(self, layers: int = 8, width: int = 8, *, dropout: float = 0.0, tied: bool = True) -> None:
+    def __init__(self, layers: int = 8, width: int = 8, *, dropout: float = 0.0, words: int = WORDS) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, width)
+        self.embed = nn.Embedding(words, width)
         self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
-        self.head = nn.Linear(width, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Logits."""
@@ -220,15 +219,25 @@ def test_the_schedule_in_the_program(remat: Any) -> None:
     assert "collective-permute" not in step.programs[0].collectives  # which XLA:CPU runs beside others, and hangs
 
 
+def temporaries(num: int, tokens: int = 4, words: int = WORDS, **how: Any) -> int:
+    """Bytes of a device, with one row in each of so many microbatches; the loss alone is returned."""
+    mesh = ts.make_mesh(jax.devices()[:4], batch=1, stage=4)
+    step = step_of(Tower(width=64, words=words), staged(**how), num, lambda m, b: loss_fn(m, b)[0], mesh=mesh)
+    step(step.init(seed=0), {name: tensor[:, :1].expand(num, tokens) for name, tensor in batch_of(1).items()})
+    return step.programs[0].memory.temporaries
+
+
+def test_neither_the_gradient_of_a_tied_matrix_nor_that_of_logits_is_kept_for_each_microbatch() -> None:
+    tokens, words, width = 128, 2048, 64
+    grown = temporaries(32, tokens, words) - temporaries(8, tokens, words)
+    matrix, activations = 4 * words * width, 4 * tokens * width
+    assert (
+        grown < 24 * 3 * activations < 24 * matrix / 4
+    )  # what enters and leaves the layers; logits are twice the matrix
+
+
 def test_only_so_many_microbatches_are_kept() -> None:
     """1F1B keeps what `2 P - 1` microbatches need, GPipe what all of them do: `M + P - 1` ticks."""
-
-    def temporaries(num: int, **how: Any) -> int:
-        mesh = ts.make_mesh(jax.devices()[:4], batch=1, stage=4)
-        step = step_of(Tower(width=64), staged(**how), num, mesh=mesh)
-        step(step.init(seed=0), {name: tensor.expand(num, 4) for name, tensor in batch_of(1).items()})
-        return step.programs[0].memory.temporaries
-
     grown, all_grown = (temporaries(32, **how) - temporaries(8, **how) for how in ({}, {"schedule": "gpipe"}))
     assert grown < 0.25 * all_grown  # tokens, embeddings and logits of each microbatch, which both have
 

@@ -196,12 +196,7 @@ def _show(entry: tuple[str, str]) -> str:
 
 def targets(found: list[SavedArray], wanted: Entries) -> dict[SavedArray, jax.ShapeDtypeStruct]:
     """Shape and sharding of each saved array: it lies as its first entry does."""
-
-    def target(stored: SavedArray) -> jax.ShapeDtypeStruct:
-        sharding = wanted.sharding_of(stored)
-        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
-
-    return {stored: target(stored) for stored in found}
+    return {s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=wanted.sharding_of(s)) for s in found}
 
 
 def fill(structs: TrainState, entries: Entries) -> TrainState:

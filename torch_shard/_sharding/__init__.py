@@ -42,16 +42,14 @@ from torch_shard._sharding.patterns import make_matcher
 from torch_shard._sharding.pipeline import Pipeline, Schedule, Stages
 from torch_shard._sharding.plan import ShardingPlan, in_form_of
 from torch_shard._sharding.resolved import ResolvedEntry, ResolvedPlan
+from torch_shard._sharding.stack_rows import row_sharding, stack_sharding, take_row
 from torch_shard._sharding.stacked import (
     Layout,
     Stacks,
     as_dicts,
     describe_group,
     keep_stacks,
-    row_sharding,
     stack_dicts,
-    stack_sharding,
-    take_row,
     whole_stacks,
 )
 from torch_shard._sharding.topology import memory_of

@@ -11,13 +11,12 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
 from torch_shard._sharding.forms import Kept
 from torch_shard._sharding.pipeline import Stages
+from torch_shard._sharding.stack_rows import stack_struct, take_row
 
 Group = tuple[str, ...]
 
@@ -280,54 +279,6 @@ def _gathered_whole(values: Mapping[str, PyTree], group: Group, axis: str | None
 
 def _concatenate(pieces: list[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
     return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else jnp.concatenate(pieces)
-
-
-def stack_sharding(sharding: NamedSharding, axis: str | None = None) -> NamedSharding:
-    """Sharding of a stack whose rows lie like this, and are split over an axis; without one each is on all devices."""
-    return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec), memory_kind=sharding.memory_kind)
-
-
-def row_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Sharding of a row of a stack."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
-
-
-def stack_struct(rows: list[jax.ShapeDtypeStruct], axis: str | None = None) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a stack of such rows."""
-    sharding = stack_sharding(rows[0].sharding, axis) if isinstance(rows[0].sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype, sharding=sharding)
-
-
-def take_row(stack: PyTree, row: int) -> PyTree:
-    """A row of a stored array, in the place that its sharding gives it; also of a tensor, a struct or a sharding."""
-    if isinstance(stack, NamedSharding):
-        return row_sharding(stack)
-    if isinstance(stack, jax.ShapeDtypeStruct):
-        sharding = row_sharding(stack.sharding) if isinstance(stack.sharding, NamedSharding) else None
-        return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
-    if isinstance(stack, Tracer):
-        return jax.lax.index_in_dim(stack, row, keepdims=False)
-    if isinstance(stack, jax.Array) and isinstance(stack.sharding, NamedSharding):
-        if stack.is_deleted():  # a compiled program does not look, and on some devices waits forever
-            raise RuntimeError(
-                "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
-                "returned, or copy what you need before the step: numpy.asarray(state.params[name])."
-            )
-        if stack.sharding.spec[:1] in ((), (None,)):
-            return _taker(row_sharding(stack.sharding))(stack, row)
-        stack.block_until_ready()  # a row of another stage is a collective: one at a time, or devices that have few
-        return _taker(row_sharding(stack.sharding))(stack, row).block_until_ready()  # threads wait for each other
-    return stack[row]
-
-
-@functools.cache
-def _taker(sharding: NamedSharding) -> Callable[[jax.Array, int], jax.Array]:
-    """One program for all rows of stacks that lie alike."""
-
-    def take(stack: jax.Array, row: int) -> jax.Array:
-        return cast(jax.Array, jax.lax.dynamic_index_in_dim(stack, row, keepdims=False))
-
-    return cast(Callable[[jax.Array, int], jax.Array], jax.jit(take, out_shardings=sharding))
 
 
 def as_dicts(tree: PyTree) -> PyTree:
