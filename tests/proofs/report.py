@@ -26,7 +26,7 @@ def outcome(row: Any, plans: list[str]) -> dict[str, Any]:
 
     torch.manual_seed(0)
     try:
-        found = ts.prove(*row.build(), plans=plans, steps=STEPS)
+        found = ts.prove(*row(), plans=plans, steps=STEPS)
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return {plan: {"holds": False, "refused": said} for plan in plans}

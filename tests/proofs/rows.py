@@ -1,12 +1,15 @@
 """Rows of the page of proofs: families of transformers and diffusers as they are installed, made small."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.zoo.rows import declare_operators_of_torchvision
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[nn.Module, Any], Any]
@@ -46,6 +49,11 @@ class ProofRow:
     name: str
     build: Callable[[], tuple[nn.Module, Loss, Any]]
     group: str
+
+    def __call__(self) -> tuple[nn.Module, Loss, Any]:
+        """Make it, whether or not torchvision's compiled operators load."""
+        declare_operators_of_torchvision()
+        return self.build()
 
 
 def _configured(config: str, changes: Mapping[str, Any]) -> Any:
@@ -99,6 +107,23 @@ def _image(name: str, *, model: str = "", **changes: Any) -> ProofRow:
     return ProofRow(name, build, "images")
 
 
+def _timm(name: str, **fields: Any) -> ProofRow:
+    def build() -> tuple[nn.Module, Loss, Any]:
+        import timm
+
+        made = timm.create_model(name, num_classes=4, **fields)
+        return _varied(made), _classifying, (torch.randn(ROWS, 3, 16, 16), torch.randint(0, 4, (ROWS,)))
+
+    return ProofRow(f"timm {name}", build, "images")
+
+
+def _classifying(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = model(batch[0])
+    return F.cross_entropy(logits, batch[1]), {"logits": logits}
+
+
 def _denoiser(name: str, inputs: Callable[[], Batch], **fields: Any) -> ProofRow:
     def build() -> tuple[nn.Module, Loss, Any]:
         import diffusers
@@ -124,7 +149,28 @@ def _classed() -> Batch:
     return {"hidden_states": noisy["sample"], "timestep": noisy["timestep"], "class_labels": torch.arange(ROWS) % 4}
 
 
+def _prompted(*, is_pooled: bool = False) -> Batch:
+    noisy, words = _noisy(), torch.randn(ROWS, 4, 32)
+    pooled = {"pooled_projections": torch.randn(ROWS, 32)} if is_pooled else {}
+    return {
+        "hidden_states": noisy["sample"],
+        "timestep": noisy["timestep"] % 10,  # sines of more differ in float32: DiT has them
+        "encoder_hidden_states": words,
+        **pooled,
+    }
+
+
 _BLOCKS = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
+
+_HEADS = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "in_channels": 3,
+    "num_layers": 2,
+    "sample_size": 8,
+    "patch_size": 2,
+}
+_TRANSFORMER = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 32, "num_heads": 4}
 
 EXPERTS = [
     _text("Mixtral", "experts"),
@@ -179,6 +225,37 @@ IMAGES = [
         patch_size=2,
         num_embeds_ada_norm=8,
     ),
+    _denoiser(
+        "PixArtTransformer2DModel",
+        _prompted,
+        **_HEADS,
+        out_channels=3,
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        caption_channels=32,
+    ),
+    _denoiser(
+        "SD3Transformer2DModel",
+        functools.partial(_prompted, is_pooled=True),
+        **_HEADS,
+        out_channels=3,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+    ),
+    *(_timm(name, **_TRANSFORMER) for name in ("vit_tiny_patch16_224", "deit3_small_patch16_224", "cait_xxs24_224")),
+    _timm("eva02_tiny_patch14_224", **_TRANSFORMER),
+    _timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=16,
+        patch_size=2,
+        embed_dim=16,
+        window_size=2,
+        depths=(2, 2),
+        num_heads=(2, 2),
+    ),
+    _timm("resnet10t", channels=(8, 16, 32, 64), stem_width=8),
 ]
 
 TABLE = {row.name: row for row in (*EXPERTS, *DENSE, *IMAGES)}
