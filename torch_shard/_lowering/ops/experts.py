@@ -29,7 +29,7 @@ from torch import nn
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
-from torch_shard._common.pieces import InPieces
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
@@ -295,6 +295,7 @@ def _places(ids, matrices):
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
 def experts(x, ids, weights, matrices, *about):
     """Of each token, the sum over the axes of the experts."""
+    x, ids, weights = whole((x, ids, weights))
     places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
@@ -311,6 +312,7 @@ def experts(x, ids, weights, matrices, *about):
 @lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
 def backward(grad, x, ids, weights, matrices, *about):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
+    grad, x, ids, weights = whole((grad, x, ids, weights))
     places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
