@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument(
         "--xla", type=int, metavar="NUM", help="judge XLA's partitioner alone, on so many drawn layouts"
     )
+    parser.add_argument("--only", default="", help="of context,expert,stage: programs that have one of them")
     parser.add_argument("--verbose", action="store_true", help="print refusals too")
     args = parser.parse_args()
     if args.minimise is not None:
@@ -37,17 +38,20 @@ def main() -> int:
             print(f"{program}: {fault}", flush=True)
         print(f"Wrong of {args.xla} layouts each: {dict(wrong)}")
         return int(any("products, in steps" in program for program in wrong))
+    from tests.fuzz.programs import draw, parallelisms
+
     first, _, last = args.seeds.partition(":")
     seeds = range(int(first), int(last or int(first) + 1))
+    given = (seed for seed in seeds if not args.only or parallelisms(draw(seed)) & set(args.only.split(",")))
     counts: collections.Counter[str] = collections.Counter()
     start = time.time()
     with Judges(args.jobs) as judges:
-        for seed, verdict in judges.verdicts(seeds):
+        for seed, verdict in judges.verdicts(given):
             counts[verdict.kind] += 1
             if not verdict.is_fine or (args.verbose and verdict.kind == "refused"):
                 print(f"{seed}: {verdict}", flush=True)
     table = ", ".join(f"{num} {kind}" for kind, num in counts.most_common())
-    print(f"{len(seeds)} programs in {time.time() - start:.0f} s: {table}")
+    print(f"{counts.total()} programs in {time.time() - start:.0f} s: {table}")
     return int(any(kind not in ("right", "refused") for kind in counts))
 
 

@@ -4,12 +4,15 @@ Legend of shape suffixes: B rows, T positions, C features, H, W and D of images.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 Make = Callable[[random.Random, tuple[int, ...]], nn.Module]
 
@@ -197,6 +200,34 @@ def _experts(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
             return torch.einsum("neh,ehc,ne->nc", hidden, self.down, dense).view_as(x)
 
     return Residual(Experts())
+
+
+class Routed(nn.Module):
+    """Experts of Mixtral or gpt-oss behind a router, of few or many bytes: to these, tokens are sent."""
+
+    def __init__(self, size: int, r: random.Random) -> None:
+        super().__init__()
+        self.num, self.top = r.choice([4, 8]), r.choice([1, 2, 3])
+        config = GptOssConfig(
+            hidden_size=size,
+            intermediate_size=r.choice([8, 64]),
+            num_local_experts=self.num,
+            experts_implementation="grouped_mm",
+        )
+        self.gate = nn.Linear(size, self.num, bias=False)
+        self.experts = r.choice([MixtralExperts, GptOssExperts])(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=size**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2).tanh()  # of whose results eight layers with gates would be no numbers
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.top, -1)
+        return self.experts(flat, chosen, weights.to(x.dtype)).view_as(x)
+
+
+@block("routed experts")
+def _routed(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
+    return Residual(Routed(shape[-1], r))
 
 
 # Norms
@@ -441,16 +472,16 @@ def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @block("stages", SEQUENCE)
-def _stages(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
+def _stages(r: random.Random, shape: tuple[int, ...], kinds: Sequence[str] = REPEATED) -> nn.Module:
     """Four layers, each of which takes what the one before gives."""
-    make, knob = BLOCKS[r.choice(REPEATED)][1], r.random()
+    make, knob = BLOCKS[r.choice(kinds)][1], r.random()
     first = nn.Linear(shape[-1], shape[-1])  # so that the input of the first layer has a gradient, as of all others
     return nn.Sequential(first, nn.Sequential(*(Added(make(random.Random(knob), shape)) for _ in range(4))))
 
 
 @block("repeated", SEQUENCE)
-def _repeated(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
-    kind, num, knob = r.choice(REPEATED), r.randint(3, 5), r.random()
+def _repeated(r: random.Random, shape: tuple[int, ...], kinds: Sequence[str] = REPEATED) -> nn.Module:
+    kind, num, knob = r.choice(kinds), r.randint(3, 5), r.random()
     make = BLOCKS[kind][1]
 
     class Stack(nn.Module):
@@ -472,3 +503,13 @@ def _repeated(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
             return self.once(self.once(x)) if self.twice else self.once(x)
 
     return Stack()
+
+
+@block("stages of experts", SEQUENCE)
+def _stages_of_experts(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
+    return _stages(r, shape, ["routed experts"])
+
+
+@block("repeated experts", SEQUENCE)
+def _repeated_experts(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
+    return _repeated(r, shape, ["routed experts"])

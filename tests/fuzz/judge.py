@@ -1,9 +1,11 @@
 """A random program against eager torch: right, refused, foreign or wrong."""
 
+import contextlib
 import copy
 import dataclasses
 import traceback
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.fuzz.programs import OPTIMIZERS, Case
+from tests.fuzz.programs import OPTIMIZERS, ROUTED, Case
+from tests.oracles.experts import any_grouped_mm
+from torch_shard._lowering.ops.expert_dispatch import Exchange
 
 EXACT = 1e-9
 """Of the largest entry: float64 sums of some hundred terms in another order, through a few layers."""
@@ -45,7 +49,8 @@ class Verdict:
 
 def judge(case: Case) -> Verdict:
     """Run a case in this process."""
-    with jax.enable_x64(True):
+    always = mock.patch.object(Exchange, "moves_tokens", return_value=True)
+    with jax.enable_x64(True), any_grouped_mm(), always if case.option("dispatch") else contextlib.nullcontext():
         try:
             return _compared(case)
         except Exception as error:
@@ -124,7 +129,7 @@ def _rounded(found: dict[str, np.ndarray], alone: dict[str, np.ndarray], case: C
 def _chooses(case: Case) -> bool:
     """Whether a rounded value may become another one at a jump: another expert, another order."""
     kinds = [kind for kind, _ in case.blocks.values()]
-    return any(kind in ("experts", "function", "pool", "repeated") for kind in kinds) or case.kind == "bags"
+    return any(kind in ("experts", "function", "pool", "repeated", *ROUTED) for kind in kinds) or case.kind == "bags"
 
 
 def _on_one_device(case: Case) -> ts.TrainStep:

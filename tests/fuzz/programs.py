@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.fuzz.blocks import BLOCKS, FUNCTIONS, SEQUENCE, Apply, adapt
+from tests.fuzz.blocks import BLOCKS, FUNCTIONS, Apply, adapt
 from tests.fuzz.specs import Sizes, draw_mesh, draw_spec
+from tests.oracles.experts import any_grouped_mm
 from torch_shard._sharding import axes_of
 
 ROWS, VOCABULARY = 16, 16
@@ -33,6 +34,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 RECIPES = ["fsdp", "tp", "fsdp_tp", "sequence", "padded", "hsdp", "expert", "zero-1", "context"]
+ROUTED = ["routed experts", "repeated experts", "stages of experts"]
+"""Kinds of blocks with experts that tokens may be sent to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Case:
         stored: Forms by name of entry.
         recipe: Makes the plan, which the rules then edit.
         batch_spec: Of the batch; None for the step's own.
-        options: Of the step, as `make_train_step` takes them, and some of the comparison's own.
+        options: Of the step, as `make_train_step` takes them, and some of the comparison's own; "dispatch": tokens are
+            sent to experts over axes of the batch, however small these are.
         pipeline: Over which axis repeated layers are stages, and how.
     """
 
@@ -120,7 +124,7 @@ class Case:
             "sequence": lambda: ts.plans.fsdp_tp(model, mesh, tp=other, sequence=True),
             "padded": lambda: ts.plans.tp(model, mesh, tp=other, pad_vocab=True),
             "hsdp": lambda: ts.plans.hsdp(model, mesh, replicate=other),
-            "expert": lambda: ts.plans.expert(model, mesh, ep=other),
+            "expert": lambda: ts.plans.expert(model, mesh, ep=(other, "batch", ("batch", other))[self.seed % 3]),
             "zero-1": ts.plans.replicated,
             "context": lambda: ts.plans.fsdp_tp(model, mesh, tp=third, context=other, context_mode=mode),
         }
@@ -136,7 +140,7 @@ class Case:
     def make_step(self, model: nn.Module) -> ts.TrainStep:
         """The step that is on trial."""
         mesh = self.make_mesh()
-        own = ("optimizer", "guard", "evaluate", "loss", "dtype", "twice", "bare", "map")
+        own = ("optimizer", "guard", "evaluate", "loss", "dtype", "twice", "bare", "map", "dispatch")
         options = {name: value for name, value in self.options.items() if name not in own}
         optimizer = OPTIMIZERS[self.option("optimizer", "sgd")]()
         return ts.make_train_step(model, self.loss, optimizer, mesh=mesh, **self.make_plans(model, mesh), **options)
@@ -201,18 +205,25 @@ class Program(nn.Module):
         return self.head(self.narrow(x).tanh() if hasattr(self, "narrow") else x)
 
 
+@any_grouped_mm()
 def draw(seed: int) -> Case:
     """The case of a seed."""
     r = random.Random(seed)
-    kinds = [kind for kind in BLOCKS if kind not in ("dropout", "repeated", "stages")]
+    routed = random.Random(f"experts of {seed}")
+    kinds = [kind for kind in BLOCKS if kind not in ("dropout", "repeated", "stages", *ROUTED)]
     blocks = {f"b{i}": (r.choice(kinds), r.randrange(1 << 30)) for i in range(r.choice([1, 2, 2, 3]))}
     if r.random() < 0.2:
         blocks["stack"] = "repeated", r.randrange(1 << 30)
+    if routed.random() < 0.15:
+        name, kind = ("stack", "repeated experts") if "stack" in blocks else ("experts", "routed experts")
+        blocks[name] = kind, routed.randrange(1 << 30)
     if r.random() < 0.08:
         blocks["dropout"] = "dropout", 0
     kind = r.choice(["vectors", "sequences", "sequences", "images", "images", "tokens", "bags"])
     case = Case(seed, kind, blocks, draw_mesh(r))
     options = dict(_draw_options(r, case))
+    if routed.random() < 0.7 and parallelisms(case):  # whatever their bytes
+        options["dispatch"] = True
     case = dataclasses.replace(case, options=options)
     return _draw_stages(random.Random(f"stages of {seed}"), _draw_plan(r, case))
 
@@ -232,7 +243,8 @@ def _draw_stages(r: random.Random, case: Case) -> Case:
         or (spec is None and "batch" not in dict(case.mesh))
     ):
         return case
-    found = dataclasses.replace(case, blocks={**case.blocks, "stack": ("stages", r.randrange(1 << 30))})
+    kind = "stages of experts" if case.blocks["stack"][0] == "repeated experts" else "stages"
+    found = dataclasses.replace(case, blocks={**case.blocks, "stack": (kind, r.randrange(1 << 30))})
     repeats = r.choice([1, 2]) if dict(case.mesh)[axis] == 2 else 1
     given = {what: _without_axis(getattr(case, what), axis, own) for what in ("rules", "activations", "stored")}
     sizes = {name: size for name, size in case.mesh if name != axis}
@@ -289,6 +301,8 @@ def _draw_plan(r: random.Random, case: Case) -> Case:
     recipe = r.choice(RECIPES) if r.random() < 0.35 and "batch" in sizes and len(sizes) > 1 else None
     if recipe == "expert" and not any("experts" in name for name, _ in case.blocks.values()):
         recipe = "fsdp_tp"
+    if parallelisms(case) and "batch" in sizes and len(sizes) > 1 and r.random() < 0.5:
+        recipe = "expert"
     odds = 0.6 if recipe is None else 0.08
     rules = {n: draw_spec(r, tuple(p.shape), sizes) for n, p in entries.items() if r.random() < odds}
     batch_spec = None
@@ -335,9 +349,11 @@ def _draw_activations(r: random.Random, case: Case, model: nn.Module) -> dict[st
     return {name: draw_spec(r, (shapes[name][0] // rows, *shapes[name][1:]), dict(case.mesh)) for name in chosen}
 
 
-def has_sequence(case: Case) -> bool:
-    """Whether one of its blocks wants a sequence."""
-    return any(BLOCKS[kind][0] == SEQUENCE for kind, _ in case.blocks.values())
+def parallelisms(case: Case) -> set[str]:
+    """Those of "context", "expert" and "stage" that it has."""
+    found = {case.recipe} & {"context"}
+    found |= {"expert"} if any(kind in ROUTED for kind, _ in case.blocks.values()) else set()
+    return found | ({"stage"} if case.pipeline else set())
 
 
 def mixes_rows(case: Case) -> bool:

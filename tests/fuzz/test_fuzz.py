@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import torch_shard as ts
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.minimise import minimise
-from tests.fuzz.programs import Case, draw
+from tests.fuzz.programs import Case, draw, parallelisms
 from tests.fuzz.workers import Judges
 
 SEEDS = [seed for seed in range(26) if seed not in (16, 17, 18, 22, 25)]  # which take three seconds and more
@@ -89,8 +89,11 @@ def test_a_seed_is_one_case() -> None:
     assert len({str(draw(seed)) for seed in SEEDS}) == len(SEEDS)
 
 
-def test_a_third_of_the_meshes_has_three_axes() -> None:
-    assert sum(len(draw(seed).mesh) == 3 for seed in range(90)) >= 30
+def test_a_third_of_the_meshes_has_three_axes_and_every_parallelism_is_drawn() -> None:
+    cases = [draw(seed) for seed in range(90)]
+    assert sum(len(case.mesh) == 3 for case in cases) >= 30
+    assert set[str]().union(*map(parallelisms, cases)) == {"context", "expert", "stage"}
+    assert any(case.recipe == "expert" and case.option("dispatch") for case in cases)
 
 
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

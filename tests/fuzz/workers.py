@@ -1,6 +1,6 @@
 """Random programs in processes of their own, so that one that XLA ends is a verdict like others."""
 
-import collections
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
@@ -79,12 +79,14 @@ class Judges:
 
     def verdicts(self, cases: Iterable[Any]) -> Iterator[tuple[Any, Verdict]]:
         """Verdicts of cases, or of seeds, in the order in which they are done."""
-        waiting, busy = collections.deque(cases), dict[Connection, _Worker]()
-        while waiting or busy:
-            while waiting and len(busy) < self._num:
+        waiting, busy = iter(cases), dict[Connection, _Worker]()
+        while True:
+            for case in itertools.islice(waiting, self._num - len(busy)):
                 worker = self._idle.pop() if self._idle else _Worker()
-                worker.start(waiting.popleft())
+                worker.start(case)
                 busy[worker.connection] = worker
+            if not busy:
+                return
             ready = wait(list(busy), PATIENCE_S)
             for worker in [busy.pop(connection) for connection in ready or list(busy)]:  # pyright: ignore
                 verdict = worker.result() if ready else Verdict("crash", f"nothing in {PATIENCE_S:.0f} s")

@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.lowering.test_experts import EXPERTS, WIDTH, make_clamped, make_experts
+from tests.proofs.rows import TABLE
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._lowering.ops import expert_dispatch
 
 TOKENS = 32
+MORE = ("Ernie4_5_Moe", "GraniteMoe")
 LAYOUTS: dict[str, tuple[dict[str, int], P]] = {
     "one axis": ({"batch": 4}, P("batch")),
     "two experts each": ({"batch": 2, "model": 2}, P("batch")),  # a token with both goes there once
@@ -42,10 +44,18 @@ def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Any:
     return (out * wanted).sum(), {"out": out}
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "route"),
+    [
+        *((layout, "spread") for layout in LAYOUTS),
+        *(("two experts each", route) for route in ROUTES if route != "spread"),
+    ],
+)
 def test_value_and_gradients_equal_eager_torch(layout: str, route: str) -> None:
-    """With biases where tokens are spread. Tokens and weights get their gradients by layers in front."""
+    """With biases where tokens are spread. Tokens and weights get their gradients by layers in front.
+
+    Routes are values of one program: all of them on two axes are in tests/system/test_errors_of_others.py.
+    """
     experts = make_clamped() if route == "spread" else make_experts()
     model = _Layer(experts)
     sizes, spec = LAYOUTS[layout]
@@ -80,14 +90,29 @@ class _Layer(torch.nn.Module):
         return self.experts(self.first(x), ids, weights * self.scale)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", pytest.param("DeepseekV3", marks=pytest.mark.slow)])
+OF_THE_HUB = ["Mixtral", "Llama4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DeepseekV3", *MORE))]
+
+
+@pytest.mark.parametrize("name", OF_THE_HUB)
 def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
     """Mixtral with its auxiliary loss, so that its router has two gradients; DeepSeek with shared experts."""
-    case = next(model for model in HF_MODELS if model.name == name).cases()[0]
-    recipe = functools.partial(ts.plans.expert, ep=("batch", "model"))
+    case = next((model.cases()[0] for model in HF_MODELS if model.name == name), None)
+    model, loss_fn, batch = (case.model(), case.loss_fn, case.batches(1)[0]) if case else TABLE[name].build()
+    plan = functools.partial(ts.plans.expert, ep=("batch", "model"))
     mesh = ts.make_mesh(batch=2, model=2)
-    found = ts.prove(case.model(), case.loss_fn, case.batches(1)[0], plans={"experts": recipe}, meshes=mesh)
-    found.raise_if_different()
+    ts.prove(model, loss_fn, batch, plans={"experts": plan}, meshes=mesh).raise_if_different()
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan(model, mesh))
+    step.lower(step.structs, batch)
+    assert "tokens are sent to experts over batch=2 and back" in step.report()
+
+
+def test_the_report_says_where_experts_are_not_known() -> None:
+    experts = make_experts(hidden_act="relu")
+    plan = ts.ShardingPlan({"*": P("batch")}, default=P())
+    step = ts.make_train_step(experts, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(batch=4), plan=plan)
+    x, weights = torch.randn(TOKENS, WIDTH), torch.rand(TOKENS, 2)
+    step.lower(step.structs, (x, ROUTES["spread"](), weights, x))
+    assert "Experts over batch are computed as the model writes them: tokens are sent to gated" in step.report()
 
 
 def test_what_nobody_has_written_is_not_a_number() -> None:

@@ -133,6 +133,31 @@ def test_biases_on_a_mesh(axis: str) -> None:
         torch.testing.assert_close(moved, grad, rtol=2e-5, atol=2e-5 * grad.abs().max().item(), msg=name)
 
 
+def test_tokens_in_pieces() -> None:
+    """Of a parameter that is stored in pieces, which elementwise operators keep apart, as they do all others."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.experts = torch.nn.Parameter(torch.rand(WIDTH)), make_clamped()
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return self.experts(x * self.scale, ids, weights)
+
+    model, ids = Scaled(), ROUTES["spread"]()
+    batch = torch.randn(TOKENS, WIDTH), ids, torch.rand(ids.shape)
+    rules = {"experts.gate_up_proj": P("model"), "experts.down_proj": P("model")}
+    plan = ts.ShardingPlan(rules, default=P(), stored={"scale": ts.Pieces(2, dim=0)})
+    ts.prove(
+        model,
+        lambda model, batch: model(*batch).square().mean(),
+        batch,
+        plans={"pieces": plan},
+        meshes=ts.make_mesh(batch=2, model=2),
+        steps=1,
+    ).raise_if_different()
+
+
 def test_other_experts_stay_as_they_are() -> None:
     class Other(GptOssExperts):
         def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:

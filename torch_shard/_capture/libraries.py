@@ -6,6 +6,7 @@ refused where it asks.
 
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import inspect
 import math
@@ -27,7 +28,7 @@ _METRIC = "pytorch_metric_learning"
 _REPLACEMENTS: list[tuple[str, str, str, Callable[..., Any]]] = []
 
 
-def _instead_of_source(module: str, name: str, digest: str) -> Callable[[F], F]:
+def instead_of_source(module: str, name: str, digest: str) -> Callable[[F], F]:
     """Let a capture call the decorated function, which is given the original first.
 
     Args:
@@ -69,6 +70,7 @@ def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
     if code is None or not hashlib.sha256(source.encode()).hexdigest().startswith(digest):
         return original
 
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if (watcher := current_watcher()) is not None:
             watcher.note(code)  # a program is for the attributes that it reads, too
@@ -77,7 +79,7 @@ def _replaced(original: Any, digest: str, fn: Callable[..., Any]) -> Any:
     return call
 
 
-@_instead_of_source(f"{_METRIC}.reducers.threshold_reducer", "ThresholdReducer.element_reduction_helper", "691b923c")
+@instead_of_source(f"{_METRIC}.reducers.threshold_reducer", "ThresholdReducer.element_reduction_helper", "691b923c")
 def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tensor, embeddings: torch.Tensor) -> Any:
     """The mean of the losses between two bounds, if there are any; its own counts them in Python."""
     if reducer.collect_stats:
@@ -90,9 +92,9 @@ def _mean_within(original: Callable[..., Any], reducer: Any, losses: torch.Tenso
     return torch.where(number > 0, mean.to(losses.dtype), reducer.zero_loss(embeddings))
 
 
-@_instead_of_source("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
-@_instead_of_source("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
-@_instead_of_source("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_source("torchmetrics.functional.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_source("torchmetrics.functional.regression.concordance", "_pearson_corrcoef_compute", "31b296f2")
+@instead_of_source("torchmetrics.regression.pearson", "_pearson_corrcoef_compute", "31b296f2")
 def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
     """The correlation of each output, NaN where one side hardly varies; its own asks whether there is any other."""
     max_x, max_y, var_x, var_y, cov, number = sums
@@ -106,7 +108,7 @@ def _pearson(original: Callable[..., Any], *sums: torch.Tensor) -> torch.Tensor:
     return torch.where(valid, found.to(cov.dtype), torch.nan).clamp(-1.0, 1.0).squeeze()
 
 
-@_instead_of_source("linear_operator.utils.cholesky", "_psd_safe_cholesky", "f5912ae8")
+@instead_of_source("linear_operator.utils.cholesky", "_psd_safe_cholesky", "f5912ae8")
 def _safe_cholesky(
     original: Callable[..., Any],
     A: torch.Tensor,
@@ -139,7 +141,7 @@ def _safe_cholesky(
     return torch.linalg.cholesky_ex(A + amount[..., None, None] * identity).L
 
 
-@_instead_of_source("transformers.models.*", "*DropPath.forward", "b450dbf4")
+@instead_of_source("transformers.models.*", "*DropPath.forward", "b450dbf4")
 def _drop_path(original: Callable[..., Any], module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Its own, but with a rate that layers may have each of their own and still be one program."""
     if module.drop_prob == 0.0 or not module.training:

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +26,17 @@ import torch.nn.functional as F
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import nn
-from torch.fx import GraphModule, Node
 
 from torch_shard._common.axes import manual_axes
-from torch_shard._common.fx import args_of
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
-from torch_shard._common.pieces import InPieces
+from torch_shard._common.pieces import InPieces, whole
 from torch_shard._lowering.ops.expert_blocks import Gate, experts_backward, experts_forward, sort_slots
 from torch_shard._lowering.ops.expert_dispatch import Exchange, Sizes, find_exchange, find_route
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import RowSplit, current_rows
+
+About = tuple[str, tuple[float, ...], bool, bool]
+"""The fields of a `Gate`."""
 
 Forward = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -87,10 +88,10 @@ def _backward_shapes(
 
 
 class _Experts(torch.autograd.Function):
-    """`(about, x_TD, ids_TK, weights_TK, up, down, *biases) -> out_TD`; about holds the fields of a `Gate`."""
+    """`(about, x_TD, ids_TK, weights_TK, up, down, *biases) -> out_TD`."""
 
     @staticmethod
-    def forward(ctx: Any, about: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, about: About, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.about = about
         ctx.save_for_backward(*tensors)
         x, ids, weights, *matrices = tensors
@@ -154,15 +155,20 @@ def experts_interface(interface: Any, name: str) -> Forward:
         about = _about(module, moe)
         if about is None or not _fits(module, x, ids, weights):
             return found(module, x, ids, weights)
-        matrices = [torch.clone(each) for each in _matrices(module)]  # as precision has them
-        if torch.is_autocast_enabled("cpu"):  # products, as in HF's loop over experts
-            matrices[:2] = (each.to(torch.get_autocast_dtype("cpu")) for each in matrices[:2])
-        return _Experts.apply(about, x, ids, weights, *matrices)  # pyright: ignore
+        return apply_experts(about, (x, ids, weights), _matrices(module))
 
     return forward
 
 
-_NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
+def apply_experts(about: About, tokens: tuple[torch.Tensor, ...], held: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The operator with its derivative: `x_TD, ids_TK, weights_TK`, and the matrices and biases of a module."""
+    matrices = [torch.clone(each) for each in held]  # as precision has them
+    if torch.is_autocast_enabled("cpu"):  # products, as in HF's loop over experts
+        matrices[:2] = (each.to(torch.get_autocast_dtype("cpu")) for each in matrices[:2])
+    return _Experts.apply(about, *tokens, *matrices)  # pyright: ignore
+
+
+NAMES = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
 """By the names of the classes of activations, PyTorch's and HF's."""
 
 _GATES = {"4d10025d": True, "2356ccb3": False}
@@ -172,7 +178,7 @@ The first is that of gpt-oss.
 """
 
 
-def _about(module: Any, moe: Any) -> tuple[str, tuple[float, ...], bool, bool] | None:
+def _about(module: Any, moe: Any) -> About | None:
     """The fields of a `Gate` of gated experts that are nothing else; None if they are."""
     flags = ("has_gate", "has_post_expert_norm", "_is_expert_parallel")
     transposed = bool(getattr(module, "is_transposed", False))
@@ -182,17 +188,17 @@ def _about(module: Any, moe: Any) -> tuple[str, tuple[float, ...], bool, bool] |
     apply_gate = type(module)._apply_gate
     if apply_gate is moe._default_apply_gate:
         act = getattr(module, "act_fn", None)
-        name = None if _is_hooked(act) else _NAMES.get(type(act).__name__)
+        name = None if is_hooked(act) else NAMES.get(type(act).__name__)
         return None if name is None else (name, (), False, transposed)
     numbers = tuple(getattr(module, name, None) for name in ("alpha", "limit"))
-    interleaved = _GATES.get(_digest(getattr(apply_gate, "__code__", None)))
+    interleaved = _GATES.get(digest_of(getattr(apply_gate, "__code__", None)))
     if interleaved is None or not all(isinstance(number, float | int) for number in numbers):
         return None
     return "clamped", tuple(map(float, numbers)), interleaved, transposed  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache
-def _digest(code: Any) -> str:
+def digest_of(code: Any) -> str:
     """Of a source, its first digits; empty if it is not to be had."""
     try:
         return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:8]
@@ -205,30 +211,40 @@ def _matrices(module: Any) -> list[torch.Tensor]:
     return [module.gate_up_proj, module.down_proj, *biases]
 
 
-def _is_hooked(module: Any) -> bool:
+def is_hooked(module: Any) -> bool:
     return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
 
 
 def _fits(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
-    up, down, *biases = matrices = _matrices(module)
-    num_experts, hidden, width = up.mT.shape if module.is_transposed else up.shape
-    wanted = (num_experts, hidden // 2, width) if module.is_transposed else (num_experts, width, hidden // 2)
+    return (
+        fits(x, _matrices(module), transposed=bool(module.is_transposed))
+        and ids.shape == weights.shape == (len(x), ids.shape[-1])
+        and len(_matrices(module)[0]) == module.num_experts
+        and weights.is_floating_point()
+        and not is_transformed([ids, weights])
+    )
+
+
+def fits(x: torch.Tensor, matrices: Sequence[torch.Tensor], *, transposed: bool) -> bool:
+    """Tell whether tokens `x_TD` and matrices and biases are of the shapes and dtypes that the operator takes."""
+    up, down, *biases = matrices
+    num_experts, hidden, width = up.mT.shape if transposed else up.shape
+    wanted = (num_experts, hidden // 2, width) if transposed else (num_experts, width, hidden // 2)
     return (
         x.ndim == 2
         and x.numel() > 0
-        and ids.shape == weights.shape == (len(x), ids.shape[-1])
         and x.shape[1] == width
         and down.shape == wanted
         and [bias.shape for bias in biases] == [(num_experts, hidden), (num_experts, width)][: len(biases)]
-        and num_experts == module.num_experts
         and len({matrix.dtype for matrix in matrices}) == 1
-        and all(t.is_floating_point() for t in (x, weights, up))
-        and not is_transformed([x, ids, weights, *matrices])
+        and x.is_floating_point()
+        and up.is_floating_point()
+        and not is_transformed([x, *matrices])
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
+class Places:
     """Where tokens and experts are.
 
     Attributes:
@@ -244,7 +260,7 @@ class _Places:
     exchange: Exchange | None = None
 
     @staticmethod
-    def of(split: RowSplit, sizes: Sizes) -> "_Places":
+    def of(split: RowSplit, sizes: Sizes) -> "Places":
         """Tokens as the batch, and experts over the other axes that divide, or where the plan has them.
 
         Experts over axes of the batch are gathered there, unless it is less to send them their tokens, and to hold.
@@ -257,8 +273,8 @@ class _Places:
         rows = next((rows for rows in axes if sizes.num_tokens % split.size_of(rows) == 0), ())
         exchange = find_exchange(split, rows, sizes)
         if exchange is None or not exchange.moves_tokens(sizes):
-            return _Places(split.mesh, rows, over)
-        return _Places(split.mesh, rows, tuple(exchange.axes), exchange)
+            return Places(split.mesh, rows, over)
+        return Places(split.mesh, rows, tuple(exchange.axes), exchange)
 
     @property
     def beside_tokens(self) -> tuple[str, ...]:
@@ -273,12 +289,13 @@ class _Places:
 
 def _places(ids, matrices):
     split = current_rows()
-    return _Places(None) if split is None or manual_axes() else _Places.of(split, Sizes.of(ids, matrices))
+    return Places(None) if split is None or manual_axes() else Places.of(split, Sizes.of(ids, matrices))
 
 
 @lowers(torch.ops.torch_shard.experts.default, pieces=True)
 def experts(x, ids, weights, matrices, *about):
     """Of each token, the sum over the axes of the experts."""
+    x, ids, weights = whole((x, ids, weights))
     places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
@@ -295,6 +312,7 @@ def experts(x, ids, weights, matrices, *about):
 @lowers(torch.ops.torch_shard.experts_backward.default, pieces=True)
 def backward(grad, x, ids, weights, matrices, *about):
     """Gradients of tokens are summed over the axes of the experts, those of the experts over the axes of the batch."""
+    grad, x, ids, weights = whole((grad, x, ids, weights))
     places, num_experts, gate = _places(ids, matrices), len(matrices[0]), _gate(*about)
     matrices = tuple(_put_together(each, places.mesh, places.over) for each in matrices)
 
@@ -316,42 +334,6 @@ def _ways(places, ids, num_here):
         return (lambda x: x), (lambda x: x), ids
     route = find_route(places.exchange, ids, num_here)
     return route.send, route.back, jnp.where(route.is_written[:, None], route.send(ids), -1)
-
-
-def report_experts(graphs: Iterable[tuple[str, GraphModule]], rows: RowSplit | None) -> list[str]:
-    """Lines that say where tokens go to experts over the axes of the batch, or these are gathered, by which bytes.
-
-    Args:
-        graphs: Of a program, and of its repeated layers as often as they run; each with the path of its module.
-        rows: How the rows of the batch lie on the devices.
-    """
-    if rows is None:
-        return []
-    found = dict[str, list[str]]()
-    for path, graph in graphs:
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.torch_shard.experts.default and (line := _moves(node, rows)):
-                module = node.meta.get("custom", {}).get("module")
-                found.setdefault(line, []).append(".".join(filter(None, (path, module))) or "the loss")
-    return [f"{paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {line}" for line, paths in found.items()]
-
-
-def _moves(node: Node, rows: RowSplit) -> str:
-    _, ids, _, matrices, *_ = args_of(node)
-    sizes = Sizes.of(ids.meta["val"], [matrix.meta["val"] for matrix in matrices])
-    places = _Places.of(rows, sizes)
-    exchange = find_exchange(rows, places.rows, sizes)
-    if exchange is None:
-        return ""
-    given = exchange.bytes_of_tokens(sizes), exchange.room_of_tokens(sizes), exchange.bytes_of_experts(sizes)
-    tokens, room, experts = (f"{num / 2**20:.3g} MiB" for num in given)
-    axes = ", ".join(f"{axis}={exchange.axes[axis]}" for axis in exchange.via)
-    if places.exchange is None:
-        return (
-            f"experts over {axes} are gathered, {experts} a step and device; to send them their tokens would be "
-            f"{tokens}, and take room for {room}."
-        )
-    return f"tokens are sent to experts over {axes} and back, {tokens} a step and device; to gather these is {experts}."
 
 
 def _put_together(stack, mesh, over):
