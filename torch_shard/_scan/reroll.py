@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from torch_shard._scan.first_sums import with_first_sums
 from torch_shard._scan.instructions import Instruction, Operand
 
 Item = TypeVar("Item")
@@ -70,6 +71,7 @@ class Loop:
 
 def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
     """Replace instructions that repeat by loops, those with the most iterations first."""
+    instructions = with_first_sums(instructions, LONGEST_PERIOD)
     order = {instruction: i for i, instruction in enumerate(instructions)}
     anchors = [i for i, instruction in enumerate(instructions) if instruction.layer is not None]
     found, begin, last = [], 0, -1
@@ -107,10 +109,11 @@ def _best(
         if len(starts) < 2:
             break
         length = starts[1] - starts[0]
-        for before in dict.fromkeys((0, length - 1)):  # what lies between layers belongs to the next or the last one
+        for before in dict.fromkeys((0, length - 1, *range(length))):  # what lies between is the next one's, or not
             spans = _alike(instructions, [s - before for s in starts], length)
-            loop = _prove(spans, order) if len(spans) > 1 else None
-            if loop is not None and (best is None or len(loop.iterations) > len(best[2].iterations)):
+            most = 1 if best is None else len(best[2].iterations)
+            loop = _prove(spans, order) if len(spans) > most else None
+            if loop is not None and len(loop.iterations) > most:
                 first = starts[0] - before
                 best = first, first + length * len(loop.iterations), loop
     return best
