@@ -64,6 +64,10 @@ class PipelinedLoss:
         names = ((operands, names_of(g)) for g, o in pairs if len(operands := operands_of([o])) == len(names_of(g)))
         self._names = {v: name for operands, named in names for v, name in zip(operands, named, strict=True)}
 
+    def is_of(self, program: LossProgram) -> bool:
+        """Tell whether it is the one of a program, which may report more by now."""
+        return self._program.rolled is program.rolled
+
     @property
     def report(self) -> list[str]:
         """Say what the stages are and how they work."""

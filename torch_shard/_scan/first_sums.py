@@ -6,7 +6,7 @@ a sum that those of the others have.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -38,23 +38,44 @@ def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[I
         instructions: In order; what reads such a gradient is changed to read the sum.
         longest: So many layers may be one iteration.
     """
-    anchors = [at for at, instruction in enumerate(instructions) if instruction.layer and instruction.is_backward]
     zeros: dict[tuple[object, ...], Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
-    for begin in range(len(anchors)):
+    for begin in _begins(instructions):
         for period in range(1, longest + 1):
-            starts = anchors[begin : begin + 2 * period + 1 : period]
-            if len(starts) < 3:
-                break
-            a, b, c = starts
-            pair = _Pair(instructions[a:b], instructions[b:c])
-            if pair.missing:
+            starts = begin[: 2 * period + 1 : period]
+            pair = next(filter(lambda pair: pair.missing, _pairs(instructions, starts)), None)
+            if pair is not None:
                 for front, item in pair.fill(zeros):
                     added.setdefault(front, []).append(item)
                 break
     if not added:
         return list(instructions)
     return [*zeros.values(), *(each for item in instructions for each in (*added.get(item, ()), item))]
+
+
+def _begins(instructions: Sequence[Instruction]) -> Iterator[list[int]]:
+    """Where backward passes of layers stand, from the first of each kind on."""
+    anchors = [at for at, instruction in enumerate(instructions) if instruction.layer and instruction.is_backward]
+    seen = set[Hashable]()
+    for number, at in enumerate(anchors):
+        if (kind := instructions[at].kind) not in seen:
+            seen.add(kind)
+            yield anchors[number:]
+
+
+def _pairs(instructions: Sequence[Instruction], starts: Sequence[int]) -> Iterator["_Pair"]:
+    """The layers from the first start to the next, and those after them, for each place where they may begin."""
+    if len(starts) < 3:
+        return
+    first, second, third = starts
+    length = third - second
+    sums = sum(is_sum(item) for item in instructions[second:third])
+    for before in range(length):
+        middle = second - before
+        for num in range(1, sums + 1):
+            start = middle - length + num
+            if 0 <= start <= first < middle:
+                yield _Pair(instructions[start:middle], instructions[middle : middle + length])
 
 
 class _Pair:
