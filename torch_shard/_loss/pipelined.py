@@ -74,14 +74,10 @@ class PipelinedLoss:
         stages, order = self._stages, self.order
         per = len(stages.layers) // (stages.num * stages.repeats)
         rounds = f", {stages.repeats} rounds" if stages.repeats > 1 else ""
-        lines = [
+        return [
             f"{stages.layers[0]} to {stages.layers[-1]}: {stages.num} stages over {stages.axis!r} of {per} layers"
             f"{rounds}, {order.num} microbatches, {order.name}: {order.idle:.0%} of the time is idle"
         ]
-        if stages.pipeline.schedule == "1f1b" and not order.one_by_one and self.parts.backward is not None:
-            why = "the loss makes gradients of more than what the last layer returns"
-            lines.append(f"all forward passes come before the backward passes (GPipe, not 1F1B), as {why}")
-        return lines
 
     def _refusal(self, why: str) -> str:
         first, last = self._stages.layers[0], self._stages.layers[-1]
@@ -164,7 +160,7 @@ def _order(stages: Stages, num: int, parts: Parts) -> Order:
             f"{caller()}: a pipeline with repeats={stages.repeats} needs as many microbatches as stages: "
             f"accumulate_steps={num}, {stages.axis}={stages.num}. Use accumulate_steps={2 * stages.num}, or repeats=1."
         )
-    return Order(stages, num, stages.pipeline.schedule == "1f1b" and parts.can_alternate)
+    return Order(stages, num, stages.pipeline.schedule == "1f1b")
 
 
 def _filled(values: jax.Array, more: int) -> jax.Array:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
 import jax.numpy as jnp
+import torch
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._scan.instructions import Instruction, Operand, is_sum
@@ -38,7 +39,7 @@ def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[I
         instructions: In order; what reads such a gradient is changed to read the sum.
         longest: So many layers may be one iteration.
     """
-    zeros: dict[tuple[object, ...], Instruction] = {}
+    zeros: dict[Hashable, Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
     for begin in _begins(instructions):
         for period in range(1, longest + 1):
@@ -121,7 +122,7 @@ class _Pair:
                 return _Missing(item, term, value, front)
         return None
 
-    def fill(self, zeros: dict[tuple[object, ...], Instruction]) -> list[tuple[Instruction, Instruction]]:
+    def fill(self, zeros: dict[Hashable, Instruction]) -> list[tuple[Instruction, Instruction]]:
         """The sums, each with the instruction that it belongs in front of; what reads the values reads these then."""
         found: list[tuple[Instruction, Instruction]] = []
         replaced: dict[Instruction, Operand] = {}
@@ -143,5 +144,5 @@ class _Pair:
         return found
 
 
-def _zeros(shape: tuple[int, ...], dtype: object) -> Instruction:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Instruction:
     return Instruction(("zeros", shape, dtype), [], lambda key, place, values: jnp.zeros(shape, jax_dtype(dtype)))

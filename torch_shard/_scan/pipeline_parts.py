@@ -82,12 +82,6 @@ class Parts:
         self._refuse_unknown()
 
     @property
-    def can_alternate(self) -> bool:
-        """Whether a backward pass needs nothing but its own forward pass, and what enters it."""
-        firsts = [first for first, _, _ in self.backward.carries] if self.backward else []
-        return self.backward is not None and set(self.handed) <= set(firsts)
-
-    @property
     def _read_there(self) -> list[Operand]:
         """What the backward pass reads beside what its own layer has saved."""
         loop = self.backward
@@ -203,7 +197,9 @@ def _loops(items: Sequence[Item], stages: Stages, *, has_gradients: bool) -> tup
     """The loops over the layers, there and back."""
     loops = [item for item in items if isinstance(item, Loop)]
     forward = next((loop for loop in loops if _own(loop, stages) == list(stages.layers)), None)
-    backward = next((loop for loop in loops if _own(loop, stages) == list(stages.layers[::-1]) and loop.is_backward), None)
+    backward = next(
+        (loop for loop in loops if _own(loop, stages) == list(stages.layers[::-1]) and loop.is_backward), None
+    )
     if forward is None or (backward is None and has_gradients):
         passes = "forward" if forward is None else "backward"
         raise NoPipeline(f"their {passes} passes are not one loop, in their order")
