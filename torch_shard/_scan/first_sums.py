@@ -41,10 +41,12 @@ def with_first_sums(instructions: Sequence[Instruction], longest: int) -> list[I
     """
     zeros: dict[Hashable, Instruction] = {}
     added: dict[Instruction, list[Instruction]] = {}
+    further = {value.source for item in instructions if is_sum(item) for value in item.sources}
     for begin in _begins(instructions):
         for period in range(1, longest + 1):
             starts = begin[: 2 * period + 1 : period]
-            pair = next(filter(lambda pair: pair.missing, _pairs(instructions, starts)), None)
+            pairs = _pairs(instructions, starts)
+            pair = next((p for p in pairs if p.missing and all(m.like in further for m in p.missing)), None)
             if pair is not None:
                 for front, item in pair.fill(zeros):
                     added.setdefault(front, []).append(item)
