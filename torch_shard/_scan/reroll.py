@@ -104,7 +104,7 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
 def _best(
     instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int], floor: int
 ) -> tuple[int, int, Loop] | None:
-    """Start and stop of the longest loop from the first anchor on, and not before `floor`; of equal ones the shorter."""
+    """Start and stop of the longest loop from the first anchor on, not before `floor`; of equal ones the shorter."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
