@@ -33,6 +33,7 @@ SECTIONS = {  # and the simulated devices of each
     "tpu_held_out": 1,
     "tpu_models": 1,
     "tpu_options": 1,
+    "tpu_pipeline": 1,
     "scale": 1,
     "tuning": 1,
     "ops": 8,

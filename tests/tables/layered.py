@@ -117,13 +117,12 @@ LAYERED = [
     _case("batch norm", lambda: Stack(NormBlock)),
     _case("batch norm, eval", lambda: Stack(NormBlock), train=False),
     _case("buffers", lambda: Stack(Counting)),
-    # The gradients of what several layers read are summed from the second layer on.
-    _case("two groups", Transformer, (DEPTH, 1), (DEPTH, 1), (DEPTH - 1, 1), (DEPTH, 1), batch=_sequences),
+    _case("two groups", Transformer, *[(DEPTH, 1)] * 4, batch=_sequences),
     _case("collected", Collecting, (DEPTH, 1), (DEPTH - 1, 1)),
     _case("twice", Twice, *[(DEPTH, 1)] * 4),
     _case("alternating", _varied(_alternating, depth=6), (3, 2), (3, 2)),
     _case("a rule of autograd", lambda: Stack(WithRule)),
-    _case("passed on", Passing, (DEPTH, 1), (DEPTH - 1, 1)),
+    _case("passed on", Passing),
     _case("checkpoint", lambda: Checkpointed(False)),
     _case("reentrant checkpoint", lambda: Checkpointed(True), (DEPTH, 1), (DEPTH, 2)),  # each computed again first
     _case("skips", Skipping, (DEPTH + 1, 1), (DEPTH - 1, 1), (DEPTH, 1), (DEPTH, 1)),

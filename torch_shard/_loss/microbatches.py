@@ -37,6 +37,7 @@ class Microbatches:
 
     def __init__(self, num: int, layout: BatchLayout) -> None:
         self.num, self._layout = num, layout
+        self._last: PipelinedLoss | None = None
 
     def check(self, leaves: Sequence[torch.Tensor | ArrayLike], paths: Sequence[str]) -> None:
         """Refuse a batch that cannot be split into microbatches.
@@ -149,11 +150,17 @@ class Microbatches:
         """Say how a program goes through the stages of a plan, if it has some."""
         if plan.stages is None:
             return []
-        return PipelinedLoss(program, plan, self.num, self._layout.data_axes).report
+        return self._pipelined(program, plan).report
+
+    def _pipelined(self, program: LossProgram, plan: ResolvedPlan) -> PipelinedLoss:
+        """Taken apart once: a program that says more is the same."""
+        if self._last is None or not self._last.is_of(program):
+            self._last = PipelinedLoss(program, plan, self.num, self._layout.data_axes)
+        return self._last
 
     def _through_stages(self, program: LossProgram, plan: ResolvedPlan) -> Callable[..., LossOutputs]:
         """The same, for layers over the stages of a pipeline."""
-        loss = PipelinedLoss(program, plan, self.num, self._layout.data_axes)
+        loss = self._pipelined(program, plan)
 
         def run(
             key: jax.Array, tensors: Stacks, batch: Sequence[jax.Array], closure: Sequence[jax.Array]

@@ -64,20 +64,20 @@ class PipelinedLoss:
         names = ((operands, names_of(g)) for g, o in pairs if len(operands := operands_of([o])) == len(names_of(g)))
         self._names = {v: name for operands, named in names for v, name in zip(operands, named, strict=True)}
 
+    def is_of(self, program: LossProgram) -> bool:
+        """Tell whether it is the one of a program, which may report more by now."""
+        return self._program.rolled is program.rolled
+
     @property
     def report(self) -> list[str]:
         """Say what the stages are and how they work."""
         stages, order = self._stages, self.order
         per = len(stages.layers) // (stages.num * stages.repeats)
         rounds = f", {stages.repeats} rounds" if stages.repeats > 1 else ""
-        lines = [
+        return [
             f"{stages.layers[0]} to {stages.layers[-1]}: {stages.num} stages over {stages.axis!r} of {per} layers"
             f"{rounds}, {order.num} microbatches, {order.name}: {order.idle:.0%} of the time is idle"
         ]
-        if stages.pipeline.schedule == "1f1b" and not order.one_by_one and self.parts.backward is not None:
-            why = "the loss makes gradients of more than what the last layer returns"
-            lines.append(f"all forward passes come before the backward passes (GPipe, not 1F1B), as {why}")
-        return lines
 
     def _refusal(self, why: str) -> str:
         first, last = self._stages.layers[0], self._stages.layers[-1]
@@ -160,7 +160,7 @@ def _order(stages: Stages, num: int, parts: Parts) -> Order:
             f"{caller()}: a pipeline with repeats={stages.repeats} needs as many microbatches as stages: "
             f"accumulate_steps={num}, {stages.axis}={stages.num}. Use accumulate_steps={2 * stages.num}, or repeats=1."
         )
-    return Order(stages, num, stages.pipeline.schedule == "1f1b" and parts.can_alternate)
+    return Order(stages, num, stages.pipeline.schedule == "1f1b")
 
 
 def _filled(values: jax.Array, more: int) -> jax.Array:

@@ -69,6 +69,12 @@ class Instruction:
     is_backward: bool = False
 
     @property
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Of the tensor that it gives; None where that is not known."""
+        about = self.kind[2][0] if isinstance(self.kind, tuple) and len(self.kind) > 2 else None
+        return about if isinstance(about, tuple) and isinstance(about[-1], torch.dtype) else None
+
+    @property
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Names for what it is lowered to, so that profiles and previews read by module."""
         if self.layer is None:
@@ -80,6 +86,14 @@ class Instruction:
         """The same in a loop, where it stands for the layers of all iterations."""
         every = None if self.layer is None else re.sub(r"\d+$", "*", self.layer)
         return contextlib.nullcontext() if every is None else jax.named_scope(every)
+
+
+def is_sum(item: Instruction) -> bool:
+    """Tell whether it adds two tensors."""
+    if item.kind == SUM:
+        return True
+    target, arguments, *_ = item.kind if isinstance(item.kind, tuple) else (None, "")
+    return target is torch.ops.aten.add.Tensor and len(item.sources) == 2 and "alpha" not in str(arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering import current_rows
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
+from torch_shard._scan.instructions import Operand
 from torch_shard._scan.pipeline_parts import Row
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages
 
 Tree = Any
+
+Late = tuple[Operand, ...]
+"""What others make of a microbatch for its backward pass: a value of each layer, or one for all."""
+
+Saved = Mapping[Row | Late, Tree]
+"""What the backward pass reads of each microbatch: of layers `(slots, layers, stages, ...)`, and what is late."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +59,11 @@ class Order:
         return min(2 * self.stages.num - 1, self.ticks) if self.one_by_one else self.ticks
 
     @property
+    def ahead(self) -> int:
+        """How many microbatches are between the last stage and the first on their way back."""
+        return min(self.stages.num, self.num)
+
+    @property
     def name(self) -> str:
         """Of the schedule."""
         return "1F1B" if self.one_by_one else "GPipe" if self.stages.repeats == 1 else "circular"
@@ -80,11 +92,13 @@ class Each:
         array: `(rounds, layers, stages, ...)`, or `(microbatches, rounds, layers, stages, ...)`.
         differs: Whether it has the microbatches.
         row: Which result the forward pass of the same layer has saved, if it is one.
+        late: What it is in what is saved, where it has the microbatches and is made as they go.
     """
 
     array: Tree = None
     differs: bool = False
     row: Row | None = None
+    late: Late | None = None
 
 
 class Across:
@@ -181,7 +195,7 @@ class LayerPass:
         order: When each stage works on what.
         across: The stages.
         each: What differs by layer.
-        fixed: What does not, and whether it is `(microbatches, ...)`.
+        fixed: What does not; arrays without rounds, layers and stages.
         keys: A random key for each microbatch.
     """
 
@@ -193,7 +207,7 @@ class LayerPass:
         across: Across,
         *,
         each: Sequence[Each],
-        fixed: Sequence[tuple[Tree, bool]],
+        fixed: Sequence[Each],
         keys: jax.Array,
     ) -> None:
         self._loop, self.results, self.order, self._across = loop, results, order, across
@@ -205,8 +219,13 @@ class LayerPass:
         places = {i: of[::-1] if loop.is_backward else of for i, of in places_of(loop).items()}
         self._places = {i: across.rows(list(jnp.asarray(of, jnp.int32))) for i, of in places.items()}
 
-    def start(self, first: list[Tree], saved: Mapping[Row, Tree]) -> "PassState":
-        """What is there before the first tick, given what enters, and what the forward pass has saved."""
+    @property
+    def late(self) -> list[Late]:
+        """What it reads of what is made as microbatches go."""
+        return list(dict.fromkeys(each.late for each in (*self._each, *self._fixed) if each.late is not None))
+
+    def start(self, first: list[Tree], saved: Saved) -> "PassState":
+        """What is there before the first tick, given what enters, and what the backward pass reads."""
         stages, order = self.order.stages, self.order
         flow = self._across.put(
             jax.tree.map(lambda x: jnp.zeros((stages.num, *x.shape), x.dtype), first), has_rows=True
@@ -224,7 +243,7 @@ class LayerPass:
         return PassState(flow, wait if stages.repeats > 1 else [], results)
 
     def tick(
-        self, tick: jax.Array, state: "PassState", first: list[Tree], saved: Mapping[Row, Tree]
+        self, tick: jax.Array, state: "PassState", first: list[Tree], saved: Saved
     ) -> tuple["PassState", list[Tree]]:
         """Let every stage work once.
 
@@ -232,7 +251,7 @@ class LayerPass:
             tick: Its number, of this pass.
             state: After the tick before.
             first: What enters the first stage.
-            saved: What the forward pass has saved, `(slots, layers, stages, ...)`.
+            saved: What the backward pass reads.
 
         Returns:
             The next state, and what leaves the last stage.
@@ -264,22 +283,27 @@ class LayerPass:
         turn = self.order.stages.repeats - 1 - turn if self._loop.is_backward else turn
         return Work(tick, microbatch, turn, is_one, self.order.slot(microbatch, turn, self._across.iota))
 
-    def _layer(
-        self, flow: list[Tree], number: jax.Array, at: "Work", saved: Mapping[Row, Tree]
-    ) -> tuple[list[Tree], list[Tree]]:
+    def _layer(self, flow: list[Tree], number: jax.Array, at: "Work", saved: Saved) -> tuple[list[Tree], list[Tree]]:
         """One layer of each stage: what it hands on, and its results, `(stages, ...)`."""
 
         def own(each: Each) -> Tree:
             if each.row is not None:
                 return _per_stage(saved[each.row], 2, at.slot, number)
+            if each.late is not None:
+                return _per_stage(saved[each.late], 3, at.microbatch % self.order.ahead, at.turn, number)
             if each.differs:
                 return _per_stage(each.array, 3, at.microbatch, at.turn, number)
             return self._in_round(each.array, at.turn, number)
 
+        def same(each: Each) -> Tree:
+            if each.late is not None:
+                return _per_stage(saved[each.late], None, at.microbatch % self.order.ahead)
+            return _per_stage(each.array, None, at.microbatch) if each.differs else each.array
+
         each = [own(e) for e in self._each]
         places = {i: self._in_round(x, at.turn, number) for i, x in self._places.items()}
-        fixed = [_per_stage(x, None, at.microbatch) if differs else x for x, differs in self._fixed]
-        axes = [0 if differs else None for _, differs in self._fixed]
+        fixed = [same(f) for f in self._fixed]
+        axes = [0 if f.differs else None for f in self._fixed]
 
         def stage(
             flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]

@@ -9,10 +9,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
 from torch_shard._scan.execute import operands_of, places_of, reads_of
-from torch_shard._scan.instructions import SUM, Instruction, Operand, Output
+from torch_shard._scan.instructions import Instruction, Operand, Output, is_sum
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages
 
@@ -82,12 +80,6 @@ class Parts:
         """What comes after it reads, and outputs."""
         self.middle_sums = [v for v in self.sums if self.maker(v) in makers]
         self._refuse_unknown()
-
-    @property
-    def can_alternate(self) -> bool:
-        """Whether a backward pass needs nothing but its own forward pass, and what enters it."""
-        firsts = [first for first, _, _ in self.backward.carries] if self.backward else []
-        return self.backward is not None and set(self.handed) <= set(firsts)
 
     @property
     def _read_there(self) -> list[Operand]:
@@ -204,17 +196,24 @@ def in_order(loop: Loop) -> list[list[Instruction]]:
 def _loops(items: Sequence[Item], stages: Stages, *, has_gradients: bool) -> tuple[Loop, Loop | None]:
     """The loops over the layers, there and back."""
     loops = [item for item in items if isinstance(item, Loop)]
-    forward = next((loop for loop in loops if loop.layers == list(stages.layers)), None)
-    backward = next((loop for loop in loops if loop.layers == list(stages.layers[::-1]) and loop.is_backward), None)
+    forward = next((loop for loop in loops if _own(loop, stages) == list(stages.layers)), None)
+    backward = next(
+        (loop for loop in loops if _own(loop, stages) == list(stages.layers[::-1]) and loop.is_backward), None
+    )
     if forward is None or (backward is None and has_gradients):
         passes = "forward" if forward is None else "backward"
         raise NoPipeline(f"their {passes} passes are not one loop, in their order")
     for loop in filter(None, (forward, backward)):
         num, parts = len(loop.iterations), stages.num * stages.repeats
         if num % parts:
-            per = len(loop.layers) // num
+            per = len(stages.layers) // num
             raise NoPipeline(f"{per} layers are one iteration, and {num} iterations are not a multiple of {parts}")
     return forward, backward
+
+
+def _own(loop: Loop, stages: Stages) -> list[str]:
+    """The layers of the stages in a loop, which may have others between them, such as norms."""
+    return [path for path in loop.layers if path in stages.layers]
 
 
 def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Iterable[Output]) -> list[Item]:
@@ -226,18 +225,11 @@ def _sums_at_the_end(items: Sequence[Item], given: Iterable[Output], summed: Ite
     outputs, others = ({v.source for v in operands_of(part)} for part in (summed, given))
     tail: list[Item] = []
     for item in reversed(items):
-        if not isinstance(item, Instruction) or not _is_sum(item) or item in others:
+        if not isinstance(item, Instruction) or not is_sum(item) or item in others:
             continue
         if all(reader in tail for reader in readers.get(item, ())) and (item in outputs or item in readers):
             tail.insert(0, item)
     return tail
-
-
-def _is_sum(item: Instruction) -> bool:
-    if item.kind == SUM:
-        return True
-    target, arguments, *_ = item.kind if isinstance(item.kind, tuple) else (None, "")
-    return target is torch.ops.aten.add.Tensor and len(item.sources) == 2 and "alpha" not in str(arguments)
 
 
 def _split_off(items: Sequence[Item], made: Iterable[Instruction]) -> tuple[list[Item], list[Item]]:

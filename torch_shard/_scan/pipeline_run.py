@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from torch_shard._common.pieces import whole
 from torch_shard._lowering import current_rows, matmul_precision, rows_split
 from torch_shard._scan.execute import Inputs, Result, StackRow, array_of, execute, operands_of, row_or_value
 from torch_shard._scan.instructions import Operand
-from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, PassState, take
+from torch_shard._scan.pipeline_layers import Across, Each, LayerPass, Order, PassState, Saved, take
 from torch_shard._scan.pipeline_parts import Item, Parts, Row
 from torch_shard._scan.reroll import Loop
 
@@ -55,6 +56,15 @@ class _Pass:
     run: LayerPass
     firsts: list[Operand]
     finals: dict[Operand, int]
+
+
+class _Middle(NamedTuple):
+    """What is made of one microbatch between the passes: outputs, terms of sums, and what the way back reads."""
+
+    kept: list[Tree]
+    sums: list[Tree]
+    firsts: list[Tree]
+    late: list[Tree]
 
 
 class PipelineRun:
@@ -110,7 +120,7 @@ class PipelineRun:
         forward = self._forward()
         first = self._firsts(forward, self._zero)
         state, outs = jax.lax.scan(functools.partial(self._ahead, forward), forward.run.start(first, {}), ticks)
-        saved = dict(zip(forward.run.results, state.results, strict=True))
+        saved: Saved = {**dict(zip(forward.run.results, state.results, strict=True))}
         self._stacks |= {v: self._leaving(outs[at]) for v, at in forward.finals.items()}
         wanted = [*parts.kept, *parts.handed]
         found, sums = self._each(parts.middle, wanted, parts.middle_sums, functools.partial(self._rows, saved))
@@ -133,53 +143,56 @@ class PipelineRun:
         """
         parts, num, fill = self._parts, self._order.num, self._order.stages.num - 1
         forward, backward = self._forward(), self._backward()
-        wanted = [*parts.kept, *parts.middle_sums, *backward.firsts]
         ahead = functools.partial(self._ahead, forward)
         start = forward.run.start(self._firsts(forward, self._zero), {})
         state, _ = jax.lax.scan(ahead, start, jnp.arange(fill))
 
-        def saved_in(state: PassState) -> dict[Row, Tree]:
-            return dict(zip(forward.run.results, state.results, strict=True))
+        def saved_in(state: PassState) -> Saved:
+            return {**dict(zip(forward.run.results, state.results, strict=True))}
 
-        def middle(saved: dict[Row, Tree], outs: list[Tree], index: jax.Array) -> list[Tree]:
+        def middle(saved: Saved, outs: list[Tree], index: jax.Array) -> _Middle:
             known = {v: outs[at] for v, at in forward.finals.items()} | self._rows(saved, index)
-            return self._part(parts.middle, wanted, index, known)
+            return self._middle(backward, index, known)
+
+        def read(state: PassState, late: list[Tree]) -> Saved:
+            return {**saved_in(state), **dict(zip(backward.run.late, late, strict=True))}
 
         def both(state: Tree, index: jax.Array) -> tuple[Tree, Tree]:
-            state, sums, behind = state
+            state, sums, late, behind = state
             state, outs = ahead(state, index + fill)
-            saved = saved_in(state)
-            found = middle(saved, outs, index)
-            kept, more = found[: len(parts.kept)], found[len(parts.kept) :]
-            sums = _added(sums, more[: len(parts.middle_sums)])
-            behind, gone = self._back(backward, saved, behind, index, first=more[len(parts.middle_sums) :])
-            return (state, sums, behind), (kept, gone)
+            found = middle(saved_in(state), outs, index)
+            late = _put(late, found.late, index % self._order.ahead)
+            behind, gone = self._back(backward, read(state, late), behind, index, first=found.firsts)
+            return (state, _added(sums, found.sums), late, behind), (found.kept, gone)
 
-        outs = jax.eval_shape(ahead, state, self._zero)[1]
-        saved = saved_in(state)
-        shapes = jax.eval_shape(middle, saved, outs, self._zero)
-        zeros = _wide_zeros(shapes[len(parts.kept) : len(parts.kept) + len(parts.middle_sums)])
-        firsts = shapes[len(parts.kept) + len(parts.middle_sums) :]
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), firsts)
-        start = (state, zeros, backward.run.start(none, saved))
-        (state, totals, behind), (kept, gone) = jax.lax.scan(both, start, jnp.arange(num))
+        shapes = jax.eval_shape(middle, saved_in(state), jax.eval_shape(ahead, state, self._zero)[1], self._zero)
+        none, late = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes.firsts, shapes.late))
+        late = jax.tree.map(lambda x: jnp.zeros((self._order.ahead, *x.shape), x.dtype), late)
+        start = (state, _wide_zeros(shapes.sums), late, backward.run.start(none, read(state, late)))
+        (state, totals, late, behind), (kept, gone) = jax.lax.scan(both, start, jnp.arange(num))
         self._stacks |= dict(zip(parts.kept, kept, strict=True))
 
-        saved = saved_in(state)
-
         def drain(behind: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
-            return self._back(backward, saved, behind, tick, first=none)
+            return self._back(backward, read(state, late), behind, tick, first=none)
 
-        behind, late = jax.lax.scan(drain, behind, num + jnp.arange(fill))
-        outs = jax.tree.map(lambda *x: jnp.concatenate(x), gone, late)
+        behind, rest = jax.lax.scan(drain, behind, num + jnp.arange(fill))
+        outs = jax.tree.map(lambda *x: jnp.concatenate(x), gone, rest)
         return self._end(backward, outs, behind.results, dict(zip(parts.middle_sums, totals, strict=True)))
+
+    def _middle(self, backward: _Pass, index: jax.Array, known: dict[Operand, Result]) -> _Middle:
+        """What is made of one microbatch between the passes of its layers."""
+        parts, late = self._parts, backward.run.late
+        groups = [parts.kept, parts.middle_sums, backward.firsts, *late]
+        found = iter(self._part(parts.middle, list(itertools.chain(*groups)), index, known))
+        kept, sums, firsts, *each = ([next(found) for _ in group] for group in groups)
+        return _Middle(kept, sums, firsts, [x[0] if len(x) == 1 else self._across.rows(x) for x in each])
 
     def _ahead(self, layers: _Pass, state: PassState, tick: jax.Array) -> tuple[PassState, list[Tree]]:
         """A tick of the forward pass: what leaves the last stage."""
         return layers.run.tick(tick, state, self._firsts(layers, tick % self._order.num), {})
 
     def _back(
-        self, layers: _Pass, saved: dict[Row, Tree], state: PassState, tick: jax.Array, *, first: list[Tree]
+        self, layers: _Pass, saved: Saved, state: PassState, tick: jax.Array, *, first: list[Tree]
     ) -> tuple[PassState, list[Tree]]:
         """A tick of the backward pass: what leaves the first stage."""
         state, outs = layers.run.tick(tick, state, first, saved)
@@ -235,7 +248,7 @@ class PipelineRun:
         with rows_split(wide):
             return list(map(array_of, execute(items, wanted, self._keys[index], self._inputs.at(index), known=known)))
 
-    def _rows(self, saved: dict[Row, Tree], index: jax.Array) -> dict[Operand, Result]:
+    def _rows(self, saved: Saved, index: jax.Array) -> dict[Operand, Result]:
         """What the layers have made of one microbatch, as far as others read it."""
         stages = self._order.stages
         slots = self._order.slot(index, jnp.arange(stages.repeats)[:, None], self._across.iota)
@@ -268,16 +281,29 @@ class PipelineRun:
         return self._pass(loop, parts.rows_of(v for v in made if v not in finals), finals)
 
     def _pass(self, loop: Loop, results: list[Row], finals: dict[Operand, int]) -> _Pass:
-        fixed = [(self._value(v), False) if (stack := self._stack_of(v)) is None else (stack, True) for v in loop.fixed]
+        fixed = [self._fixed_of(v) for v in loop.fixed]
         each = [self._each_of(values[::-1] if loop.is_backward else values) for values in loop.each]
         run = LayerPass(loop, results, self._order, self._across, each=each, fixed=fixed, keys=self._keys)
         return _Pass(run, [first for first, _, _ in loop.carries], finals)
+
+    def _fixed_of(self, value: Operand) -> Each:
+        """What does not differ by layer."""
+        if self._is_late(value):
+            return Each(late=(value,), differs=True)
+        stack = self._stack_of(value)
+        return Each(self._value(value)) if stack is None else Each(stack, differs=True)
+
+    def _is_late(self, value: Operand) -> bool:
+        """Whether it is made of each microbatch before its way back begins."""
+        return self._order.one_by_one and self._parts.maker(value) in ("middle", "forward")
 
     def _each_of(self, values: Sequence[Operand]) -> Each:
         """What differs by layer, in their order."""
         row = self._parts.row_of(values[0])
         if row is not None and row[0] in self._parts.saved and all(self._parts.maker(v) == "forward" for v in values):
             return Each(row=row[0])
+        if any(map(self._is_late, values)):
+            return Each(late=tuple(values), differs=True)
         if all(self._stack_of(v) is None for v in values):
             return Each(self._across.rows([row_or_value(v, self._same, self._value) for v in values]))
         stacks = [self._stacked(v) for v in values]
@@ -322,6 +348,10 @@ class PipelineRun:
 
 def _wide_zeros(shapes: list[Tree]) -> list[Tree]:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype_of_sums(x.dtype)), shapes)
+
+
+def _put(held: list[Tree], new: list[Tree], at: jax.Array) -> list[Tree]:
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, at, 0), held, new)
 
 
 def _added(totals: list[Tree], values: list[Tree]) -> list[Tree]:

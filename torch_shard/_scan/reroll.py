@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from torch_shard._scan.first_sums import with_first_sums
 from torch_shard._scan.instructions import Instruction, Operand
 
 Item = TypeVar("Item")
@@ -70,16 +71,19 @@ class Loop:
 
 def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
     """Replace instructions that repeat by loops, those with the most iterations first."""
+    instructions = with_first_sums(instructions, LONGEST_PERIOD)
     order = {instruction: i for i, instruction in enumerate(instructions)}
     anchors = [i for i, instruction in enumerate(instructions) if instruction.layer is not None]
-    found, begin, last = [], 0, -1
+    found, begin, last, end = [], 0, -1, 0
     for at in range(len(anchors)):
-        if at < begin or (stretch := _best(instructions, anchors[at:], order)) is None:
+        floor = 0 if at == last else end
+        if at < begin or (stretch := _best(instructions, anchors[at:], order, floor)) is None:
             continue
         found.append(stretch)
         if at != last:  # what begins within a loop is no longer, unless it begins in its last iteration
             layers, count = len(stretch[2].layers), len(stretch[2].iterations)
-            begin = last = at + layers - layers // count
+            begin, end = at + layers - layers // count, stretch[1]
+            last = begin
     found.sort(key=lambda stretch: -len(stretch[2].iterations))
     loops: dict[int, tuple[int, Loop]] = {}
     for first, stop, loop in found:
@@ -98,19 +102,20 @@ def reroll(instructions: list[Instruction]) -> list[Instruction | Loop]:
 
 
 def _best(
-    instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int]
+    instructions: list[Instruction], anchors: list[int], order: dict[Instruction, int], floor: int
 ) -> tuple[int, int, Loop] | None:
-    """Start and stop of the longest loop from the first anchor on; of equal ones the shorter."""
+    """Start and stop of the longest loop from the first anchor on, not before `floor`; of equal ones the shorter."""
     best = None
     for period in range(1, LONGEST_PERIOD + 1):
         starts = anchors[::period]
         if len(starts) < 2:
             break
         length = starts[1] - starts[0]
-        for before in dict.fromkeys((0, length - 1)):  # what lies between layers belongs to the next or the last one
-            spans = _alike(instructions, [s - before for s in starts], length)
-            loop = _prove(spans, order) if len(spans) > 1 else None
-            if loop is not None and (best is None or len(loop.iterations) > len(best[2].iterations)):
+        for before in dict.fromkeys((0, length - 1, *range(length))):  # what lies between is the next one's, or not
+            spans = _alike(instructions, [s - before for s in starts], length) if starts[0] - before >= floor else []
+            most = 1 if best is None else len(best[2].iterations)
+            loop = _prove(spans, order) if len(spans) > most else None
+            if loop is not None and len(loop.iterations) > most:
                 first = starts[0] - before
                 best = first, first + length * len(loop.iterations), loop
     return best
@@ -118,8 +123,6 @@ def _best(
 
 def _alike(instructions: list[Instruction], starts: list[int], length: int) -> list[list[Instruction]]:
     """The longest run of stretches with instructions of the same kinds, one right after the other."""
-    if starts[0] < 0:
-        return []
     spans = []
     for number, start in enumerate(starts):
         span = instructions[start : start + length]
