@@ -6,6 +6,8 @@ it has; a block that reaches beyond them is followed by the next expert's, or no
 
 Biases are none, or those of both products, (E, H) and (E, D).
 
+Matrices stay as a model has them, so that none is copied: see `Gate`.
+
 Shapes: T tokens, K experts of each token, E experts, D model, F inner width of an expert, H = 2 F, B rows of a block.
 A slot is one of the T * K pairs of a token and its expert.
 """
@@ -13,10 +15,12 @@ A slot is one of the T * K pairs of a token and its expert.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from torch_shard._common.axes import vary_like
 from torch_shard._common.expected_trips import expecting
@@ -51,13 +55,36 @@ class Gate:
     interleaved: bool = False
     transposed: bool = False
 
-    def canonical(self, up: jax.Array, down: jax.Array, *biases: jax.Array) -> tuple[jax.Array, ...]:
-        """Matrices `up_EHD, down_EDF` with the first half for the gate, and biases, of those of a model."""
-        up, down = (jnp.swapaxes(x, 1, 2) if self.transposed else x for x in (up, down))
-        if not self.interleaved:
-            return up, down, *biases
-        up, *rest = (jnp.concatenate([x[:, ::2], x[:, 1::2]], 1) for x in (up, *biases[:1]))
-        return up, down, *rest, *biases[1:]
+    def into(self, rows_BI: jax.Array, matrix: jax.Array, *bias: jax.Array) -> jax.Array:
+        """Product of rows with a matrix of one expert as it lies, and its bias added."""
+        found = rows_BI @ (matrix if self.transposed else matrix.T)
+        return (found + bias[0]).astype(found.dtype) if bias else found
+
+    def back(self, grads_BO: jax.Array, matrix: jax.Array, **options: Any) -> jax.Array:
+        """Gradient of the rows of `into`."""
+        return jnp.matmul(grads_BO, matrix.T if self.transposed else matrix, **options)
+
+    def outer(self, grads_BO: jax.Array, rows_BI: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Gradient of the matrix of `into`, as it lies."""
+        first, second = (rows_BI, grads_BO) if self.transposed else (grads_BO, rows_BI)
+        return jnp.einsum("bi,bo->io", first, second, preferred_element_type=dtype)
+
+    def halves(self, pre_BH: jax.Array) -> Sequence[jax.Array]:
+        """Features of the gate, and those that it is multiplied with."""
+        return every_other(pre_BH) if self.interleaved else jnp.split(pre_BH, 2, -1)
+
+
+@jax.custom_vjp
+def every_other(x_BH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Features 0, 2, 4, ... and 1, 3, 5, ...
+
+    The gradient puts them beside each other. XLA's own, which pads each with zeros in between, takes TPU's compiler
+    minutes and gigabytes for a few thousand features.
+    """
+    return x_BH[:, ::2], x_BH[:, 1::2]
+
+
+every_other.defvjp(lambda x: (every_other(x), None), lambda _, grads: (jnp.stack(grads, 2).reshape(len(grads[0]), -1),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +182,8 @@ def run_blocks(
 
 
 def gated(pre_BH: jax.Array, gate: Gate) -> jax.Array:
-    """The inner values of experts: the first half through the activation, times the second."""
-    first, up = jnp.split(pre_BH, 2, -1)
+    """The inner values of experts: one half through the activation, times the other."""
+    first, up = gate.halves(pre_BH)
     wide = jnp.promote_types(first.dtype, jnp.float32)
     if gate.activation != "clamped":
         return ACTIVATIONS[gate.activation](first.astype(wide)).astype(first.dtype) * up
@@ -167,23 +194,18 @@ def gated(pre_BH: jax.Array, gate: Gate) -> jax.Array:
     return ((up + 1) * first * jax.nn.sigmoid(alpha * first)).astype(pre_BH.dtype)
 
 
-def _plus(product: jax.Array, *bias: jax.Array) -> jax.Array:
-    return (product + bias[0]).astype(product.dtype) if bias else product
-
-
 def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, gate: Gate) -> jax.Array:
     """`x_TD, weights_TK, up, down, *biases` to the sum over each token's experts that are here, (T, D)."""
-    x_TD, weights_TK, *given = tensors
-    matrices = gate.canonical(*given)
+    x_TD, weights_TK, *matrices = tensors
     narrow, num_choices = x_TD.astype(matrices[0].dtype), weights_TK.shape[1]
 
     def step(expert: tuple[jax.Array, ...], chosen: jax.Array, _: jax.Array) -> tuple[jax.Array, tuple[()]]:
-        up_HD, down_DF, *biases = expert
-        inner = gated(_plus(narrow[chosen // num_choices] @ up_HD.T, *biases[:1]), gate)
-        return _plus(inner @ down_DF.T, *biases[1:]), ()
+        up, down, *biases = expert
+        inner = gated(gate.into(narrow[chosen // num_choices], up, *biases[:1]), gate)
+        return gate.into(inner, down, *biases[1:]), ()
 
     row = jnp.zeros(x_TD.shape[1:], narrow.dtype)
-    found, _ = run_blocks(slots, matrices, (row, ()), step)
+    found, _ = run_blocks(slots, tuple(matrices), (row, ()), step)
     return jnp.sum(slots.read(found) * weights_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -195,31 +217,29 @@ def experts_backward(
     The weight of a slot stands behind the product with `down`, so that its gradient is the product of the inner values
     with the gradient that comes to them, and that product need not be computed again.
     """
-    x_TD, weights_TK, *given = tensors
-    matrices, pull_matrices = jax.vjp(gate.canonical, *given)
+    x_TD, weights_TK, *matrices = tensors
     dtype, num_choices = matrices[0].dtype, weights_TK.shape[1]
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow, grad, weights = x_TD.astype(dtype), grad_TD.astype(dtype), weights_TK.reshape(-1)
 
     def step(expert: tuple[jax.Array, ...], chosen: jax.Array, is_own: jax.Array) -> tuple[PyTree, PyTree]:
-        up_HD, down_DF, *biases = expert
+        up, down, *biases = expert
         x_BD, grad_BD = narrow[chosen // num_choices], grad[chosen // num_choices]
         weight_B1 = jnp.where(is_own, weights[chosen], 0)[:, None]
-        pre_BH = _plus(x_BD @ up_HD.T, *biases[:1])
+        pre_BH = gate.into(x_BD, up, *biases[:1])
         inner_BF, pull = jax.vjp(functools.partial(gated, gate=gate), pre_BH)
-        back_BF = jnp.matmul(grad_BD, down_DF, preferred_element_type=wide)
+        back_BF = gate.back(grad_BD, down, preferred_element_type=wide)
         grad_weight = jnp.sum(inner_BF.astype(wide) * back_BF, axis=-1)
         grad_weight += sum(jnp.sum((grad_BD * bias).astype(wide), axis=-1) for bias in biases[1:])
         (pre_BH,) = pull((back_BF * weight_B1).astype(dtype))
-        grad_up = jnp.einsum("bh,bd->hd", pre_BH, x_BD, preferred_element_type=wide)
         weighted_BD = (grad_BD * weight_B1).astype(dtype)
-        grad_down = jnp.einsum("bd,bf->df", weighted_BD, inner_BF, preferred_element_type=wide)
+        grads = gate.outer(pre_BH, x_BD, wide), gate.outer(weighted_BD, inner_BF, wide)
         of_biases = (jnp.sum(x, 0, dtype=wide) for x in (pre_BH, weighted_BD)[: len(biases)])
-        return (pre_BH @ up_HD, grad_weight), (grad_up, grad_down, *of_biases)
+        return (gate.back(pre_BH, up), grad_weight), (*grads, *of_biases)
 
     rows = jnp.zeros(x_TD.shape[1:], dtype), jnp.zeros((), wide)
     sums = tuple(jnp.zeros(x.shape[1:], wide) for x in matrices)
-    (grad_x, grad_weights), found = run_blocks(slots, matrices, (rows, sums), step)
-    of_matrices = pull_matrices(tuple(g.astype(x.dtype) for g, x in zip(found, matrices, strict=True)))
+    (grad_x, grad_weights), found = run_blocks(slots, tuple(matrices), (rows, sums), step)
+    of_matrices = (g.astype(x.dtype) for g, x in zip(found, matrices, strict=True))
     grad_x = jnp.sum(slots.read(grad_x), axis=1, dtype=wide)
     return grad_x.astype(x_TD.dtype), slots.read(grad_weights).astype(weights_TK.dtype), *of_matrices
