@@ -26,10 +26,11 @@ from torch_shard._common.axes import vary_like
 from torch_shard._common.expected_trips import expecting
 from torch_shard._common.types import PyTree
 
-LARGEST, SMALLEST = 1024, 8
-"""Rows of a block: half of what an expert has if all have as many, within these bounds.
+SMALLEST, WORTH, LARGEST = 8, 256, 1024
+"""Rows of a block: what an expert has if all have as many, within these bounds.
 
-For each block the sum of a gradient is read and written once; 1024 rows are as much arithmetic on a TPU v5e.
+For each block the expert's matrices are read once, which is as long as the arithmetic of about 256 rows on a TPU v5e
+or an H100, and the sum of a gradient is read and written, as long as that of about 1024.
 """
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -126,7 +127,7 @@ def sort_slots(ids_TK: jax.Array, first: int | jax.Array, num_here: int, num_exp
     place = jnp.argsort(order).astype(jnp.int32).reshape(ids_TK.shape)
     ends = jnp.sum(ids[:, None] <= jnp.arange(num_here), axis=0, dtype=jnp.int32)
     mean = len(ids) / num_experts
-    block = _block(mean)
+    block = _block(mean, len(ids))
     return Slots(
         order=jnp.pad(order, (0, block)),
         place=place,
@@ -137,9 +138,10 @@ def sort_slots(ids_TK: jax.Array, first: int | jax.Array, num_here: int, num_exp
     )
 
 
-def _block(mean: float) -> int:
-    step = 128 if mean >= 256 else SMALLEST
-    return min(max(math.ceil(mean / 2 / step) * step, SMALLEST), LARGEST)
+def _block(mean: float, num_slots: int) -> int:
+    step = 128 if mean >= 128 else SMALLEST
+    fitting = min(max(math.ceil(mean / step) * step, WORTH), LARGEST)
+    return min(fitting, math.ceil(num_slots / SMALLEST) * SMALLEST)
 
 
 def run_blocks(
@@ -147,6 +149,7 @@ def run_blocks(
     experts: PyTree,
     zeros: tuple[PyTree, PyTree],
     step: Callable[[PyTree, jax.Array, jax.Array], tuple[PyTree, PyTree]],
+    dtype: DTypeLike,
 ) -> tuple[PyTree, PyTree]:
     """Run a function for all blocks of all experts.
 
@@ -156,6 +159,7 @@ def run_blocks(
         zeros: Of a row of each value that is written in order; and of each sum over an expert's blocks.
         step: Takes an expert, the slots of a block, and which of them are the expert's; returns the rows of the values,
             and what is added to the sums.
+        dtype: Of the sums that are returned.
 
     Returns:
         Values in order (T * K + B, ...), of which those of no expert here may be anything; and sums (E, ...).
@@ -163,22 +167,25 @@ def run_blocks(
     rows, sums = zeros
     written = jax.tree.map(lambda row: jax.lax.empty((len(slots.order), *row.shape), row.dtype), rows)
     written, sums = vary_like((written, sums), experts, slots.order)
+    blocks = (slots.ends - slots.starts + slots.block - 1) // slots.block
+    after = jnp.cumsum(blocks)
 
-    def of_expert(written: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        start, end, expert = given
+    def of_block(number: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        written, sums = carry
+        own = jnp.sum(after <= number, dtype=jnp.int32)  # by the block, so that XLA copies no expert before its loop
+        at = slots.starts[own] + (number - after[own] + blocks[own]) * slots.block
+        chosen = jax.lax.dynamic_slice_in_dim(slots.order, at, slots.block)
+        expert = jax.tree.map(lambda x: x[own], experts)
+        found, more = step(expert, chosen, at + jnp.arange(slots.block) < slots.ends[own])
+        written = jax.tree.map(lambda to, v: jax.lax.dynamic_update_slice_in_dim(to, v, at, 0), written, found)
+        return written, jax.tree.map(jnp.add, sums, more)
 
-        def of_block(number: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            written, sums = carry
-            at = start + number * slots.block
-            chosen = jax.lax.dynamic_slice_in_dim(slots.order, at, slots.block)
-            found, more = step(expert, chosen, at + jnp.arange(slots.block) < end)
-            written = jax.tree.map(lambda to, v: jax.lax.dynamic_update_slice_in_dim(to, v, at, 0), written, found)
-            return written, jax.tree.map(jnp.add, sums, more)
-
+    def of_expert(written: PyTree, bounds: tuple[jax.Array, jax.Array]) -> tuple[PyTree, PyTree]:
         with expecting(slots.expected):
-            return jax.lax.fori_loop(0, -((start - end) // slots.block), of_block, (written, sums))
+            written, found = jax.lax.fori_loop(*bounds, of_block, (written, sums))
+        return written, jax.tree.map(lambda x: x.astype(dtype), found)
 
-    return jax.lax.scan(of_expert, written, (slots.starts, slots.ends, experts))
+    return jax.lax.scan(of_expert, written, (after - blocks, after))
 
 
 def gated(pre_BH: jax.Array, gate: Gate) -> jax.Array:
@@ -205,7 +212,7 @@ def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, gate: Gate) ->
         return gate.into(inner, down, *biases[1:]), ()
 
     row = jnp.zeros(x_TD.shape[1:], narrow.dtype)
-    found, _ = run_blocks(slots, tuple(matrices), (row, ()), step)
+    found, _ = run_blocks(slots, tuple(matrices), (row, ()), step, narrow.dtype)
     return jnp.sum(slots.read(found) * weights_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -239,7 +246,7 @@ def experts_backward(
 
     rows = jnp.zeros(x_TD.shape[1:], dtype), jnp.zeros((), wide)
     sums = tuple(jnp.zeros(x.shape[1:], wide) for x in matrices)
-    (grad_x, grad_weights), found = run_blocks(slots, tuple(matrices), (rows, sums), step)
+    (grad_x, grad_weights), found = run_blocks(slots, tuple(matrices), (rows, sums), step, dtype)
     of_matrices = (g.astype(x.dtype) for g, x in zip(found, matrices, strict=True))
     grad_x = jnp.sum(slots.read(grad_x), axis=1, dtype=wide)
     return grad_x.astype(x_TD.dtype), slots.read(grad_weights).astype(weights_TK.dtype), *of_matrices
