@@ -17,7 +17,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 import torch_shard as ts
 from torch_shard._capture.trace import Spec, capture
-from torch_shard._lowering.ops import keeps_whole
+from torch_shard._lowering.ops import expert_blocks, keeps_whole
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
 TOKENS, WIDTH, EXPERTS = 24, 8, 4
@@ -29,6 +29,12 @@ OURS = torch.ops.torch_shard.experts.default
 def rows_that_nobody_writes_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they may be on TPUs and GPUs; on CPUs they would be zero, which hides that they are read."""
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the few rows of these tests."""
+    monkeypatch.setattr(expert_blocks, "WORTH", expert_blocks.SMALLEST)
 
 
 def targets(fn: Any, given: list[torch.Tensor]) -> set[Any]:

@@ -27,7 +27,7 @@ from torch_shard._common.expected_trips import expecting
 from torch_shard._common.types import PyTree
 
 SMALLEST, WORTH, LARGEST = 8, 256, 1024
-"""Rows of a block: what an expert has if all have as many, within these bounds.
+"""Rows of a block: half of what an expert has if all have as many, within these bounds.
 
 For each block the expert's matrices are read once, which is as long as the arithmetic of about 256 rows on a TPU v5e
 or an H100, and the sum of a gradient is read and written, as long as that of about 1024.
@@ -139,9 +139,8 @@ def sort_slots(ids_TK: jax.Array, first: int | jax.Array, num_here: int, num_exp
 
 
 def _block(mean: float, num_slots: int) -> int:
-    step = 128 if mean >= 128 else SMALLEST
-    fitting = min(max(math.ceil(mean / step) * step, WORTH), LARGEST)
-    return min(fitting, math.ceil(num_slots / SMALLEST) * SMALLEST)
+    step = 128 if mean >= 256 else SMALLEST
+    return min(max(math.ceil(mean / 2 / step) * step, WORTH), LARGEST, math.ceil(num_slots / SMALLEST) * SMALLEST)
 
 
 def run_blocks(
