@@ -76,12 +76,12 @@ def _shown(cell: Mapping[str, Any]) -> str:
 
 HEAD = """# Proofs
 
-Models of transformers and diffusers as they are installed, made small, with random weights, under every usual plan on
-eight simulated devices. Each cell is the largest difference of anything from eager torch on the CPU: loss, outputs,
-every gradient, and every parameter and buffer after each of three steps of AdamW, relative to the largest entry of the
-value. A cell holds up to 1e-5 in float32. A star says that rounding hid more, and that both sides were repeated in
-float64, where 1e-10 is allowed (1e-5 still, if the model itself computes its norms in float32). Bold does not hold; a
-dash does not fit the model: [why](#what-does-not-fit) is said below.
+Models of transformers, diffusers and timm as they are installed, made small, with random weights, under every usual
+plan on eight simulated devices. Each cell is the largest difference of anything from eager torch on the CPU: loss,
+outputs, every gradient, and every parameter and buffer after each of three steps of AdamW, relative to the largest
+entry of the value. A cell holds up to 1e-5 in float32. A star says that rounding hid more, and that both sides were
+repeated in float64, where 1e-10 is allowed (1e-5 still, if the model itself computes its norms in float32). Bold does
+not hold; a dash does not fit the model: [why](#what-does-not-fit) is said below.
 
 The same table of your own model is one call, [`ts.prove`][torch_shard.prove], or `torch-shard prove train.py`.
 `python -m tests.proofs.report --write` makes this page.
