@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +60,9 @@ class Gate:
         found = rows_BI @ (matrix if self.transposed else matrix.T)
         return (found + bias[0]).astype(found.dtype) if bias else found
 
-    def back(self, grads_BO: jax.Array, matrix: jax.Array, **options: Any) -> jax.Array:
+    def back(self, grads_BO: jax.Array, matrix: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         """Gradient of the rows of `into`."""
-        return jnp.matmul(grads_BO, matrix.T if self.transposed else matrix, **options)
+        return jnp.matmul(grads_BO, matrix.T if self.transposed else matrix, preferred_element_type=dtype)
 
     def outer(self, grads_BO: jax.Array, rows_BI: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Gradient of the matrix of `into`, as it lies."""
@@ -234,7 +233,7 @@ def experts_backward(
         weight_B1 = jnp.where(is_own, weights[chosen], 0)[:, None]
         pre_BH = gate.into(x_BD, up, *biases[:1])
         inner_BF, pull = jax.vjp(functools.partial(gated, gate=gate), pre_BH)
-        back_BF = gate.back(grad_BD, down, preferred_element_type=wide)
+        back_BF = gate.back(grad_BD, down, wide)
         grad_weight = jnp.sum(inner_BF.astype(wide) * back_BF, axis=-1)
         grad_weight += sum(jnp.sum((grad_BD * bias).astype(wide), axis=-1) for bias in biases[1:])
         (pre_BH,) = pull((back_BF * weight_B1).astype(dtype))
