@@ -294,3 +294,17 @@ def test_a_loop_gathers_the_experts_of_one_layer_and_not_the_stack() -> None:
         return step.preview(torch.empty(8, 16, dtype=torch.int64, device="meta")).collective_bytes
 
     assert received(6) <= 3 * received(2)  # it was 5.8 times as much
+
+
+def test_gradients_of_wide_biases_beside_narrow_matrices_are_not_rounded() -> None:
+    """As under autocast, which takes products in bfloat16 and biases as they are."""
+    wide, narrow = jnp.float32, jnp.bfloat16
+    ids = jnp.zeros((TOKENS, 1), jnp.int32)
+    grad = jax.random.normal(jax.random.key(0), (TOKENS, WIDTH))
+    weights, x = jnp.ones((TOKENS, 1)), jnp.ones((TOKENS, WIDTH))
+    shapes = [((1, 24, WIDTH), narrow), ((1, WIDTH, 12), narrow), ((1, 24), wide), ((1, WIDTH), wide)]
+    tensors = (x, weights, *(jnp.ones(shape, dtype) for shape, dtype in shapes))
+    slots = expert_blocks.sort_slots(ids, 0, 1, 1)
+    *_, of_bias = expert_blocks.experts_backward(grad, tensors, slots, expert_blocks.Gate("silu"))
+    expected = grad.astype(narrow).astype(wide).sum(0)
+    np.testing.assert_allclose(of_bias[0], expected, rtol=1e-6)  # a sum of 24 terms in another order

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from torch_shard._common.axes import vary_like
+from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._common.expected_trips import expecting
 from torch_shard._common.types import PyTree
 
@@ -147,24 +148,24 @@ def run_blocks(
     experts: PyTree,
     zeros: tuple[PyTree, PyTree],
     step: Callable[[PyTree, jax.Array, jax.Array], tuple[PyTree, PyTree]],
-    dtype: DTypeLike,
 ) -> tuple[PyTree, PyTree]:
     """Run a function for all blocks of all experts.
 
     Args:
         slots: Sorted.
         experts: Arrays (E, ...), of which each block is given its expert's.
-        zeros: Of a row of each value that is written in order; and of each sum over an expert's blocks.
+        zeros: Of a row of each value that is written in order; and of each sum over an expert's blocks, which is taken
+            in float32 at least and returned in the dtype of its zero.
         step: Takes an expert, the slots of a block, and which of them are the expert's; returns the rows of the values,
             and what is added to the sums.
-        dtype: Of the sums that are returned.
 
     Returns:
         Values in order (T * K + B, ...), of which those of no expert here may be anything; and sums (E, ...).
     """
     rows, sums = zeros
     written = jax.tree.map(lambda row: jax.lax.empty((len(slots.order), *row.shape), row.dtype), rows)
-    written, sums = vary_like((written, sums), experts, slots.order)
+    wide = jax.tree.map(lambda x: x.astype(dtype_of_sums(x.dtype)), sums)
+    written, wide = vary_like((written, wide), experts, slots.order)
     blocks = (slots.ends - slots.starts + slots.block - 1) // slots.block
     after = jnp.cumsum(blocks)
 
@@ -180,8 +181,8 @@ def run_blocks(
 
     def of_expert(written: PyTree, bounds: tuple[jax.Array, jax.Array]) -> tuple[PyTree, PyTree]:
         with expecting(slots.expected):
-            written, found = jax.lax.fori_loop(*bounds, of_block, (written, sums))
-        return written, jax.tree.map(lambda x: x.astype(dtype), found)
+            written, found = jax.lax.fori_loop(*bounds, of_block, (written, wide))
+        return written, jax.tree.map(lambda x, zero: x.astype(zero.dtype), found, sums)
 
     return jax.lax.scan(of_expert, written, (after - blocks, after))
 
@@ -210,7 +211,7 @@ def experts_forward(tensors: tuple[jax.Array, ...], slots: Slots, gate: Gate) ->
         return gate.into(inner, down, *biases[1:]), ()
 
     row = jnp.zeros(x_TD.shape[1:], narrow.dtype)
-    found, _ = run_blocks(slots, tuple(matrices), (row, ()), step, narrow.dtype)
+    found, _ = run_blocks(slots, tuple(matrices), (row, ()), step)
     return jnp.sum(slots.read(found) * weights_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -224,7 +225,7 @@ def experts_backward(
     """
     x_TD, weights_TK, *matrices = tensors
     dtype, num_choices = matrices[0].dtype, weights_TK.shape[1]
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = dtype_of_sums(dtype)
     narrow, grad, weights = x_TD.astype(dtype), grad_TD.astype(dtype), weights_TK.reshape(-1)
 
     def step(expert: tuple[jax.Array, ...], chosen: jax.Array, is_own: jax.Array) -> tuple[PyTree, PyTree]:
@@ -243,8 +244,7 @@ def experts_backward(
         return (gate.back(pre_BH, up), grad_weight), (*grads, *of_biases)
 
     rows = jnp.zeros(x_TD.shape[1:], dtype), jnp.zeros((), wide)
-    sums = tuple(jnp.zeros(x.shape[1:], wide) for x in matrices)
-    (grad_x, grad_weights), found = run_blocks(slots, tuple(matrices), (rows, sums), step, dtype)
-    of_matrices = (g.astype(x.dtype) for g, x in zip(found, matrices, strict=True))
+    sums = tuple(jnp.zeros_like(x[0]) for x in matrices)
+    (grad_x, grad_weights), of_matrices = run_blocks(slots, tuple(matrices), (rows, sums), step)
     grad_x = jnp.sum(slots.read(grad_x), axis=1, dtype=wide)
     return grad_x.astype(x_TD.dtype), slots.read(grad_weights).astype(weights_TK.dtype), *of_matrices
