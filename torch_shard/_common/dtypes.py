@@ -31,7 +31,7 @@ _JAX_TO_TORCH = {j: t for t, j in _TORCH_TO_JAX.items()}
 
 
 def dtype_of_sums(dtype: np.dtype) -> np.dtype:
-    """The dtype that gradients and losses of several microbatches, or blocks of rows, are added up in: float32 at least."""
+    """The dtype that gradients and losses of microbatches, or blocks of rows, are added up in: float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
