@@ -11,7 +11,7 @@ from torch import nn
 import torch_shard as ts
 
 
-def _drops(kind: str) -> nn.Module:
+def _drops(kind: str, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     few: dict[str, Any] = {"num_labels": 4, "drop_path_rate": 0.5}
     if kind == "Swin":
@@ -21,6 +21,7 @@ def _drops(kind: str) -> nn.Module:
     else:
         few |= {"image_size": 32, "patch_size": 16, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
         few |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    few |= more
     return getattr(transformers, f"{kind}ForImageClassification")(getattr(transformers, f"{kind}Config")(**few))
 
 
@@ -65,3 +66,12 @@ def test_a_rate_that_is_changed_makes_another_program() -> None:
     layer.drop_prob = 0.01
     other, _ = _dropping_step(model, False)
     assert float(changed["loss"]) != float(other(other.init(seed=0), batch)[1]["loss"])
+
+
+def test_a_stage_that_its_windows_cover_sets_its_shift_at_the_first_call() -> None:
+    model = _drops("Swin", depths=[2, 2], window_size=4)
+    shifts = [module for module in model.modules() if hasattr(module, "shift_size")]
+    before = [module.shift_size for module in shifts]
+    step, batch = _dropping_step(model, "auto")
+    step.prove(step.init(seed=0), batch).raise_if_different()
+    assert [module.shift_size for module in shifts] == before  # what torch would have left is taken back

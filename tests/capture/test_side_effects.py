@@ -60,7 +60,19 @@ class Collects(One):
         return self.a(x) * sum(self.losses) + self.tables[WIDTH]
 
 
-@pytest.mark.parametrize("build", [CountsForItself, Collects], ids=lambda b: b.__name__)
+class Windows(One):
+    """A mask that is made at the first call, and repeated for each row as one matrix."""
+
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(WIDTH, WIDTH).tril()
+        repeated = torch.ones(WIDTH, WIDTH).tril().expand(len(x), WIDTH, WIDTH).reshape(-1, WIDTH)
+        return self.a(x) @ (self.mask + repeated[-WIDTH:])
+
+
+@pytest.mark.parametrize("build", [CountsForItself, Collects, Windows], ids=lambda b: b.__name__)
 def test_harmless_writes_are_right_and_taken_back(build: type[One]) -> None:
     case = built(build)
     model = case.model()

@@ -32,19 +32,21 @@ def proofs(model: nn.Module, loss_fn: Any = with_outputs, **options: Any) -> ts.
     return ts.prove(model, loss_fn, torch.randn(8, 4), **options)
 
 
-# The largest of each kind that has parts of its own: ties and fused projections, windows, soft caps, experts, no
-# decoder; the other families are rows of docs/proof.md.
-MODELS = ["GPT2", "Llama", "Gemma2", "Mixtral", "Bert"]
+# One of each kind that has parts of its own: ties and fused projections, rotary and grouped heads, biases by distance,
+# experts, no decoder; the other families are rows of docs/proof.md.
+MODELS = ["GPT2", "Llama", "Bloom", "Mixtral", "Bert"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_the_hub_hold_under_every_usual_layout(name: str) -> None:
     case = next(model for model in HF_MODELS if model.name == name).cases()[0]
-    found = ts.prove(case.model(), loss_with_logits, case.batches(1)[0])
+    model, batch = case.model(), case.batches(1)[0]
+    with torch.no_grad():
+        loss_with_logits(model, batch)  # what transformers leaves on a model at its first call is there
+    found = ts.prove(model, loss_with_logits, batch)
     found.raise_if_different()
     fitting = {row.plan for row in found.rows if not row.refused}
-    alternate = {"stage", "stage_tp"} if name == "Gemma2" else set[str]()  # two layers of two kinds
-    assert fitting == set(USUAL) - alternate - ({"expert"} if name != "Mixtral" else set())
+    assert fitting == set(USUAL) - ({"expert"} if name != "Mixtral" else set())
     assert {row.kind for row in found.rows[0].compared.rows} >= {"loss", "metric", "gradient", "parameter"}
 
 

@@ -256,7 +256,7 @@ HF_MODELS = [
     ),
     causal(
         "Bloom",
-        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
         {"**.query_key_value.weight": P("model", None), "**.dense.weight": P(None, "model")},
         attention=("eager",),
     ),

@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as torch_pytree
 
 from torch_shard._common.fx import args_of, is_random
+from torch_shard._common.operator_families import STRICT_VIEWS
 from torch_shard._common.types import PyTree
 
 aten = torch.ops.aten
@@ -54,7 +55,9 @@ class Constants:
         elif node.op == "call_function" and not is_random(node) and not is_opaque(node) and not _is_large(node):
             if all(self._known(i) is not None for i in inputs):
                 args, kwargs = torch_pytree.tree_map_only(Node, self._values.__getitem__, (node.args, node.kwargs))
-                self._values[node] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+                # An expanded value has a view in the functional graph, where nothing is written to, and not in torch.
+                run = aten.reshape.default if node.target in STRICT_VIEWS else node.target
+                self._values[node] = run(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             elif writes(node):
                 self._unknown |= {s for i in inputs for s in _storages(self._values.get(i))}
 

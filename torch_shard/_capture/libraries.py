@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
@@ -146,8 +147,23 @@ def _drop_path(original: Callable[..., Any], module: Any, hidden_states: torch.T
     """Its own, but with a rate that layers may have each of their own and still be one program."""
     if module.drop_prob == 0.0 or not module.training:
         return hidden_states
-    with _disable_current_modes():  # as a tensor from outside, of which a layer's program knows no value
-        keep = torch.tensor(1 - module.drop_prob, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+    keep = _kept(module, torch.promote_types(hidden_states.dtype, torch.float32))
     shape = (hidden_states.shape[0],) + (1,) * (hidden_states.ndim - 1)
     drawn = torch.rand(shape, dtype=hidden_states.dtype, device=hidden_states.device)
     return hidden_states.div(keep) * torch.floor(drawn + keep)
+
+
+_KEPT = weakref.WeakKeyDictionary[Any, tuple[float, torch.Tensor]]()
+
+
+def _kept(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The share that drop path keeps, as a tensor from outside, of which a layer's program knows no value.
+
+    Captures of one module have the same tensor while its rate is the same, so that they are alike.
+    """
+    share, found = _KEPT.get(module, (None, None))
+    if found is None or share != 1 - module.drop_prob or found.dtype != dtype:
+        with _disable_current_modes():
+            found = torch.tensor(share := 1 - module.drop_prob, dtype=dtype)
+        _KEPT[module] = share, found
+    return found
