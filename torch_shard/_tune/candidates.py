@@ -51,6 +51,7 @@ RECIPES: dict[str, Recipe] = {
     "fsdp_tp(sequence)": Recipe(BOTH, functools.partial(_fsdp_tp, sequence=True)),
     "expert": Recipe(BOTH, expert),
     "expert(tp)": Recipe(BOTH, functools.partial(expert, tp="model")),
+    "expert(tp, sequence)": Recipe(BOTH, functools.partial(expert, tp="model", sequence=True)),
 }
 
 
@@ -118,7 +119,7 @@ class Candidate:
 
 
 def families(num_devices: int, *, has_experts: bool, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Every mesh with every recipe for it.
+    """Every mesh with every recipe for it; with experts, `expert(tp)` for `fsdp_tp`, which gathers what tokens need.
 
     Args:
         num_devices: All of which are used.
@@ -127,7 +128,7 @@ def families(num_devices: int, *, has_experts: bool, fixed: Mapping[str, Any]) -
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for name, recipe in RECIPES.items():
-        if name.startswith("expert") and not has_experts:
+        if name.startswith("fsdp_tp" if has_experts else "expert"):
             continue
         if recipe.axes == DATA:
             yield Candidate((("batch", num_devices),), name)

@@ -6,6 +6,7 @@ import torch
 
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.registry import foreign_lowering, lowers
+from torch_shard._lowering.rows import current_rows
 
 aten = torch.ops.aten
 
@@ -23,7 +24,26 @@ def to_copy(x, *, dtype=None, **_):
         x = x != 0 if target == jnp.bool_ else jnp.real(x)
     if _is_short(target) and jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.int32)  # torch wraps around, where JAX would stop at the largest value
+    rows = current_rows()
+    is_kernel = x.ndim == 4 and x.shape[2:] == (1, 1) and x.shape[1] % _LANES == 0
+    if is_kernel and rows is not None and rows.platform == "tpu":
+        return _cast_as_matrix(x, target)
     return x.astype(target)
+
+
+_LANES = 128
+
+
+def _cast_as_matrix(x, target):
+    """Cast a kernel of one tap as the matrix that it is.
+
+    XLA:TPU lays (O, I, 1, 1) out row by row, in which arithmetic is eight times as slow, and casts and writes values
+    of another layout slower yet: what is widened (a gradient) is brought into that layout first, and once.
+    """
+    if jnp.dtype(target).itemsize < x.dtype.itemsize:
+        return jax.lax.optimization_barrier(x.reshape(x.shape[:2])).astype(target).reshape(x.shape)
+    rows = x.astype(target).reshape(len(x), -1, _LANES)
+    return jax.lax.optimization_barrier(rows).reshape(x.shape)
 
 
 def _total_dtype(x, dtype):
