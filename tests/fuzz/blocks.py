@@ -188,7 +188,7 @@ def _experts(r: random.Random, shape: tuple[int, ...]) -> nn.Module:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = nn.Linear(size, num, bias=False)
+            self.gate = nn.Linear(size, num)  # with biases: of ties, torch chooses any
             self.up = nn.Parameter(torch.randn(num, size, hidden) / size**0.5)
             self.down = nn.Parameter(torch.randn(num, hidden, size) / hidden**0.5)
 
@@ -214,7 +214,7 @@ class Routed(nn.Module):
             num_local_experts=self.num,
             experts_implementation="grouped_mm",
         )
-        self.gate = nn.Linear(size, self.num, bias=False)
+        self.gate = nn.Linear(size, self.num)  # with biases: of ties, torch chooses any
         self.experts = r.choice([MixtralExperts, GptOssExperts])(config)
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=size**-0.5)
