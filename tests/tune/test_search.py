@@ -67,6 +67,13 @@ def test_what_needs_more_than_one_that_does_not_fit_is_passed():
     assert made.passed[A] == "needs no less than remat=block, which does not fit"
 
 
+def test_what_is_likely_too_large_by_what_was_found_of_its_kind_comes_last():
+    found = {A: Measured(memory=27, limit=16), B: Measured(memory=8, limit=16), BLOCK: Measured(memory=12, limit=16)}
+    made, asked = search(found, {A: estimate(0.5, 9), B: estimate(0.6, 7), BLOCK: estimate(1.0, 12)})
+    made.run()
+    assert asked == [A, BLOCK, B]  # of A three times as much as by arithmetic, so that B would take 21
+
+
 def test_a_candidate_that_is_refused_has_its_reason():
     found = {A: NotImplementedError("not this one."), B: Measured(compute=1.0)}
     made, _ = search(found, {A: estimate(0.5), B: estimate(1.0)})

@@ -159,6 +159,7 @@ class Search:
     def _choose(self) -> Candidate | None:
         """By turns a mesh and a recipe of which nothing is known, and another way to run layers where something is."""
         waiting, likely = self._waiting(), self._likely()
+        waiting = [candidate for candidate in waiting if not self._is_large(candidate)] or waiting
         known = {candidate.family for candidate in [*self.found, *self._running.values()]}
         ways = [candidate for candidate in waiting if candidate.family in known]
         new = [candidate for candidate in waiting if candidate.family not in known]
@@ -191,6 +192,15 @@ class Search:
             for c, made in self.estimates.items()
         }
 
+    def _is_large(self, candidate: Candidate) -> bool:
+        """Whether a candidate is likely not to fit, by what arithmetic and the compiler said of those like it."""
+        alike = [(other, found) for other, found in self.found.items() if _keeps(other) == _keeps(candidate)]
+        ratios = [found.memory / self.estimates[other].memory.total for other, found in alike if found.memory]
+        limits = [found.limit for _, found in alike if found.limit]
+        if not ratios or not limits:
+            return False
+        return self.estimates[candidate].memory.total * statistics.fmean(ratios) > limits[0]
+
     def _waiting(self) -> list[Candidate]:
         """Those that may yet be compiled; what needs more than one of its family that did not fit may not."""
         taken = {*self.found, *self.passed, *self._running.values()}
@@ -207,6 +217,11 @@ class Search:
 
 def _way(candidate: Candidate) -> object:
     return candidate.remat, candidate.scan_layers is False, candidate.accumulate_steps
+
+
+def _keeps(candidate: Candidate) -> object:
+    """What says how much more than arithmetic the compiler keeps."""
+    return candidate.remat, candidate.scan_layers is False
 
 
 def _means(pairs: Iterable[tuple[object, float]]) -> dict[object, float]:
