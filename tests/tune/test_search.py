@@ -70,7 +70,7 @@ def test_what_needs_more_than_one_that_does_not_fit_is_passed():
 def test_what_is_likely_too_large_by_what_was_found_of_its_kind_comes_last():
     sizes = {A: 27, B: 8, BLOCK: 12}
     found = {candidate: Measured(compute=1.0, memory=size, limit=16) for candidate, size in sizes.items()}
-    made, asked = search(found, {A: estimate(0.5, 9), B: estimate(0.6, 7), BLOCK: estimate(0.7, 12)})
+    made, asked = search(found, {A: estimate(0.5, 9), B: estimate(0.6, 7), BLOCK: estimate(0.7, 8)})
     made.run()
     assert asked == [A, BLOCK, B]  # of A three times as much as by arithmetic, so that B would take 21
 
