@@ -59,6 +59,16 @@ class Others(nn.Module):
         return self.batch(self.group(self.conv(x.transpose(1, 2))).tanh())[..., 0]
 
 
+class Encoder(nn.TransformerEncoderLayer):
+    """What comes into its attention is wide, before anything is a product."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, 24, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0, :8]
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
@@ -73,6 +83,7 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Callable[[], torch.Tensor]]] = {
     "language": (Language, next_token, tokens),
+    "encoder": (Encoder, squares, lambda: torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))),
     "others": (Others, squares, lambda: torch.randn(32, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))),
 }
 
@@ -87,7 +98,9 @@ def make_step(name: str, mesh: tuple[int, int] = (2, 1)) -> tuple[ts.TrainStep, 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_what_eager_torch_makes_of_it(name: str) -> None:
     step, batch = make_step(name)
-    step.prove(step.init(), batch).raise_if_different()
+    step.prove(state := step.init(), batch).raise_if_different()
+    evaluated, trained = step.evaluation()(state, batch), step(state, batch)[1]
+    assert name == "others" or float(evaluated["loss"]) == float(trained["loss"])  # of its batch norm it is another
 
 
 def test_it_is_a_model_whose_parameters_are_cast() -> None:

@@ -19,7 +19,11 @@ from torch_shard._common.types import PyTree
 
 MixedPrecision = Literal["autocast", "params"]
 
-_ALL = frozenset({*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear", "_grouped_mm"})
+
+_ALL = frozenset(
+    {*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear", "_grouped_mm"}
+    | {"multi_head_attention_forward"}  # whose products are of its own
+)
 
 _ABOUT = frozenset(
     {"__get__", "__set__", "__delete__", "size", "stride", "dim", "numel", "data_ptr", "is_floating_point", "backward"}
