@@ -32,8 +32,8 @@ def proofs(model: nn.Module, loss_fn: Any = with_outputs, **options: Any) -> ts.
     return ts.prove(model, loss_fn, torch.randn(8, 4), **options)
 
 
-# One of each kind that has parts of its own: ties, rotary positions, biases by distance, experts, and several projections
-# in one matrix; the other families are rows of docs/proof.md, those without a decoder too.
+# One of each kind that has parts of its own: ties, rotary positions, biases by distance, experts, projections in one
+# matrix; the other families are rows of docs/proof.md, those without a decoder too.
 MODELS = ["GPT2", "Llama", "Bloom", "Mixtral", "Phi3"]
 
 
