@@ -121,10 +121,7 @@ def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
 
 
 def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the layouts that XLA chooses by itself: `convert` and `copy` of (O, I, 1, 1) take more than the products.
-
-    In the other layout each costs 0.09 cycles per byte of a kernel, and there are four of each kernel.
-    """
+    """Against what XLA makes by itself: a convert and two copies of each (O, I, 1, 1), beside a slow update."""
     mesh, x = ts.make_mesh(topology="v5e:2x2", batch=4), torch.empty(64, 256, 7, 7, device="meta")
     with torch.device("meta"):
         model = OneTap()
@@ -132,7 +129,7 @@ def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch:
     monkeypatch.setattr(pointwise, "_LANES", 1 << 30)
     plain = one_tap_step(mesh, model).preview(x)
     assert ours.collective_bytes == plain.collective_bytes
-    assert ours.cycles < 0.8 * plain.cycles
+    assert ours.cycles < 0.8 * plain.cycles  # 0.60 with libtpu 0.0.42
 
 
 def test_what_tpus_make_of_kernels_of_one_tap_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,9 @@ from torch_shard._common.types import PyTree
 
 MixedPrecision = Literal["autocast", "params"]
 
-
 _ALL = frozenset(
     {*PRODUCTS, *RECURRENT, "__matmul__", "__rmatmul__", "einsum", "tensordot", "bilinear", "_grouped_mm"}
-    | {"multi_head_attention_forward"}  # whose products are of its own
+    | {"multi_head_attention_forward"}  # no mode sees the products within it
 )
 
 _ABOUT = frozenset(

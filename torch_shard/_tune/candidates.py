@@ -119,7 +119,7 @@ class Candidate:
 
 
 def families(num_devices: int, *, has_experts: bool, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Every mesh with every recipe for it; with experts, `expert(tp)` for `fsdp_tp`, which gathers what tokens need.
+    """Every mesh with every recipe for it; with experts, `expert(tp)` for `fsdp_tp`, as that one advises.
 
     Args:
         num_devices: All of which are used.

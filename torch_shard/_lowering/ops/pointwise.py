@@ -42,8 +42,8 @@ def _cast_as_matrix(x, target):
     """
     if jnp.dtype(target).itemsize < x.dtype.itemsize:
         return jax.lax.optimization_barrier(x.reshape(x.shape[:2])).astype(target).reshape(x.shape)
-    rows = x.astype(target).reshape(len(x), -1, _LANES)
-    return jax.lax.optimization_barrier(rows).reshape(x.shape)
+    in_lanes = x.astype(target).reshape(len(x), -1, _LANES)
+    return jax.lax.optimization_barrier(in_lanes).reshape(x.shape)
 
 
 def _total_dtype(x, dtype):
