@@ -203,10 +203,10 @@ def _known(
     """What is known of a choice by hand, or why nothing is."""
     if (known := cache.read(candidate)) is not None:
         return known, ""
-    whys = {
-        pruned.what: pruned.why for pruned in pruning.pruned if pruned.kind in ("memory", "rows", "refused", "same")
-    }
-    if why := whys.get(str(candidate)) or whys.get(str(dataclasses.replace(candidate, remat="none"))):
+    pruned = [own for own in pruning.pruned if own.kind in ("memory", "rows", "refused", "same")]
+    whys = {own.what: own.why for own in pruned}
+    of_family = {own.what: own.why for own in pruned if own.kind != "memory"}  # noted of remat="none" alone
+    if why := whys.get(str(candidate)) or of_family.get(str(dataclasses.replace(candidate, remat="none"))):
         return None, why
     start = time.monotonic()
     try:
