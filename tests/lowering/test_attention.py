@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -19,7 +20,7 @@ from tests.tables.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.ops.attention import SHORTEST, SHORTEST_NARROW
-from torch_shard._lowering.ops.block_draws import kept_in, seed_of
+from torch_shard._lowering.ops.dropout import KeptWeights, kept, seed_of
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # float32 sums of some hundred terms in another order
 OURS, LONG = torch.ops.torch_shard.attention.default, SHORTEST + 44  # blocks of unequal length
@@ -72,14 +73,16 @@ def test_value_and_gradients_equal_eager_torch(name: str) -> None:
         torch.testing.assert_close(grad.cpu(), other, **CLOSE)
 
 
-def test_a_gradient_of_a_gradient_equals_eager_torch() -> None:
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_a_gradient_of_a_gradient_equals_eager_torch(is_biased: bool) -> None:
     torch.manual_seed(0)
     k, v = torch.randn(1, 1, LONG, 4), torch.randn(1, 1, LONG, 4)
+    mask = {"attn_mask": torch.randn(1, 1, LONG, LONG)} if is_biased else {"is_causal": True}
 
     def penalty(q: torch.Tensor) -> torch.Tensor:
         q = q if q.requires_grad else q.requires_grad_()
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others have no second derivative
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q, k, v, **mask)
         return torch.autograd.grad(weighted(out.square()), q, create_graph=True)[0].square().sum()
 
     q = torch.randn(1, 1, LONG, 4)
@@ -127,13 +130,14 @@ def test_short_attention_in_half_precision_is_one_block(is_causal: bool) -> None
         torch.testing.assert_close(grad.cpu(), other, rtol=0, atol=0.01 * other.abs().max().item())  # so are scores'
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": True, "dropout_p": 1.0}, {"attn_mask": torch.ones(LONG, LONG).tril().bool()}],
-    ids=["dropout", "mask"],
-)
-def test_other_attention_stays_as_it_is(options: dict[str, Any]) -> None:
+def test_attention_that_drops_all_stays_as_it_is() -> None:
+    options = {"is_causal": True, "dropout_p": 1.0}
     assert OURS not in targets(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), CASES["plain"][0])
+
+
+def biases_of(nodes: Any) -> list[int]:
+    """Of each attention that is ours, whether its mask is added to the scores, as it is no band."""
+    return [len(node.args[-1]) for node in nodes if node.target == OURS]
 
 
 def positions() -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,14 +177,15 @@ MASKS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_of_places_is_known(name: str) -> None:
-    make, is_ours = MASKS[name]
+    make, is_known = MASKS[name]
     torch.manual_seed(0)
     inputs = [torch.randn(2, 2, LONG, 4) for _ in range(3)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
 
-    assert (OURS in targets(attend, CASES["plain"][0])) == is_ours
+    nodes = capture(lambda *x: ([attend(*x)], None), [Spec((2, 2, LONG, 4), torch.float32)] * 3, keep=keeps_whole)
+    assert biases_of(nodes.module.graph.nodes) == [int(not is_known)]
     torch.testing.assert_close(ts.jax_jit(attend)(*inputs).cpu(), attend(*inputs), **CLOSE)
 
 
@@ -188,7 +193,7 @@ def bands(attend: Any, length: int, rows: int = 2) -> list[Any]:
     """The bands of the attention that is ours in a capture."""
     specs = [Spec((rows, 2, length, 4), torch.float32)] * 3
     graph = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph
-    return [node.args[5] for node in graph.nodes if node.target == OURS]
+    return [node.args[5] for node in graph.nodes if node.target == OURS and not node.args[-1]]
 
 
 BY_PLACES = [
@@ -205,7 +210,7 @@ BY_PLACES = [
 
 @pytest.mark.parametrize("name", BY_PLACES)
 def test_comparisons_of_places_are_known_without_the_square(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, is_ours = MASKS[name]
+    make, is_known = MASKS[name]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=make())
@@ -213,7 +218,7 @@ def test_comparisons_of_places_are_known_without_the_square(name: str, monkeypat
     wanted = bands(attend, LONG)
     monkeypatch.setattr("torch_shard._capture.constants._LARGEST", 8 * LONG)
     assert bands(attend, LONG) == wanted
-    assert bool(wanted) == is_ours
+    assert bool(wanted) == is_known
 
 
 def test_a_mask_that_no_memory_would_hold_is_known() -> None:
@@ -237,7 +242,7 @@ def band() -> torch.Tensor:
     return triangle() & (positions()[1] > positions()[0] - 40)
 
 
-# Made of what the batch says: 0 is padding, and what has the same number is one document. And whether it is ours.
+# Made of what the batch says: 0 is padding, and what has the same number is one document. And whether that is known.
 BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "padding": (lambda numbers: triangle() & (numbers != 0)[:, None, None, :], True),
     "padding in a window": (lambda numbers: band() & (numbers != 0)[:, None, None, :], True),
@@ -285,9 +290,40 @@ BATCH_MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 }
 
 
+BIASES = {
+    "of all": (2, 4, LONG, LONG),
+    "of heads, for all rows": (1, 4, LONG, LONG),
+    "of keys": (1, 4, 1, LONG),
+    "of queries": (2, 1, LONG, 1),
+    "of two dims": (LONG, LONG),
+    "of heads alone": (4, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_has_its_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, LONG, 4), torch.randn(2, 2, LONG, 4), torch.randn(2, 2, LONG, 3)]
+    inputs += [torch.randn(BIASES[name])]
+    inputs[3] = inputs[3].masked_fill(torch.rand(BIASES[name]) < 0.1, -math.inf) if inputs[3].shape[-2] > 1 else inputs[3]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=0.3 * bias, scale=0.7, enable_gqa=True)
+
+    specs = [Spec(x.shape, x.dtype) for x in inputs]
+    nodes = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph.nodes
+    assert biases_of(nodes) == [1]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others give a bias no gradient
+        wanted = torch.autograd.grad(weighted(attend(*leaves)), leaves)
+    grads = ts.jax_jit(ts.jax_grad(lambda *x: weighted(attend(*x)), argnums=(0, 1, 2, 3)))(*inputs)
+    for grad, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.cpu(), other, rtol=2e-4, atol=1e-5 * float(other.abs().max()) + 2e-5)
+
+
 @pytest.mark.parametrize("name", BATCH_MASKS)
 def test_masks_of_what_the_batch_says(name: str) -> None:
-    make, is_ours = BATCH_MASKS[name]
+    make, is_known = BATCH_MASKS[name]
     torch.manual_seed(0)
     inputs = [torch.randn(2, 2, LONG, 4) for _ in range(3)]
     numbers = torch.arange(LONG).div(200, rounding_mode="floor").repeat(2, 1) + 1
@@ -302,7 +338,7 @@ def test_masks_of_what_the_batch_says(name: str) -> None:
 
     specs = [*(Spec((2, 2, LONG, 4), torch.float32),) * 3, Spec((2, LONG), torch.int64)]
     nodes = capture(lambda *x: ([attend(*x)], None), specs, keep=keeps_whole).module.graph.nodes
-    assert (OURS in {node.target for node in nodes}) == is_ours
+    assert biases_of(nodes) == [int(not is_known)]
     leaves = [x.clone().requires_grad_() for x in inputs]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         wanted = torch.autograd.grad(weighted(attend(*leaves, numbers)), leaves)
@@ -505,10 +541,16 @@ def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.3, 1e-9, 0.999999])
-def test_a_block_of_random_numbers_is_cut_from_those_of_all(dropout: float) -> None:
-    key, shape = jax.random.fold_in(jax.random.key(3), 7), (2, 6, 40, 50)
-    whole = jax.random.bernoulli(key, 1 - dropout, shape)
-    factors = kept_in(np.zeros((2, 6, 40, 8)), np.zeros((2, 3, 50, 8)), [seed_of(key)], dropout)
-    assert factors is not None
-    block = np.asarray(factors(slice(8, 24), slice(5, 33))).reshape(2, 6, 16, 28)
-    np.testing.assert_array_equal(block, np.where(whole[:, :, 8:24, 5:33], np.float32(1 / (1 - dropout)), 0))
+@pytest.mark.parametrize("length", [7, 40, 700], ids=str)
+def test_blocks_of_what_is_kept_are_cut_from_all(length: int, dropout: float) -> None:
+    seed, of = seed_of(jax.random.fold_in(jax.random.key(3), 7)), (2, 6, length, 50)
+    whole = np.where(kept(seed, of, dropout), np.float32(1 / (1 - dropout)), 0)
+    half = length // 2
+    q, k = np.zeros((1, 6, half, 8)), np.zeros((1, 3, 25, 8))
+    blocks = [(slice(0, half // 3), slice(0, 25)), (slice(half // 3, half), slice(5, 20))]
+    for start in ((0, 0, 0, 0), (1, 0, 0, 25), (1, 0, jnp.int32(half), 25)):
+        parts = KeptWeights(q, k, seed, dropout, of=of, start=start).factors(blocks)
+        for (queries, keys), part in zip(blocks, parts, strict=True):
+            first, at = (np.arange(x.start, x.stop) + int(begin) for x, begin in zip((queries, keys), start[2:], strict=True))
+            wanted = whole[start[0], :, first[:, None], at].transpose(2, 0, 1)
+            np.testing.assert_array_equal(np.asarray(part).reshape(wanted.shape), wanted)

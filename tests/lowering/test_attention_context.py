@@ -16,7 +16,7 @@ from torch_shard._lowering.ops import attention_balance, attention_context, atte
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import _splash_kernel, kernel_in_context
-from torch_shard._lowering.ops.block_draws import kept_in
+from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit, rows_split
 from torch_shard._sharding.context import ContextMode
 
@@ -85,7 +85,7 @@ def on_devices(case: Case) -> Callable[..., Any]:
 
 def on_one(case: Case) -> Callable[..., Any]:
     def run(grad: Any, qkv: tuple[Any, Any, Any], segments: Any, sinks: Any, seed: Any) -> Any:
-        kept = kept_in(qkv[0], qkv[1], seed, case.dropout)
+        kept = KeptWeights(qkv[0], qkv[1], seed[0], case.dropout) if case.dropout else None
         about: dict[str, Any] = {"scale": 0.3, "band": case.band, "cap": case.cap, "kept": kept, "sinks": sinks}
         out, total = in_blocks(*qkv, segments, **about)
         return out, in_blocks_backward(grad, (*qkv, out, total), segments, **about)

@@ -73,9 +73,6 @@ CASES: dict[str, tuple[Attend, str]] = {
         lambda *qkv: causal(*qkv, dropout_p=1.0),
         f"it drops of {16 * LONG * LONG} weights (dropout_p=1), blocks of fewer than",
     ),
-    "bias": (biased, "its mask adds numbers to the scores (torch.bfloat16; the biases of T5 and ALiBi)"),
-    "trained": (trained, "its mask is trained"),
-    "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: key padding (B, 1, 1, S), a "),
     "broadcast": (
         lambda q, k, v: causal(q, k[:, :1], v[:, :1]),
         f"queries, keys and values are (4, 4, {LONG}, 3), (4, 1, {LONG}, 3) and (4, 1, {LONG}, 3), which do not fit",
@@ -99,14 +96,29 @@ def test_what_has_its_kernel_and_what_is_short_says_nothing() -> None:
     assert report(Attention(causal), Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)), length=256) == []
 
 
+BLOCKS = "attention runs in blocks of queries, without a kernel: "
+MASKED: dict[str, tuple[Attend, str]] = {
+    "bias": (biased, "its mask adds numbers to the scores (torch.bfloat16; the biases of T5 and ALiBi)"),
+    "trained": (trained, "its mask is trained"),
+    "unknown": (odd, f"its mask ({LONG}, {LONG}) is of no known form: key padding (B, 1, 1, S), a "),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_that_is_no_band_has_blocks_and_no_kernel(name: str) -> None:
+    attend, why = MASKED[name]
+    (line,) = report(Attention(attend))
+    assert line.startswith(f"0: {BLOCKS}{why}")
+
+
 def test_dropout_has_blocks_and_no_kernel() -> None:
     (line,) = report(Attention(lambda *qkv: causal(*qkv, dropout_p=0.1)))
-    assert line.startswith("0: attention runs in blocks of queries, without a kernel: it drops weights (dropout_p=0.1)")
+    assert line.startswith(f"0: {BLOCKS}it drops weights (dropout_p=0.1)")
 
 
 def test_layers_in_a_loop_are_named_together() -> None:
     (line,) = report(*(Attention(causal) for _ in range(5)), dtype=None)
-    assert line.startswith("0, ..., 4 (5 modules): attention runs in blocks of queries, without a kernel: ")
+    assert line.startswith(f"0, ..., 4 (5 modules): {BLOCKS}")
     assert "it computes in float32, and the kernel multiplies in half precision. Make the step with compute" in line
 
 

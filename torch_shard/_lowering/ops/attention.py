@@ -5,7 +5,8 @@ memory grows: by a fifth over six layers of 1024 steps, by 40 % for a single lay
 larger blocks, in about the time of PyTorch's own form.
 
 All other attention stays PyTorch's own mathematical form, in which XLA fuses the mask and the softmax. Dropout drops
-the weights that it would drop there: see `block_draws`.
+the weights that it would drop there: see `dropout`. A mask that is no band of keys is a bias: it is added to the scores
+block by block, and has its gradient.
 
 Scores may have a soft cap, `cap * tanh(scores / cap)`, 0 for none; and each head a sink, a number among the scores of
 all queries that takes its part of the weights and has no value (`attention_written` is where models have these).
@@ -13,6 +14,8 @@ all queries that takes its part of the weights and has no value (`attention_writ
 Shapes: B batch, N heads, T queries, S keys, D width of a head.
 """
 
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,8 +28,8 @@ from torch_shard._common.overrides import instead_of, is_plain, is_transformed
 from torch_shard._lowering.ops.attention_blocks import LONG, in_blocks, in_blocks_backward
 from torch_shard._lowering.ops.attention_context import Weights, context_for
 from torch_shard._lowering.ops.attention_kernels import kernel_for
-from torch_shard._lowering.ops.block_draws import MOST_DRAWN, kept_in
 from torch_shard._lowering.ops.context import current_context, gathered
+from torch_shard._lowering.ops.dropout import MOST_DRAWN, KeptWeights
 from torch_shard._lowering.ops.registry import lowers
 
 SHORTEST, SHORTEST_NARROW = LONG, 128
@@ -51,6 +54,7 @@ def _attention(
     dropout: float,
     cap: float,
     sinks: list[torch.Tensor],
+    bias: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
@@ -74,78 +78,116 @@ def _backward(
     dropout: float,
     cap: float,
     sinks: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError("only captured, never run")
 
 
 @_backward.register_fake
-def _backward_shapes(
-    grad: torch.Tensor, saved: list[torch.Tensor], *args: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_shapes(grad: torch.Tensor, saved: list[torch.Tensor], *args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v = map(torch.empty_like, saved[:3])
-    sinks = args[-1]
-    return q, k, v, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
+    sinks, bias = args[-2:]
+    return q, k, v, *(torch.empty_like(x[0]) if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias))
 
 
-class OurAttention(torch.autograd.Function):
-    """`(Seen, scale, dropout, cap, q_BNTD, k_BKSD, v_BKSD, *seed, *sinks_N) -> out_BNTD`; K divides N.
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How weights are made of scores.
 
-    There is a seed with dropout, and there are sinks or none.
+    Attributes:
+        seen: Which keys a query sees.
+        scale: Of the scores.
+        dropout: The share of weights that is dropped.
+        cap: Soft cap of the scores, 0 for none.
     """
 
+    seen: Seen
+    scale: float
+    dropout: float = 0.0
+    cap: float = 0.0
+
+
+def attend(
+    form: Form,
+    qkv: Sequence[torch.Tensor],
+    *,
+    sinks: Sequence[torch.Tensor] = (),
+    bias: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Attention in our form, (B, N, T, D).
+
+    Args:
+        form: How weights are made.
+        qkv: Queries, keys and values; the heads of the keys divide those of the queries.
+        sinks: None, or a number for each head.
+        bias: None, or what is added to the scores, or booleans that hide keys, four dims, each its size or 1.
+    """
+    seed = (torch.ops.torch_shard.seed(),) if form.dropout else ()
+    counts = 3, len(seed), len(sinks), len(bias)
+    out: Any = _Attention.apply(form, counts, *qkv, *seed, *sinks, *bias)
+    return out
+
+
+def _parts(tensors: Iterable[torch.Tensor], counts: Iterable[int]) -> Iterator[list[torch.Tensor]]:
+    given = iter(tensors)
+    return ([next(given) for _ in range(count)] for count in counts)
+
+
+class _Attention(torch.autograd.Function):
+    """`(Form, counts, q, k, v, *seed, *sinks, *bias) -> out`: so many tensors of each kind."""
+
     @staticmethod
-    def forward(ctx: Any, seen: Seen, scale: float, dropout: float, cap: float, *tensors: torch.Tensor) -> torch.Tensor:
-        (q, k, v), at = tensors[:3], 3 + bool(dropout)
-        seed, sinks = list(tensors[3:at]), list(tensors[at:])
-        segments = [numbers.expand(len(q), -1) for numbers in seen.segments]
-        band = [-1 if size is None else size for size in (seen.before, seen.after)]
-        out, log_total = torch.ops.torch_shard.attention(q, k, v, segments, scale, band, seed, dropout, cap, sinks)
-        ctx.band, ctx.scale, ctx.dropout, ctx.cap = band, scale, dropout, cap
-        ctx.counts = (3, 2, len(seed), len(sinks), len(segments))
-        ctx.save_for_backward(q, k, v, out, log_total, *seed, *sinks, *segments)
+    def forward(ctx: Any, form: Form, counts: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        qkv, seed, sinks, bias = _parts(tensors, counts)
+        segments = [numbers.expand(len(qkv[0]), -1) for numbers in form.seen.segments]
+        band = [-1 if size is None else size for size in (form.seen.before, form.seen.after)]
+        about = (segments, form.scale, band, seed, form.dropout, form.cap, sinks, bias)
+        out, log_total = torch.ops.torch_shard.attention(*qkv, *about)
+        ctx.band, ctx.numbers, ctx.counts = band, (form.scale, form.dropout, form.cap), (*counts, 2, len(segments))
+        ctx.save_for_backward(*tensors, out, log_total, *segments)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        given = iter(ctx.saved_tensors)
-        qkv, results, seed, sinks, segments = ([next(given) for _ in range(count)] for count in ctx.counts)
-        none = (None,) * 4, (None,) * len(seed)
+        qkv, seed, sinks, bias, results, segments = _parts(ctx.saved_tensors, ctx.counts)
+        form, none = Form(Seen(*limits(ctx.band), tuple(segments)), *ctx.numbers), [None] * len(seed)
         if not torch.is_grad_enabled():
-            about = (segments, ctx.scale, ctx.band, seed, ctx.dropout, ctx.cap, sinks)
-            *found, of_sinks = torch.ops.torch_shard.attention_backward(grads[0], [*qkv, *results], *about)
-            return *none[0], *found, *none[1], *([of_sinks] * len(sinks))
-        needed = [need for i, need in enumerate(ctx.needs_input_grad[4:]) if not 3 <= i < 3 + len(seed)]
-        wanted = [t for t, need in zip((*qkv, *sinks), needed, strict=True) if need]
-        before, after = limits(ctx.band)
-        mask = Seen(before, after, tuple(segments)).mask(qkv[0].shape[2], qkv[1].shape[2])
-        out = _written_out(qkv, mask, seed, sinks, scale=ctx.scale, dropout=ctx.dropout, cap=ctx.cap)
+            about = (segments, form.scale, ctx.band, seed, form.dropout, form.cap, sinks, bias)
+            *found, of_sinks, of_bias = torch.ops.torch_shard.attention_backward(grads[0], [*qkv, *results], *about)
+            of_biases = [of_bias if x.is_floating_point() else None for x in bias]
+            return None, None, *found, *none, *([of_sinks] * len(sinks)), *of_biases
+        needed, _, *others = _parts(ctx.needs_input_grad[2:], ctx.counts[:4])
+        needed = [*needed, *sum(others, [])]
+        wanted = [t for t, need in zip((*qkv, *sinks, *bias), needed, strict=True) if need]
+        out = _written_out(form, qkv, seed, sinks, bias)
         given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))  # for a derivative of this one
         found = [next(given) if need else None for need in needed]
-        return *none[0], *found[:3], *none[1], *found[3:]
+        return None, None, *found[:3], *none, *found[3:]
 
 
 def _written_out(
+    form: Form,
     qkv: list[torch.Tensor],
-    mask: torch.Tensor,
     seed: list[torch.Tensor],
     sinks: list[torch.Tensor],
-    *,
-    scale: float,
-    dropout: float,
-    cap: float,
+    bias: list[torch.Tensor],
 ) -> torch.Tensor:
     """The same in operators that PyTorch has derivatives of."""
     q, k, v = qkv
-    if not seed and not sinks and not cap:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    mask = bias[0] if bias else form.seen.mask(q.shape[2], k.shape[2])
+    if not seed and not sinks and not form.cap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=form.scale, enable_gqa=q.shape[1] != k.shape[1])
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask, -torch.inf)
+    scores = q @ k.mT * form.scale
+    scores = form.cap * torch.tanh(scores / form.cap) if form.cap else scores
+    is_seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
     more = [sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1) for sink in sinks]
     weights = torch.cat([scores, *more], -1).softmax(-1)[..., : scores.shape[-1]]
-    weights = torch.where(mask.any(-1, keepdim=True), weights, 0)
+    weights = torch.where(is_seen.any(-1, keepdim=True), weights, 0)
     if seed:
-        weights = weights * torch.ops.torch_shard.kept(seed[0], weights.shape, dropout) / (1 - dropout)
+        kept = torch.ops.torch_shard.kept(seed[0], weights.shape, form.dropout)
+        weights = weights * kept / (1 - form.dropout)
     return weights @ v
 
 
@@ -165,12 +207,14 @@ def attention(
     with autocast_only():
         why = _undroppable(dropout_p, q.shape[:-1].numel() * k.shape[-2]) or refusal(q, k, v, grouped=enable_gqa)
         seen = None if why else _seen(attn_mask, is_causal, (q.shape[-2], k.shape[-2]))
-        if seen is not None:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            seed = (torch.ops.torch_shard.seed(),) if dropout_p else ()
-            return OurAttention.apply(seen, scale, dropout_p, 0.0, q, k, v, *seed)  # pyright: ignore
+        bias = () if why or seen is not None or is_causal else _bias(attn_mask, (*q.shape[:3], k.shape[2]))
+        why = why or ("" if seen else unknown(attn_mask))
+        if seen is not None or bias:
+            form = Form(seen or Seen(), query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
+            with annotated(**{WHY: why}):
+                return attend(form, (q, k, v), bias=bias)
     q, k, v = gathered(q, k, v)
-    with annotated(**{WHY: why or unknown(attn_mask)}):
+    with annotated(**{WHY: why}):
         mask = attn_mask if attn_mask is None else as_autocast_has_it(attn_mask)
         return _in_full(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -200,6 +244,16 @@ def _seen(mask: torch.Tensor | None, is_causal: bool, size: tuple[int, int]) -> 
     if mask is None:
         return Seen(after=0) if is_causal else Seen()
     return None if is_causal else seen_through(mask, size)
+
+
+def _bias(mask: torch.Tensor | None, size: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """A mask of no known form as what is added to scores of this size, of four dims; none where that is not to be."""
+    if mask is None or current_context() is not None or mask.ndim > len(size) or is_transformed([mask]):
+        return ()
+    if not (mask.dtype is torch.bool or mask.is_floating_point()):
+        return ()
+    mask = as_autocast_has_it(mask)[(None,) * (len(size) - mask.ndim)]
+    return (mask,) if all(own in (1, whole) for own, whole in zip(mask.shape, size, strict=True)) else ()
 
 
 def unknown(mask: torch.Tensor | None) -> str:
@@ -250,30 +304,32 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool)
 
 
 @lowers(torch.ops.torch_shard.attention.default)
-def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks):
+def lowered(q, k, v, segments, scale, band, seed, dropout, cap, sinks, bias):
     """Returns the output, and the logarithm of each row's total weight where the backward pass needs it."""
     segments, about = tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
     if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
         return parts.forward(q, k, v, segments, sinks, seed)
-    kernel = None if dropout else kernel_for(q, k, v, segments, **about, sinks=sinks)
+    kernel = None if dropout or bias else kernel_for(q, k, v, segments, **about, sinks=sinks)
     if kernel is None:
-        kept = kept_in(q, k, seed, dropout)
-        return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks)
+        kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
+        return in_blocks(q, k, v, segments, **about, kept=kept, sinks=sinks, bias=bias)
     return kernel.forward(q, k, v, segments, sinks)
 
 
 @lowers(torch.ops.torch_shard.attention_backward.default)
-def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks):
+def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sinks, bias):
     """Gradients of what `lowered` gave, which is among what was saved."""
     (q, k, v), segments, about = saved[:3], tuple(segments), {"scale": scale, "band": limits(band), "cap": cap}
+    none = jnp.zeros(0, q.dtype)
     if (parts := context_for(q, k, v, segments, sinks, Weights(**about, dropout=dropout))) is not None:
         found = parts.backward(grad, saved, segments, sinks, seed)
-    elif not dropout and (kernel := kernel_for(q, k, v, segments, **about, sinks=sinks)) is not None:
+    elif not dropout and not bias and (kernel := kernel_for(q, k, v, segments, **about, sinks=sinks)) is not None:
         found = kernel.backward(grad, saved, segments, sinks)
     else:
-        kept = kept_in(q, k, seed, dropout)
-        found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks)
-    return found if sinks else (*found, jnp.zeros(0, q.dtype))
+        kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
+        found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks, bias=bias)
+    of_qkv, others = found[:3], found[3:]
+    return *of_qkv, *(others[: len(sinks)] or (none,)), *(others[len(sinks) :] or (none,))
 
 
 def limits(band):

@@ -2,7 +2,7 @@
 
 A band is how many keys before its own place and after it a query sees; None for all. A cap is a soft cap of the scores,
 0 for none; sinks are none, or one array with a number for each head, which is among the scores of each of its queries.
-A start is the places of the first query and the first key, where they are a part of all; they may be traced.
+A bias is none, or one array that is added to the scores (or, of booleans, hides keys), each dim its size or 1. A start is the places of the first query and the first key, where they are a part of all; they may be traced.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
@@ -42,7 +42,7 @@ def wide(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _scores(q, k, segments, block, *, scale, band, cap, start):
+def _scores(q, k, segments, block, *, scale, band, cap, start, bias):
     """Scores of a block, wide, -inf where a query does not see a key; and the derivative by their soft cap."""
     queries, keys = block
     scores = jnp.einsum("bkgtd,bksd->bkgts", q[..., queries, :], k[:, :, keys], preferred_element_type=wide(q.dtype))
@@ -51,7 +51,19 @@ def _scores(q, k, segments, block, *, scale, band, cap, start):
     if cap:
         bent = jnp.tanh(scores / cap)
         scores, slope = cap * bent, 1 - bent * bent
+    for part in (x[_within(x, block)] for x in bias):
+        scores = jnp.where(part, scores, -jnp.inf) if part.dtype == bool else scores + part.astype(scores.dtype)
     return scores if seen is None else jnp.where(seen, scores, -jnp.inf), slope
+
+
+def _grouped(bias, num_heads):
+    """A bias (B, N, T, S) as scores have it, (B, K, N / K, T, S); each size may be 1."""
+    return [_by_key_head(x, num_heads if x.shape[1] > 1 else 1) for x in bias]
+
+
+def _within(x, block):
+    """Where the part of a bias lies that a block needs."""
+    return ..., *(part if size > 1 else slice(None) for part, size in zip(block, x.shape[-2:], strict=True))
 
 
 def _sink(sinks, num_heads):
@@ -71,24 +83,25 @@ def _seen(shape, segments, block, *, band, start):
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), start=None, dtype=None):
+def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bias=(), start=None, dtype=None):
     """Returns the output and the logarithm of each row's total weight; a query that sees no key gets zeros.
 
-    `kept(queries, keys)` gives the factors of the weights of a block, where dropout drops some of them. The output is
-    of `dtype`, by default that of the values.
+    `kept`, of class `KeptWeights`, says where dropout drops weights. The output is of `dtype`, by default that of the
+    values.
     """
     dtype = dtype or v.dtype
-    grouped = _by_key_head(q, k.shape[1])
+    grouped, bias = _by_key_head(q, k.shape[1]), _grouped(bias, k.shape[1])
+    about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": bias}
     outs, totals = [], []
-    for queries, keys in _blocks(q.shape[2], k.shape[2], band, start):
-        scores, _ = _scores(grouped, k, segments, (queries, keys), scale=scale, band=band, cap=cap, start=start)
+    for (queries, keys), factors in _with_factors(_blocks(q.shape[2], k.shape[2], band, start), kept):
+        scores, _ = _scores(grouped, k, segments, (queries, keys), **about)
         highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
         highest = jnp.maximum(highest, _sink(sinks, k.shape[1])) if sinks else highest
         weights = jnp.exp(scores - highest)
         total = jnp.sum(weights, -1, keepdims=True)
         total = total + jnp.exp(_sink(sinks, k.shape[1]) - highest) if sinks else total
         total = jnp.where(total == 0, 1, total)
-        weights = weights if kept is None else weights * kept(queries, keys)
+        weights = weights if factors is None else weights * factors
         out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(v.dtype), v[:, :, keys], preferred_element_type=dtype)
         outs.append(out / total.astype(dtype))
         totals.append((highest + jnp.log(total))[..., 0])
@@ -96,8 +109,16 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), sta
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, sinks=(), start=None, dtype=None):
-    """Gradients of q, k, v and the sinks, of `saved = (q, k, v, out, log_total)`.
+def _with_factors(blocks, kept):
+    """Each block, and the factors of its weights, None without dropout."""
+    blocks = list(blocks)
+    return zip(blocks, [None] * len(blocks) if kept is None else kept.factors(blocks), strict=True)
+
+
+def in_blocks_backward(
+    grad, saved, segments, *, scale, band, cap=0, kept=None, sinks=(), bias=(), start=None, dtype=None
+):
+    """Gradients of q, k, v, the sinks and a bias of numbers, of `saved = (q, k, v, out, log_total)`.
 
     Weights are computed again from their logarithmic totals; the barrier keeps XLA from doing so before `grad`. That of
     q is of `dtype`, by default its own, those of k and v are float32 at least.
@@ -106,14 +127,19 @@ def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, 
     grad, q, k, v, out, log_total = jax.lax.optimization_barrier((grad, *saved))
     q, grad, out, log_total = (_by_key_head(x, k.shape[1]) for x in (q, grad, out, log_total))
     along = jnp.sum((grad * out).astype(wide(q.dtype)), -1, keepdims=True)
+    grouped = _grouped(bias, k.shape[1])
+    about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": grouped}
     grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide(k.dtype)), jnp.zeros(v.shape, wide(v.dtype))
-    for queries, keys in _blocks(shape[2], k.shape[2], band, start):
+    of_bias = [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
+    for (queries, keys), factors in _with_factors(_blocks(shape[2], k.shape[2], band, start), kept):
         rows = (..., queries, slice(None))
-        scores, slope = _scores(q, k, segments, (queries, keys), scale=scale, band=band, cap=cap, start=start)
+        scores, slope = _scores(q, k, segments, (queries, keys), **about)
         weights = jnp.exp(scores - log_total[..., queries, None])
         grad_weights = jnp.einsum("bkgtd,bksd->bkgts", grad[rows], v[:, :, keys], preferred_element_type=wide(v.dtype))
-        factors = 1 if kept is None else kept(queries, keys)
-        grad_scores = (scale * slope * weights * (factors * grad_weights - along[rows])).astype(q.dtype)
+        factors = 1 if factors is None else factors
+        of_scores = weights * (factors * grad_weights - along[rows])
+        of_bias = [x.at[_within(x, (queries, keys))].add(_summed(of_scores, x)) for x in of_bias]
+        grad_scores = (scale * slope * of_scores).astype(q.dtype)
         grad_qs.append(
             jnp.einsum("bkgts,bksd->bkgtd", grad_scores, k[:, :, keys], preferred_element_type=dtype or q.dtype)
         )
@@ -121,7 +147,13 @@ def in_blocks_backward(grad, saved, segments, *, scale, band, cap=0, kept=None, 
         dropped = (weights * factors).astype(v.dtype)
         grad_v = grad_v.at[:, :, keys].add(jnp.einsum("bkgts,bkgtd->bksd", dropped, grad[rows]))
     of_sinks = [_gradient_of_sinks(sink, along, log_total, k.shape[1]) for sink in sinks]
-    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v, *of_sinks
+    grads_of_bias = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(of_bias, bias, strict=False))
+    return jnp.concatenate(grad_qs, 3).reshape(shape), grad_k, grad_v, *of_sinks, *grads_of_bias
+
+
+def _summed(grad, bias):
+    """A gradient of scores, summed along the dims along which a bias is one and the same."""
+    return jnp.sum(grad, [dim for dim, size in enumerate(bias.shape) if size == 1], keepdims=True)
 
 
 def _gradient_of_sinks(sink, along, log_total, num_heads):

@@ -20,7 +20,7 @@ from torch_shard._common.axes import manual_axes
 from torch_shard._lowering.ops.attention_balance import chunks_of, exchanged, pairs_of, why_unbalanced
 from torch_shard._lowering.ops.attention_blocks import in_blocks, in_blocks_backward, wide
 from torch_shard._lowering.ops.attention_kernels import kernel_in_context
-from torch_shard._lowering.ops.block_draws import kept_in
+from torch_shard._lowering.ops.dropout import KeptWeights
 from torch_shard._lowering.rows import RowSplit, current_rows
 
 
@@ -153,7 +153,7 @@ class InContext:
             return None
         axes = self._of_sinks()
         first = (_place(self._batch, len(q)), _place(axes, k.shape[1]), *(start or (0, 0)))
-        return kept_in(q, k, seed, self._weights.dropout, of=self._of, start=first)
+        return KeptWeights(q, k, seed[0], self._weights.dropout, of=self._of, start=first)
 
     def _starts(self, device, length):
         """Where each of its chunks of this length begins, that a device computes."""

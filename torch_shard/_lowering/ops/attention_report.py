@@ -140,12 +140,14 @@ def _of_ours(node: Node, rows: RowSplit) -> str:
 
 
 def _why_no_kernel(node: Node, rows: RowSplit) -> str:
-    q, k, v, segments, _, band, _, dropout, cap, sinks = args_of(node)
+    q, k, v, segments, _, band, _, dropout, cap, sinks, bias = args_of(node)
     if dropout:
         return (
             f"it drops weights (dropout_p={dropout:g}), which kernels do not. Set its dropout to 0 (Hugging Face: "
             "attention_dropout, attention_probs_dropout_prob)"
         )
+    if bias:
+        return node.meta["custom"][WHY]
     structs = [jax.ShapeDtypeStruct(shape_of(x), jax_dtype(x.meta["val"].dtype)) for x in (q, k, v)]
     why = why_no_kernel(rows.platform, structs, segments, limits(band), is_plain=not cap and not sinks)
     if why or rows.context is None:

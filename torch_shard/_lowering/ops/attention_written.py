@@ -17,7 +17,7 @@ import torch
 
 from torch_shard._capture import Seen, annotated, as_captured, autocast_only, seen_through
 from torch_shard._common.overrides import instead_of_attribute, is_transformed
-from torch_shard._lowering.ops.attention import WHY, OurAttention, as_autocast_has_it, refusal
+from torch_shard._lowering.ops.attention import WHY, Form, as_autocast_has_it, attend, refusal
 from torch_shard._lowering.ops.context import gathered
 
 _KNOWN = {"587d5b52": "soft cap", "3cb759e1": "sinks"}
@@ -77,7 +77,7 @@ def _attend(
     scale = settings.get("scaling")
     scale = module.head_dim**-0.5 if scale is None else scale
     with autocast_only():
-        ours: Any = OurAttention.apply(seen, scale, 0.0, cap or 0.0, q, k, v, *sinks)
+        ours = attend(Form(seen, scale, cap=cap or 0.0), (q, k, v), sinks=sinks)
     return ours.transpose(1, 2).contiguous(), weights
 
 

@@ -79,11 +79,6 @@ def randperm(key, n, *, dtype=None):
     return jax.random.permutation(key, n).astype(jax_dtype(dtype or torch.int64))
 
 
-@lowers(aten.bernoulli.p, random=True)
-def bernoulli_p(key, x, p=0.5):
-    return jax.random.bernoulli(key, p, x.shape).astype(x.dtype)
-
-
 @lowers(aten.bernoulli.default, random=True)
 def bernoulli(key, probabilities):
     return bernoulli_tensor(key, probabilities, probabilities)
@@ -93,15 +88,6 @@ def bernoulli(key, probabilities):
 def bernoulli_tensor(key, x, probabilities):
     wide = probabilities.astype(_wide(probabilities.dtype))
     return jax.random.bernoulli(key, wide, x.shape).astype(x.dtype)
-
-
-@lowers(aten.native_dropout.default, random=True)
-def native_dropout(key, x, p, train):
-    if train is False or p == 0:
-        return x, jnp.ones(x.shape, bool)
-    mask = jax.random.bernoulli(key, 1 - p, x.shape)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return x * mask.astype(x.dtype) * np.asarray(scale, x.dtype), mask
 
 
 @lowers(aten.uniform.default, random=True)
