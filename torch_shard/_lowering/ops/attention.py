@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,12 @@ def _backward(
 def _backward_shapes(grad: torch.Tensor, saved: list[torch.Tensor], *args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v = map(torch.empty_like, saved[:3])
     sinks, bias = args[-2:]
-    return q, k, v, *(torch.empty_like(x[0]) if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias))
+    return (
+        q,
+        k,
+        v,
+        *(torch.empty_like(x[0]) if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +162,8 @@ class _Attention(torch.autograd.Function):
             *found, of_sinks, of_bias = torch.ops.torch_shard.attention_backward(grads[0], [*qkv, *results], *about)
             of_biases = [of_bias if x.is_floating_point() else None for x in bias]
             return None, None, *found, *none, *([of_sinks] * len(sinks)), *of_biases
-        needed, _, *others = _parts(ctx.needs_input_grad[2:], ctx.counts[:4])
-        needed = [*needed, *sum(others, [])]
+        of_qkv, _, of_sinks, of_bias = _parts(ctx.needs_input_grad[2:], ctx.counts[:4])
+        needed = [*of_qkv, *of_sinks, *of_bias]
         wanted = [t for t, need in zip((*qkv, *sinks, *bias), needed, strict=True) if need]
         out = _written_out(form, qkv, seed, sinks, bias)
         given = iter(torch.autograd.grad(out, wanted, grads[0], create_graph=True))  # for a derivative of this one
@@ -326,12 +332,14 @@ def lowered_backward(grad, saved, segments, scale, band, seed, dropout, cap, sin
     elif not dropout and not bias and (kernel := kernel_for(q, k, v, segments, **about, sinks=sinks)) is not None:
         found = kernel.backward(grad, saved, segments, sinks)
     else:
-        kept = KeptWeights(q, k, seed[0], dropout) if dropout else None
+        again = jax.lax.optimization_barrier((grad, *seed))[1:]  # nothing drawn is held until then
+        kept = KeptWeights(q, k, again[0], dropout) if dropout else None
         found = in_blocks_backward(grad, saved, segments, **about, kept=kept, sinks=sinks, bias=bias)
     of_qkv, others = found[:3], found[3:]
     return *of_qkv, *(others[: len(sinks)] or (none,)), *(others[len(sinks) :] or (none,))
 
 
-def limits(band):
+def limits(band: Sequence[int]) -> tuple[int | None, int | None]:
     """How many keys before its place and after it a query sees, None for all; an operator has -1 for these."""
-    return tuple(None if size < 0 else size for size in band)
+    before, after = (None if size < 0 else size for size in band)
+    return before, after

@@ -2,7 +2,8 @@
 
 A band is how many keys before its own place and after it a query sees; None for all. A cap is a soft cap of the scores,
 0 for none; sinks are none, or one array with a number for each head, which is among the scores of each of its queries.
-A bias is none, or one array that is added to the scores (or, of booleans, hides keys), each dim its size or 1. A start is the places of the first query and the first key, where they are a part of all; they may be traced.
+A bias is none, or one array that is added to the scores (or, of booleans, hides keys), each dim its size or 1. A start
+is the places of the first query and the first key, where they are a part of all; they may be traced.
 
 Shapes: B batch, N heads of the queries, K heads of the keys, T queries, S keys, D width of a head.
 """
@@ -15,17 +16,21 @@ import jax.numpy as jnp
 LONG = 512
 """Queries from which on attention that leaves keys out is cut into blocks, or has a kernel."""
 
-BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 1024, 16
-"""Fewest queries of a block where it leaves keys out, and where it sees all; and the largest number of blocks."""
+BLOCK, BIASED_BLOCK, WIDE_BLOCK, MOST_BLOCKS = 128, 256, 1024, 16
+"""Fewest queries of a block where it leaves keys out or drops weights, where it has a bias, and where it sees all; and
+the largest number of blocks. By cycles under TPU's compiler (v5e, 512 and 1024 queries), and time on a CPU."""
 
 
-def _blocks(num_queries, num_keys, band, start):
-    """Start and end of the queries of each block, and of the keys that they see."""
-    before, after = band
+def _blocks(shape, band, start, *, drops, is_biased):
+    """Start and end of the queries of each block, and of the keys that they see; for weights (..., T, S)."""
+    (num_queries, num_keys), (before, after) = shape, band
     if start is not None:
         before = after = None  # which keys are seen is known only where it runs
-    is_whole = before is after is None or num_queries < LONG
-    size = max(WIDE_BLOCK if is_whole else BLOCK, -(-num_queries // MOST_BLOCKS))
+    fewest = BLOCK
+    if before is after is None or num_queries < LONG:
+        fewest = BLOCK if drops else BIASED_BLOCK if is_biased else WIDE_BLOCK
+        fewest = fewest if num_queries >= 2 * fewest else WIDE_BLOCK
+    size = max(fewest, -(-num_queries // MOST_BLOCKS))
     for begin in range(0, num_queries, size):
         end = min(begin + size, num_queries)
         first = 0 if before is None else max(begin - before, 0)
@@ -93,7 +98,7 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bia
     grouped, bias = _by_key_head(q, k.shape[1]), _grouped(bias, k.shape[1])
     about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": bias}
     outs, totals = [], []
-    for (queries, keys), factors in _with_factors(_blocks(q.shape[2], k.shape[2], band, start), kept):
+    for (queries, keys), factors in _with_factors((q.shape[2], k.shape[2]), band, start, kept, bias):
         scores, _ = _scores(grouped, k, segments, (queries, keys), **about)
         highest = jnp.max(scores, -1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
         highest = jnp.maximum(highest, _sink(sinks, k.shape[1])) if sinks else highest
@@ -109,9 +114,9 @@ def in_blocks(q, k, v, segments, *, scale, band, cap=0, kept=None, sinks=(), bia
     return out, jnp.concatenate(totals, 3).reshape(q.shape[:-1])
 
 
-def _with_factors(blocks, kept):
-    """Each block, and the factors of its weights, None without dropout."""
-    blocks = list(blocks)
+def _with_factors(shape, band, start, kept, bias):
+    """Each block of weights (..., T, S), and the factors of its weights, None without dropout."""
+    blocks = list(_blocks(shape, band, start, drops=kept is not None, is_biased=bool(bias)))
     return zip(blocks, [None] * len(blocks) if kept is None else kept.factors(blocks), strict=True)
 
 
@@ -131,7 +136,7 @@ def in_blocks_backward(
     about = {"scale": scale, "band": band, "cap": cap, "start": start, "bias": grouped}
     grad_qs, grad_k, grad_v = [], jnp.zeros(k.shape, wide(k.dtype)), jnp.zeros(v.shape, wide(v.dtype))
     of_bias = [jnp.zeros(x.shape, wide(q.dtype)) for x in grouped if x.dtype != bool]
-    for (queries, keys), factors in _with_factors(_blocks(shape[2], k.shape[2], band, start), kept):
+    for (queries, keys), factors in _with_factors((shape[2], k.shape[2]), band, start, kept, bias):
         rows = (..., queries, slice(None))
         scores, slope = _scores(q, k, segments, (queries, keys), **about)
         weights = jnp.exp(scores - log_total[..., queries, None])
