@@ -13,6 +13,7 @@ from torch_shard._common.pieces import InPieces, whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import matmul_precision
 from torch_shard._scan.instructions import BundleValues, Instruction, Operand, Output
+from torch_shard._scan.narrow import wide
 from torch_shard._scan.reroll import Loop
 
 
@@ -152,7 +153,7 @@ class _Run:
             return self._inputs[(value.source, *value.path)]
         if value.source not in self.done:
             return self._rows[value.source, value.path]
-        return _at(self.done[value.source], value.path)
+        return wide(_at(self.done[value.source], value.path))
 
     def _given(self, values: Sequence[Operand]) -> tuple[Result, Result]:
         """Values that iterations are given: `(None, stack)`, or `(stack, rows)` where they are some rows of a stack."""
@@ -184,7 +185,7 @@ class _Run:
         rows = [rows for _, rows in per_row]
         with jax.named_scope("backward") if loop.is_backward else contextlib.nullcontext():
             last, stacks = jax.lax.scan(body, first, (rows, places), length=count, reverse=backwards)
-        for (number, path), stack in zip(results, stacks, strict=True):
+        for (number, path), stack in zip(results, map(wide, stacks), strict=True):
             for q, span in enumerate(loop.iterations):
                 self._rows[span[number], path] = StackRow(stack, count - 1 - q if backwards else q)
         for (_, number, path), value in zip(loop.carries, last, strict=True):
@@ -238,15 +239,17 @@ def iterate(
         places: Where instructions stand in the stream of random numbers.
 
     Returns:
-        What it hands on, and the results.
+        What it hands on, and the results, of which some are `Narrow`.
     """
     found: list[Result] = []
     known = {"carry": carry, "each": each, "fixed": fixed}
     for i, instruction in enumerate(loop.iterations[0]):
-        sources = [_at(found[s.number], s.path) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]]
+        sources = [
+            wide(_at(found[s.number], s.path)) if s.kind == "own" else known[s.kind][s.number] for s in loop.slots[i]
+        ]
         with instruction.scope_of_all:
             found.append(instruction.operate(key, places.get(i), sources))
-    handed = [whole(_at(found[number], path)) for _, number, path in loop.carries]
+    handed = [whole(wide(_at(found[number], path))) for _, number, path in loop.carries]
     return handed, [_at(found[number], path) for number, path in results]
 
 

@@ -15,6 +15,7 @@ from torch_shard._common.fx import args_of, fill_in, outputs_of
 from torch_shard._common.pieces import whole
 from torch_shard._common.random import Key
 from torch_shard._lowering import lower, operation, sources_of
+from torch_shard._scan.narrow import Narrow, take_casts_off
 from torch_shard._scan.partition import partition
 from torch_shard._scan.region import LAYER, LAYER_BACKWARD, Call, Region
 
@@ -133,20 +134,22 @@ def _passes(region: Region, remat: str, sources: list[list[Operand]]) -> Passes:
     at_hand = tuple(number for number in halves.inputs if number in stay)
     kept = [i for i in halves.inputs if i not in at_hand]
     order = [*at_hand, *kept]
+    casts = {} if halves.backward is None else take_casts_off(halves.backward)
     back = None if halves.backward is None else lower(halves.backward)
 
     def operate(key: Key, place: Place, values: Sequence[jax.Array]) -> list[jax.Array | None]:
         found = forward(key, *values, place=0 if place is None else place)
         return [*map(whole, found[:num_results]), None, *found[num_results:], *(values[i] for i in kept)]
 
-    def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def backward(key: Key, place: Place, values: Sequence[jax.Array]) -> Sequence[jax.Array | Narrow]:
         if remat != "none":  # or XLA would see that the forward pass has computed all this, and keep it
             values = jax.lax.optimization_barrier(list(values))
         first, saved = values[: len(at_hand)], values[len(at_hand) : len(at_hand) + num_saved]
         given = dict(zip(order, [*first, *saved[halves.num_saved :]], strict=True))
         rest = [*saved[: halves.num_saved], *values[len(at_hand) + num_saved :]]
         assert back is not None
-        return back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place)
+        found = back(key, *(given[i] for i in halves.inputs), *rest, place=0 if place is None else place)
+        return [Narrow(value, casts[i]) if i in casts else value for i, value in enumerate(found)]
 
     num_saved, num_results = halves.num_saved + len(kept), len(region.results)
     return Passes(operate, backward if back else None, at_hand, num_saved)

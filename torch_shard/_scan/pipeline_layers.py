@@ -18,6 +18,7 @@ from torch_shard._common.dtypes import dtype_of_sums
 from torch_shard._lowering import current_rows
 from torch_shard._scan.execute import Result, StackRow, iterate, places_of, stack_of
 from torch_shard._scan.instructions import Operand
+from torch_shard._scan.narrow import wide
 from torch_shard._scan.pipeline_parts import Row
 from torch_shard._scan.reroll import Loop
 from torch_shard._sharding import Stages
@@ -309,7 +310,8 @@ class LayerPass:
             flow: list[Tree], each: list[Tree], fixed: list[Tree], drawn: tuple[jax.Array, dict[int, Any]]
         ) -> Any:
             key, places = drawn
-            return iterate(self._loop, self.results, key, flow, each=each, fixed=fixed, places=places)
+            handed, results = iterate(self._loop, self.results, key, flow, each=each, fixed=fixed, places=places)
+            return handed, list(map(wide, results))
 
         mapped = jax.vmap(stage, in_axes=(0, 0, axes, 0), spmd_axis_name=self.order.stages.axis)
         handed, results = mapped(flow, each, fixed, (self._keys[at.microbatch], places))
