@@ -1,5 +1,6 @@
 """Repeated layers as loops: the numbers of eager torch, whatever the layers do."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,16 @@ def test_loops_compute_in_the_dtypes_of_the_unrolled_program() -> None:
     np.testing.assert_allclose(losses, wanted, rtol=2e-3)  # XLA rounds to bfloat16 less often in one of them
     for name, value in unrolled.params.items():
         np.testing.assert_allclose(state.params[name], value, rtol=0, atol=4e-3, err_msg=name)
+
+
+def test_gradients_leave_a_loop_as_narrow_as_they_were_computed() -> None:
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mesh": make_mesh((1, 1)), "plan": EVERYWHERE}
+    step = ts.make_train_step(Stack(), lambda model, x: model(x).square().mean(), optax.sgd(0.1), **options)
+    text = step.lower(step.structs, torch.empty(6, WIDTH)).as_text()
+    backward = re.findall(r"stablehlo.while.*? : (.*)", text)[1]
+    weights = [p for p in Block().parameters() if p.ndim == 2]
+    stacks = [f"tensor<{DEPTH}x{'x'.join(map(str, w.shape))}x" for w in weights]
+    assert all(backward.count(f"{stack}bf16>") == stacks.count(stack) for stack in stacks)  # else they are of float32
 
 
 def test_what_layers_keep_serves_later_captures() -> None:
