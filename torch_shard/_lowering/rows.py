@@ -147,7 +147,6 @@ def on_rows(
     *,
     dims: Sequence[int] = (),
     out_dims: Sequence[int] = (),
-    spread: bool = True,
 ) -> tuple[Results, Results]:
     """Run a function on each device for its rows, without the partitioner; as it is where no rows are known.
 
@@ -157,15 +156,12 @@ def on_rows(
         whole: Those whose arrays each device needs whole.
         dims: The dim of the rows in each argument that has some; 0 by default.
         out_dims: The dim of the rows in each result that has some; 0 by default.
-        spread: Whether devices that have the same rows of the batch share them, and then send what they have made;
-            else each computes all of its own.
     """
     split = current_rows()
     if split is None or split.mesh.size == 1 or manual_axes():
         return fn(*by_rows, *whole)
     dims = dims or [0] * len(by_rows)
     axes = split.dividing(by_rows[0].shape[dims[0]])
-    axes = axes if spread else tuple(axis for axis in axes if axis in split.axes)
 
     def local(*args: PyTree) -> tuple[Results, Results]:
         own, sums = fn(*args)

@@ -21,6 +21,7 @@ from torch_shard._lowering.ops import (  # noqa: F401  (they fill the table)
     linear_cross_entropy,
     llama4_experts,
     losses,
+    mamba2,
     normalisation,
     packed,
     pointwise,

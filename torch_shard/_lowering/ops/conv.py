@@ -1,7 +1,6 @@
 """Convolution and pooling, forward and backward."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +22,61 @@ def _per_dim(value, rank):
 
 @lowers(aten.convolution.default)
 def convolution(x, weight, bias, *settings):
+    if (padding := _padding_of_taps(x, weight, settings)) is not None:
+        out = _by_taps(x, weight, padding)
+        return (out if bias is None else out + bias.astype(out.dtype)[:, None]).astype(x.dtype)
     unbatched = x.ndim == weight.ndim - 1
 
     def run(x, weight):
         return (_convolve(x, weight, *settings),), ()
 
-    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight], spread=_is_worth_sending(weight))
+    ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight])
     out = out if bias is None else out + bias.reshape(1, -1, *(1,) * (weight.ndim - 2))
     return out[0] if unbatched else out
 
 
-def _is_worth_sending(weight):
-    """Whether a value takes longer to compute than to send: not where a few taps along a sequence make it (Mamba)."""
-    return weight.ndim > 3 or math.prod(weight.shape[1:]) > 16
+_MOST_TAPS = 8
+
+
+def _padding_of_taps(x, weight, settings):
+    """The padding of a convolution of each channel by itself, of a few taps along a sequence; None of another one.
+
+    Such a one (Mamba's) is a sum of shifted products, which XLA splits over channels as it likes: as a convolution,
+    each device would be given all channels, as its partitioner errs where channels are split.
+    """
+    stride, padding, dilation, transposed, _, groups = settings
+    is_alone = weight.ndim == 3 and weight.shape[:2] == (groups, 1) and x.shape[-2] == groups
+    is_plain = not transposed and _per_dim(stride, 1) == _per_dim(dilation, 1) == (1,)
+    is_short = weight.shape[-1] <= _MOST_TAPS and jnp.issubdtype(x.dtype, jnp.floating)
+    return _per_dim(padding, 1)[0] if is_alone and is_plain and is_short else None
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _shifted(x, num_taps, padding):
+    """What each tap sees, of a sequence with zeros at both ends."""
+    x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (padding, padding)])
+    length = x.shape[-1] - num_taps + 1
+    return [_wide(jax.lax.slice_in_dim(x, tap, tap + length, axis=-1)) for tap in range(num_taps)]
+
+
+def _by_taps(x, weight, padding):
+    """`(..., channels, steps)`, wide."""
+    seen = _shifted(x, weight.shape[-1], padding)
+    return functools.reduce(jnp.add, (each * _wide(weight[:, 0, tap, None]) for tap, each in enumerate(seen)))
+
+
+def _by_taps_backward(grad, x, weight, padding):
+    """Gradients of x, of the weight and of the bias."""
+    num_taps = weight.shape[-1]
+    back = _by_taps(grad, jnp.flip(weight, -1), num_taps - 1)
+    grad_x = jax.lax.slice_in_dim(back, padding, padding + x.shape[-1], axis=-1)
+    rows = tuple(dim for dim in range(x.ndim) if dim != x.ndim - 2)
+    per_tap = [jnp.sum(each * _wide(grad), rows) for each in _shifted(x, num_taps, padding)]
+    found = grad_x, jnp.stack(per_tap, -1)[:, None], jnp.sum(_wide(grad), rows)
+    return tuple(g.astype(like.dtype) for g, like in zip(found, (x, weight, weight), strict=True))
 
 
 def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups):
@@ -71,10 +112,13 @@ def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
     tests/system/test_upstream.py).
     """
     *settings, output_mask = settings_and_mask
+    if (padding := _padding_of_taps(x, weight, settings)) is not None:
+        found = _by_taps_backward(grad, x, weight, padding)
+        return tuple(g if asked else None for g, asked in zip(found, output_mask, strict=True))
     unbatched = x.ndim == weight.ndim - 1
     batched = [array[None] if unbatched else array for array in (grad, x)]
-    run, spread = functools.partial(_gradients, settings=settings), _is_worth_sending(weight)
-    (grad_x,), (grad_weight,) = on_rows(run, batched, [weight], spread=spread)
+    run = functools.partial(_gradients, settings=settings)
+    (grad_x,), (grad_weight,) = on_rows(run, batched, [weight])
     space = tuple(i for i in range(grad.ndim) if i != grad.ndim - weight.ndim + 1)
     grads = (grad_x[0] if unbatched else grad_x, grad_weight, jnp.sum(grad, space) if output_mask[2] else None)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
