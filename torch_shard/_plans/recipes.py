@@ -334,8 +334,8 @@ def _decide(
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
                 made = _padded(made, entry, roles[name], tp=tp, mesh=mesh, asked=pad_vocab)
-        stays_whole = bool(made.fault) and name in roles and roles[name].side == "column"  # its parts are rows
-        by_inputs = tables | {id(entry)} if stays_whole else tables
+        stays_whole = made.fault and name in roles and roles[name].side == "column"  # if fused, of rows
+        by_inputs = {*tables, id(entry)} if stays_whole else tables
         decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=by_inputs)
     return decisions
 

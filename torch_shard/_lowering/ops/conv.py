@@ -9,6 +9,7 @@ import torch
 
 from torch_shard._common.axes import local_vjp
 from torch_shard._common.dtypes import jax_dtype
+from torch_shard._lowering.ops.conv_taps import by_taps, by_taps_backward, padding_of_taps
 from torch_shard._lowering.ops.registry import lowers
 from torch_shard._lowering.rows import current_rows, on_rows
 
@@ -22,8 +23,8 @@ def _per_dim(value, rank):
 
 @lowers(aten.convolution.default)
 def convolution(x, weight, bias, *settings):
-    if (padding := _padding_of_taps(x, weight, settings)) is not None:
-        out = _by_taps(x, weight, padding)
+    if (padding := padding_of_taps(x, weight, settings)) is not None:
+        out = by_taps(x, weight, padding)
         return (out if bias is None else out + bias.astype(out.dtype)[:, None]).astype(x.dtype)
     unbatched = x.ndim == weight.ndim - 1
 
@@ -33,50 +34,6 @@ def convolution(x, weight, bias, *settings):
     ((out,), _) = on_rows(run, [x[None] if unbatched else x], [weight])
     out = out if bias is None else out + bias.reshape(1, -1, *(1,) * (weight.ndim - 2))
     return out[0] if unbatched else out
-
-
-_MOST_TAPS = 8
-
-
-def _padding_of_taps(x, weight, settings):
-    """The padding of a convolution of each channel by itself, of a few taps along a sequence; None of another one.
-
-    Such a one (Mamba's) is a sum of shifted products, which XLA splits over channels as it likes: as a convolution,
-    each device would be given all channels, as its partitioner errs where channels are split.
-    """
-    stride, padding, dilation, transposed, _, groups = settings
-    is_alone = weight.ndim == 3 and weight.shape[:2] == (groups, 1) and x.shape[-2] == groups
-    is_plain = not transposed and _per_dim(stride, 1) == _per_dim(dilation, 1) == (1,)
-    is_short = weight.shape[-1] <= _MOST_TAPS and jnp.issubdtype(x.dtype, jnp.floating)
-    return _per_dim(padding, 1)[0] if is_alone and is_plain and is_short else None
-
-
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _shifted(x, num_taps, padding):
-    """What each tap sees, of a sequence with zeros at both ends."""
-    x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (padding, padding)])
-    length = x.shape[-1] - num_taps + 1
-    return [_wide(jax.lax.slice_in_dim(x, tap, tap + length, axis=-1)) for tap in range(num_taps)]
-
-
-def _by_taps(x, weight, padding):
-    """`(..., channels, steps)`, wide."""
-    seen = _shifted(x, weight.shape[-1], padding)
-    return functools.reduce(jnp.add, (each * _wide(weight[:, 0, tap, None]) for tap, each in enumerate(seen)))
-
-
-def _by_taps_backward(grad, x, weight, padding):
-    """Gradients of x, of the weight and of the bias."""
-    num_taps = weight.shape[-1]
-    back = _by_taps(grad, jnp.flip(weight, -1), num_taps - 1)
-    grad_x = jax.lax.slice_in_dim(back, padding, padding + x.shape[-1], axis=-1)
-    rows = tuple(dim for dim in range(x.ndim) if dim != x.ndim - 2)
-    per_tap = [jnp.sum(each * _wide(grad), rows) for each in _shifted(x, num_taps, padding)]
-    found = grad_x, jnp.stack(per_tap, -1)[:, None], jnp.sum(_wide(grad), rows)
-    return tuple(g.astype(like.dtype) for g, like in zip(found, (x, weight, weight), strict=True))
 
 
 def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups):
@@ -112,8 +69,8 @@ def convolution_backward(grad, x, weight, bias_sizes, *settings_and_mask):
     tests/system/test_upstream.py).
     """
     *settings, output_mask = settings_and_mask
-    if (padding := _padding_of_taps(x, weight, settings)) is not None:
-        found = _by_taps_backward(grad, x, weight, padding)
+    if (padding := padding_of_taps(x, weight, settings)) is not None:
+        found = by_taps_backward(grad, x, weight, padding)
         return tuple(g if asked else None for g, asked in zip(found, output_mask, strict=True))
     unbatched = x.ndim == weight.ndim - 1
     batched = [array[None] if unbatched else array for array in (grad, x)]
