@@ -324,6 +324,21 @@ def test_a_bias_has_its_gradient(name: str) -> None:
         torch.testing.assert_close(grad.cpu(), other, rtol=2e-4, atol=1e-5 * float(other.abs().max()) + 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [(torch.zeros(LONG, LONG).half(), "attn_mask dtype"), (torch.zeros(LONG, 7), "must match|broadcast")],
+    ids=["dtype", "size"],
+)
+def test_a_bias_that_pytorch_refuses_is_refused(mask: torch.Tensor, said: str) -> None:
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x = torch.randn(1, 2, LONG, 4)
+    for run in (attend, ts.jax_jit(attend)):
+        with pytest.raises(RuntimeError, match=said):
+            run(x, mask)
+
+
 @pytest.mark.parametrize("name", BATCH_MASKS)
 def test_masks_of_what_the_batch_says(name: str) -> None:
     make, is_known = BATCH_MASKS[name]

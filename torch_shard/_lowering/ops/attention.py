@@ -87,13 +87,8 @@ def _backward(
 @_backward.register_fake
 def _backward_shapes(grad: torch.Tensor, saved: list[torch.Tensor], *args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v = map(torch.empty_like, saved[:3])
-    sinks, bias = args[-2:]
-    return (
-        q,
-        k,
-        v,
-        *(torch.empty_like(x[0]) if x and x[0].is_floating_point() else q.new_empty(0) for x in (sinks, bias)),
-    )
+    of_sinks, of_bias = (x[0] if x and x[0].is_floating_point() else q.new_empty(0) for x in args[-2:])
+    return q, k, v, torch.empty_like(of_sinks), torch.empty_like(of_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +208,7 @@ def attention(
     with autocast_only():
         why = _undroppable(dropout_p, q.shape[:-1].numel() * k.shape[-2]) or refusal(q, k, v, grouped=enable_gqa)
         seen = None if why else _seen(attn_mask, is_causal, (q.shape[-2], k.shape[-2]))
-        bias = () if why or seen is not None or is_causal else _bias(attn_mask, (*q.shape[:3], k.shape[2]))
+        bias = () if why or seen is not None or is_causal else _bias(attn_mask, q, k)
         why = why or ("" if seen else unknown(attn_mask))
         if seen is not None or bias:
             form = Form(seen or Seen(), query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
@@ -252,14 +247,14 @@ def _seen(mask: torch.Tensor | None, is_causal: bool, size: tuple[int, int]) -> 
     return None if is_causal else seen_through(mask, size)
 
 
-def _bias(mask: torch.Tensor | None, size: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """A mask of no known form as what is added to scores of this size, of four dims; none where that is not to be."""
-    if mask is None or current_context() is not None or mask.ndim > len(size) or is_transformed([mask]):
+def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A mask of no known form as what is added to scores, of four dims; none where that is not to be, or PyTorch's."""
+    if mask is None or current_context() is not None or mask.ndim > 4 or is_transformed([mask]):
         return ()
-    if not (mask.dtype is torch.bool or mask.is_floating_point()):
-        return ()
-    mask = as_autocast_has_it(mask)[(None,) * (len(size) - mask.ndim)]
-    return (mask,) if all(own in (1, whole) for own, whole in zip(mask.shape, size, strict=True)) else ()
+    mask = as_autocast_has_it(mask)[(None,) * (4 - mask.ndim)]
+    size = *q.shape[:3], k.shape[2]
+    is_taken = mask.dtype in (torch.bool, torch.float32, q.dtype)
+    return (mask,) if is_taken and all(own in (1, of) for own, of in zip(mask.shape, size, strict=True)) else ()
 
 
 def unknown(mask: torch.Tensor | None) -> str:
