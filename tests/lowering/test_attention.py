@@ -516,21 +516,26 @@ def attention_step() -> Any:
 class Dropping(nn.Module):
     """Attention that drops weights, of two heads of queries for each of keys."""
 
-    def __init__(self, is_causal: bool) -> None:
+    def __init__(self, is_causal: bool, *, is_biased: bool = False) -> None:
         super().__init__()
         self.q, self.kv, self.is_causal = nn.Linear(8, 16), nn.Linear(8, 16), is_causal
+        self.bias = nn.Parameter(torch.randn(1, 4, 1, LONG)) if is_biased else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.q(x).unflatten(-1, (4, 4)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (2, 8)).transpose(1, 2).chunk(2, -1)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=self.is_causal, enable_gqa=True)
+        options = {"dropout_p": 0.3, "is_causal": self.is_causal, "enable_gqa": True}
+        out = F.scaled_dot_product_attention(q, k, v, self.bias, **options)
         return x + out[:, :2].transpose(1, 2).flatten(-2)
 
 
-@pytest.mark.parametrize(("is_causal", "remat"), [(True, "none"), pytest.param(False, "block", marks=pytest.mark.slow)])
-def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, remat: Any) -> None:
+@pytest.mark.parametrize(
+    ("is_causal", "is_biased", "remat"),
+    [(True, False, "none"), (False, True, "none"), pytest.param(False, False, "block", marks=pytest.mark.slow)],
+)
+def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, is_biased: bool, remat: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal) for _ in range(3)))
+    model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal, is_biased=is_biased) for _ in range(3)))
     step = ts.make_train_step(
         model,
         lambda model, x: weighted(model(x)),
