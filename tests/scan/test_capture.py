@@ -213,6 +213,7 @@ def test_gradients_leave_a_loop_as_narrow_as_they_were_computed() -> None:
     weights = [p for p in Block().parameters() if p.ndim == 2]
     stacks = [f"tensor<{DEPTH}x{'x'.join(map(str, w.shape))}x" for w in weights]
     assert all(backward.count(f"{stack}bf16>") == stacks.count(stack) for stack in stacks)  # else they are of float32
+    assert all(f"({stack}bf16>) -> {stack}f32>" in text for stack in stacks)  # the stack is cast
 
 
 def test_what_layers_keep_serves_later_captures() -> None:
