@@ -1,5 +1,7 @@
 """Convolutions within a step on every mesh; `test_ops.py` has their arguments."""
 
+import re
+
 import numpy as np
 import optax
 import pytest
@@ -115,8 +117,11 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
     plan = ts.ShardingPlan({"out_proj.weight": P(None, "model")}, default=P())
     step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
     x = torch.randn(8, 12, 16)
-    found = count_collectives(step.lower(step.structs, x).compile())
-    assert found["all-gather"] == 2  # gradients of weight and bias alone
+    compiled = step.lower(step.structs, x).compile()
+    found = count_collectives(compiled)
+    assert found["all-gather"] == 2
+    gathered = re.findall(r"= (\S+?)\{[\d,]*\} all-gather\(", compiled.as_text() or "")
+    assert sorted(gathered) == ["f32[16,4]", "f32[16]"]  # gradients of weight and bias alone
     assert set(found) == {"all-gather", "all-reduce"}
     step.prove(step.init(), x).raise_if_different()
 

@@ -334,9 +334,9 @@ def _decide(
             made = _by_features(entry, roles[name], tp, mesh)
             if made.fault and roles[name].is_vocabulary:
                 made = _padded(made, entry, roles[name], tp=tp, mesh=mesh, asked=pad_vocab)
-        stays_whole = made.fault and name in roles and roles[name].side == "column"  # if fused, of rows
-        by_inputs = {*tables, id(entry)} if stays_whole else tables
-        decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=by_inputs)
+            if made.fault and roles[name].side == "column":
+                tables |= {id(entry)}  # by its features too: if it is fused, its parts are rows
+        decisions[name] = made if more is None else by_shape(made, entry, more, mesh, kernels=kernels, tables=tables)
     return decisions
 
 

@@ -2,7 +2,7 @@
 
 A call of threefry gives two words of 32 bits. Each decides for two elements, as it is and with its halves exchanged:
 the first 16 bits decide alone but once in 65,536 times, so that the two are as good as independent, and each has its
-exact probability. Under TPU's compiler (v5e) a dropout of (24, 512, 768) takes 0.06 Mcycles so, and 0.32 with a call
+exact probability. Under TPU's compiler (v5e) a dropout of (24, 512, 768) takes 0.10 Mcycles so, and 0.64 with a call
 for each element; the program compiles in a quarter of the time.
 
 Rows (the dim before the last) lie in groups of four pieces, of which a call draws for one row each. A place among all
