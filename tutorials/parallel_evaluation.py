@@ -154,7 +154,6 @@ x_by_device, y_by_device = ts.jax_pmap(lambda x, y: (x.clone(), y.clone()))(poin
 weights = {"w": torch.zeros(8), "b": torch.zeros(8)}  # a copy for each device
 for _ in range(1000):
     weights, loss = update(weights, x_by_device, y_by_device)
-    loss.jax().block_until_ready()  # simulated devices share threads: a thousand steps at once may starve each other
 
 # %% [markdown]
 # The replicas are equal to the bit, and the fit is that of eager torch on all points at once.

@@ -9,10 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import pytest
 import torch
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.nn import functional as F
@@ -194,17 +192,6 @@ SCRIPTS = {
         lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=STEPS + 1),
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew():
-    """Devices may run collectives of a cached program in different orders, and wait forever (XLA:CPU, jaxlib 0.10)."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
 def made(script):

@@ -1,6 +1,7 @@
 """Programs kept on disk: another process takes them from there and computes the same bits; nothing else is touched."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ model = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Dropout(0.1), nn.Linear
 batch = (torch.randn(8, 8), torch.randn(8, 4))
 def loss_fn(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
-options = dict(mesh=ts.make_mesh(batch=4, model=2), compile_cache=directory)
+sizes = {"batch": 4, "model": 2} if sys.argv[3:] else {"batch": 1, "model": 1, "devices": jax.devices()[:1]}
+options = dict(mesh=ts.make_mesh(**sizes), compile_cache=directory)
 options["plan"] = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
 step = ts.make_train_step(model, loss_fn, optax.adam(1e-2), **options)
 state, losses = step.init(seed=0), []
@@ -48,9 +50,10 @@ print(json.dumps([losses, found]))
 """
 
 
-def start(directory: Path, width: int = 16) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN, str(directory), str(width)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(directory: Path, width: int = 16, *, on_many: bool = False, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RUN, str(directory), str(width), *["many"] * on_many]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **environ})
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, int]]:
@@ -104,8 +107,19 @@ def test_another_model_is_another_entry(filled: tuple[Path, list[str]]) -> None:
     assert len(entries(directory)) == len(before) + 3
 
 
+def test_programs_of_several_simulated_devices_are_compiled_anew(tmp_path: Path) -> None:
+    """Also where JAX is set to a cache: XLA:CPU would lose the order of their collectives."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(theirs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    finish(start(ours, on_many=True, **settings, JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1"))
+    assert not entries(ours)
+    kept = {name.split("-")[0] for name in entries(theirs)}
+    assert kept
+    assert kept.isdisjoint({"jit_init_opt_state", "jit_train_step", "jit_evaluate"})
+
+
 def make(directory: Any, **options: Any) -> Any:
-    options = {"mesh": make_mesh((4, 2)), "plan": WHOLE, "compile_cache": directory, **options}
+    options = {"mesh": make_mesh((1, 1)), "plan": WHOLE, "compile_cache": directory, **options}
     return ts.make_train_step(nn.Linear(8, 4), squared_error, optax.sgd(0.1), **options)
 
 

@@ -58,17 +58,17 @@ def test_a_call_returns_while_the_step_before_it_still_runs() -> None:
 def test_only_simulated_devices_are_waited_for(sizes: tuple[int, int], waits: bool) -> None:
     """XLA would wait for itself, with more programs in flight than it has threads for."""
     step = make(nn.Linear(4, 4), busy_loss, sizes)
-    state, x = step.init(), torch.ones(8, 4)
+    state, x, rounds = step.init(), torch.ones(8, 4), 50 if waits else LONG
     state, _ = step(state, (x, 0))
-    jax.block_until_ready(state)
-    state, running = step(state, (x, LONG if not waits else 50))
-    for _ in range(2):
-        state, _ = step(state, (x, 0))
+    jax.block_until_ready((state, step.gradient_step(state, step.put((x, 0)))))
+    state, running = step(state, (x, rounds))
     assert running["loss"].is_ready() == waits
+    jax.block_until_ready(state)
+    assert step.gradient_step(state, step.put((x, rounds)))["loss"].is_ready() == waits
 
 
 def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
-    step = make(nn.Linear(4, 4), busy_loss)
+    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
     state, x = step.init(), torch.ones(8, 4)
     state, _ = step(state, (x, 0))
     jax.block_until_ready(state)

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from torch_shard._common.convert import host_array, to_host
 from torch_shard._common.dtypes import torch_dtype
+from torch_shard._common.simulated import wait_if_simulated
 from torch_shard._common.types import Operator, PyTree
 
 
@@ -46,7 +47,7 @@ class Storage:
 
     def write(self, value: jax.Array) -> None:
         value = jnp.asarray(value, self.dtype)
-        self.value = value if value.shape == self.shape else jnp.broadcast_to(value, self.shape)
+        self.value = wait_if_simulated(value if value.shape == self.shape else jnp.broadcast_to(value, self.shape))
 
 
 class ViewStorage(Storage):
@@ -246,7 +247,7 @@ def _is_called_by_parameter() -> bool:
 
 def wrap_array(array: jax.Array) -> JaxTensor:
     """An array as a tensor, no copy."""
-    return JaxTensor(Storage(array))
+    return JaxTensor(Storage(wait_if_simulated(array)))
 
 
 def to_array(value: torch.Tensor | ArrayLike, *, rounds: bool = False) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.simulated import wait_if_simulated
 from torch_shard._hosts.channel import describe
 from torch_shard._hosts.data import pack, unpack
 from torch_shard._hosts.hub import most_each
@@ -95,6 +96,7 @@ def check_peers() -> None:
 
 
 def follow(array: jax.Array) -> None:
-    """Note what the last program gives: as long as it is not there, this process waits for it."""
+    """Note what the last program gives, for which this process waits as long as it is not there."""
     if (line := opened()) is not None:
         line.running = array
+    wait_if_simulated(array)

@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torch_shard._common.simulated import wait_if_simulated
 from torch_shard._common.types import PyTree
 
 
@@ -45,10 +46,7 @@ def take_row(stack: PyTree, row: int) -> PyTree:
                 "This state was donated to a later step, and its arrays are deleted. Read the state that the step "
                 "returned, or copy what you need before the step: numpy.asarray(state.params[name])."
             )
-        if stack.sharding.spec[:1] in ((), (None,)):
-            return _taker(row_sharding(stack.sharding))(stack, row)
-        stack.block_until_ready()  # a row of another stage is a collective: one at a time, or devices that have few
-        return _taker(row_sharding(stack.sharding))(stack, row).block_until_ready()  # threads wait for each other
+        return wait_if_simulated(_taker(row_sharding(stack.sharding))(wait_if_simulated(stack), row))
     return stack[row]
 
 

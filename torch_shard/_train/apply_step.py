@@ -20,6 +20,7 @@ from torch_shard._common.convert import flatten
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_call
 from torch_shard._device import put
+from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram
 from torch_shard._sharding import axes_of
 from torch_shard._state import KINDS, StateLayout, TrainState, check_names, check_state
@@ -129,7 +130,7 @@ class ApplyStep(Step):
         check_state(state)
         program, arrays = self._prepare(state_and_batch[-1], state)
         loss, outputs = program(self._normal(state), arrays)
-        self._in_flight.follow(loss)
+        follow(loss)
         return outputs
 
     def _jit(

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
+from torch_shard._common.simulated import are_simulated
 
 _LOCK = threading.RLock()
 
@@ -24,19 +26,24 @@ class CompileCache:
     JAX's cache is a setting of the whole process. Here it is set for one compilation at a time and then put back, so
     that neither the user's other programs nor a cache of their own take part.
 
+    Programs of devices that the CPU simulates are compiled anew, also where JAX is set to a cache: what XLA:CPU (jaxlib
+    0.10.2) reads back has lost the order of its collectives, and devices that begin with different ones wait forever.
+
     Args:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
+        mesh: Of the programs.
 
     Raises:
         TypeError: It is not a path.
         ValueError: It cannot be written to.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None, mesh: Mesh) -> None:
         _check_path(directory)
         if directory is not None and not os.fspath(directory):
             raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
+        self._is_off = are_simulated(mesh.local_devices)
         if self.directory is None:
             return
         try:
@@ -52,17 +59,10 @@ class CompileCache:
     @contextlib.contextmanager
     def active(self) -> Generator[None, None, None]:
         """Take what is compiled within from the directory, or write it there however small it is."""
-        if self.directory is None:
+        settings = self._settings()
+        if not settings:
             yield
             return
-        settings = {
-            "jax_enable_compilation_cache": True,
-            "jax_compilation_cache_dir": str(self.directory),
-            "jax_persistent_cache_min_compile_time_secs": 0.0,
-            "jax_persistent_cache_min_entry_size_bytes": -1,
-            # XLA's caches for GPUs would put the directory's path into the key: moved or mounted elsewhere, no hits.
-            "jax_persistent_cache_enable_xla_caches": "none",
-        }
         with _LOCK:
             before = {name: getattr(jax.config, name) for name in settings}
             _configure(settings)
@@ -70,6 +70,20 @@ class CompileCache:
                 yield
             finally:
                 _configure(before)
+
+    def _settings(self) -> dict[str, object]:
+        if self._is_off:
+            return {"jax_enable_compilation_cache": False} if jax.config.values["jax_compilation_cache_dir"] else {}
+        if self.directory is None:
+            return {}
+        return {
+            "jax_enable_compilation_cache": True,
+            "jax_compilation_cache_dir": str(self.directory),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+            # XLA's caches for GPUs would put the directory's path into the key: moved or mounted elsewhere, no hits.
+            "jax_persistent_cache_enable_xla_caches": "none",
+        }
 
 
 def _check_path(directory: object) -> None:

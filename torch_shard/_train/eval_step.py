@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 from torch_shard._common.caller import error_prefix
 from torch_shard._common.types import PyTree
+from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram, update_objects
 from torch_shard._state import StateLayout, TrainState, check_names, check_state
 from torch_shard._train.step import Step
@@ -55,7 +56,7 @@ class EvalStep(Step):
         check_state(state)
         program, arrays = self._prepare(batch, state)
         metrics = program(self._normal(state), arrays)
-        self._in_flight.follow(metrics["loss"])
+        follow(metrics["loss"])
         update_objects(program.calls, metrics, 1)
         return metrics
 

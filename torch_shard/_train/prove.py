@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from torch_shard._capture import MetricCalls
 from torch_shard._common.pieces import whole
 from torch_shard._common.types import PyTree
+from torch_shard._hosts import follow
 from torch_shard._loss import CALLS, LossProgram
 from torch_shard._sharding import Stacks, constrain_stacks, describe_mesh
 from torch_shard._state import TrainState
@@ -51,7 +52,9 @@ class GradientStep(Step):
     def __call__(self, state: TrainState, placed: ShardedBatch) -> dict[str, PyTree]:
         """Give them by name."""
         program, arrays = self._prepare(placed, state)
-        return program(self._normal(state), arrays)
+        out = program(self._normal(state), arrays)
+        follow(out["loss"])
+        return out
 
     def _jit(
         self, program: LossProgram, batch_shardings: list[Sharding], skip_grad_norm: float | None

@@ -46,7 +46,6 @@ from torch_shard._sharding import (
 from torch_shard._state import TrainState, as_arrays, check_state, with_key
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
-from torch_shard._train.in_flight import InFlightLimit
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
@@ -82,7 +81,7 @@ class Step:
         self.layers = layers.decided(model, platform)
         check_activations(self.plan, self.layout.row_axes)
         self._microbatches = Microbatches(options.accumulate_steps, self.layout)
-        self._cache = CompileCache(options.compile_cache)
+        self._cache = CompileCache(options.compile_cache, options.mesh)
         self.replicated = NamedSharding(options.mesh, PartitionSpec())
         if (names := shared_memory(self._held.all)) is not None:
             raise NotImplementedError(
@@ -98,7 +97,6 @@ class Step:
         self._host_buffers = HostBuffers(self._held.buffers)
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
-        self._in_flight = InFlightLimit(options.mesh)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""

@@ -22,6 +22,7 @@ from torch_shard._common.renamed import renamed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
+from torch_shard._hosts import follow
 from torch_shard._loss import LossProgram, update_objects
 from torch_shard._scan import Siblings
 from torch_shard._sharding import LossFn, Stacks, constrain_stacks, to_meta, with_values
@@ -237,7 +238,7 @@ class TrainStep(Step):
         state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         self._update.note_step()
         self._host_buffers.note_kept(program.kept, state)
-        self._in_flight.follow(metrics["loss"])
+        follow(metrics["loss"])
         update_objects(program.calls, metrics, self._microbatches.num)
         return state, metrics
 

@@ -1,0 +1,29 @@
+"""Devices that the CPU simulates: what they compute is waited for."""
+
+# JAX annotates some of its functions in part.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from collections.abc import Collection
+
+import jax
+from jax.core import Tracer
+
+from torch_shard._common.types import Device
+
+
+def are_simulated(devices: Collection[Device]) -> bool:
+    """Tell whether the CPU simulates these devices of one process, which then share its threads."""
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
+
+
+def wait_if_simulated(array: jax.Array) -> jax.Array:
+    """Wait for an array of several devices that the CPU simulates, and only there; a value in a trace stays as it is.
+
+    XLA's CPU client has one pool of threads, as many as devices or cores, from which it launches programs as well as
+    runs them. With 32 programs in flight on a device, a launch waits in one of those threads; if the program that it
+    waits for has none yet, nothing goes on, and XLA ends the process ("rendezvous ... Termination timeout"). The
+    devices share the host's cores, so nothing is lost.
+    """
+    if not isinstance(array, Tracer) and are_simulated(array.sharding.addressable_devices):
+        array.block_until_ready()
+    return array
