@@ -3,17 +3,8 @@
 # JAX annotates some of its functions in part.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Collection
-
 import jax
 from jax.core import Tracer
-
-from torch_shard._common.types import Device
-
-
-def are_simulated(devices: Collection[Device]) -> bool:
-    """Tell whether the CPU simulates these devices of one process, which then share its threads."""
-    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
 def wait_if_simulated(array: jax.Array) -> jax.Array:
@@ -24,6 +15,8 @@ def wait_if_simulated(array: jax.Array) -> jax.Array:
     waits for has none yet, nothing goes on, and XLA ends the process ("rendezvous ... Termination timeout"). The
     devices share the host's cores, so nothing is lost.
     """
-    if not isinstance(array, Tracer) and are_simulated(array.sharding.addressable_devices):
-        array.block_until_ready()
+    if not isinstance(array, Tracer):
+        devices = array.sharding.addressable_devices
+        if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+            array.block_until_ready()
     return array

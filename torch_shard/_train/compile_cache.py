@@ -15,7 +15,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from torch_shard._common.caller import caller
-from torch_shard._common.simulated import are_simulated
 
 _LOCK = threading.RLock()
 
@@ -26,8 +25,8 @@ class CompileCache:
     JAX's cache is a setting of the whole process. Here it is set for one compilation at a time and then put back, so
     that neither the user's other programs nor a cache of their own take part.
 
-    Programs of devices that the CPU simulates are compiled anew, also where JAX is set to a cache: what XLA:CPU (jaxlib
-    0.10.2) reads back has lost the order of its collectives, and devices that begin with different ones wait forever.
+    Programs of several CPU devices are compiled anew, also where JAX is set to a cache: what XLA:CPU (jaxlib 0.10.2)
+    reads back has lost the order of its collectives, and devices that begin with different ones wait forever.
 
     Args:
         directory: Made if it is missing; None for no cache but the one that JAX may be set to.
@@ -43,7 +42,7 @@ class CompileCache:
         if directory is not None and not os.fspath(directory):
             raise ValueError(f"{caller()}: compile_cache is empty. Name a directory, or leave compile_cache out.")
         self.directory = None if directory is None else Path(directory).absolute()
-        self._is_off = are_simulated(mesh.local_devices)
+        self._is_off = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         if self.directory is None:
             return
         try:

@@ -91,7 +91,7 @@ def make_train_step(
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
             changes speed and memory, and no number beyond rounding.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
-            may share it. Trust it as you trust code. Not used for several simulated devices.
+            may share it. Trust it as you trust code. Not used for several CPU devices.
 
     Returns:
         A `TrainStep`: `state = step.init(seed=0)`, `state, metrics = step(state, batch)`.
