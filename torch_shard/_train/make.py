@@ -160,7 +160,8 @@ def make_eval_step(
         local_batches: Of several processes, each gives the rows of its own devices alone, as many as each other one.
         compute_dtype: `torch.bfloat16` for mixed precision, as `make_train_step` takes it.
         mixed_precision: As `make_train_step` takes it.
-        compile_cache: A directory in which compiled programs are kept for the next process.
+        compile_cache: A directory in which compiled programs are kept for the next process. Not used for several CPU
+            devices.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
             error; False, never. States stored either way are accepted. (Nothing is kept for a backward pass, so
             there is no `remat`; and a batch comes as it is to be evaluated, so there is no `accumulate_steps`.)
@@ -225,7 +226,8 @@ def make_apply(
         mixed_precision: As `make_train_step` takes it.
         scan_layers: Run repeated layers as one loop: `"auto"`, where it is proved to mean the same; True, or it is an
             error; False, never.
-        compile_cache: A directory in which compiled programs are kept for the next process.
+        compile_cache: A directory in which compiled programs are kept for the next process. Not used for several CPU
+            devices.
 
     Returns:
         An `ApplyStep`: `outputs = apply(state, batch)` with a `TrainState`, which is not donated, or `apply(batch)`
