@@ -15,8 +15,14 @@ QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", f"{QUICK} --xla_cpu_parallel_codegen_split_count=1")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _leave_alone_what_is_there() -> None:
-    """What earlier files have left is not looked through at each collection, which takes longer with each of them."""
+def pytest_collection_finish() -> None:
+    """What importing and collecting have left is not looked through at each collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _begin_anew() -> None:
+    """JAX keeps the programs of its own operators for each shape that it has met: no file pays for those before it."""
+    jax.clear_caches()
+    gc.collect()
