@@ -11,7 +11,9 @@ from torch import nn
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.scan.test_capture import Seen
 from tests.tables.cases import Case, chosen, regression, squared_error
+from tests.tables.layered import with_sizes
 from tests.tables.layers import WIDTH, Block, Stack
+from tests.tables.layers_with_effects import Remembering
 
 SEEN = Seen()
 
@@ -42,11 +44,10 @@ class Failing(Block):
         return y
 
 
-class Leaving(Block):
-    """Leaves a tensor to whoever wants it, and asks for the value of one that it knows."""
+class Leaving(Remembering):
+    """Asks for the value of a tensor that it knows, too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.size = x.square().mean()
         assert torch.tensor(2).item() == 2
         return super().forward(x)
 
@@ -77,15 +78,11 @@ def _with_decay(model: nn.Module, batch: Any) -> torch.Tensor:
     return squared_error(model, batch) + sum(p.square().sum() for p in model.blocks.parameters())  # pyright: ignore
 
 
-def _with_sizes(model: nn.Module, batch: Any) -> torch.Tensor:
-    return squared_error(model, batch) + sum(block.size for block in model.blocks)  # pyright: ignore
-
-
 GUARDED = {
     "an error of the first": (_guarded(Failing, (FAILS, 1.0, 1.0)), squared_error),
     "an error of a later one": (_guarded(Failing, (1.0, 1.0, FAILS)), squared_error),
     "hooks": (_guarded(Hooked), squared_error),
-    "tensors left behind": (_guarded(Leaving), _with_sizes),
+    "tensors left behind": (_guarded(Leaving), with_sizes),
     "other programs, and parameters used outside": (_guarded(Block, (1.0, 0.5)), _with_decay),
 }
 
