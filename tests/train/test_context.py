@@ -62,7 +62,7 @@ class Net(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(blocks or (Block(), Block()))
+        self.layers = nn.ModuleList(blocks or (Block(),))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.double()
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 START = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
@@ -33,9 +35,12 @@ print(y.sum().item())
 """
 
 
-def test_long_loops_that_never_wait_come_to_their_end() -> None:
+@pytest.mark.parametrize(
+    "loop", [pytest.param(STEPS, id="steps"), pytest.param(EAGER, id="eager", marks=pytest.mark.slow)]
+)
+def test_a_long_loop_that_never_waits_comes_to_its_end(loop: str) -> None:
     """Where nobody waits, XLA aborts it at step 60 to 180 (eager: in most runs); it would wait a minute before that."""
     environ = {**os.environ, "NPROC": "1"}  # XLA then has no more threads than devices, whatever the machine
-    command = [sys.executable, "-c", START + STEPS + EAGER]
+    command = [sys.executable, "-c", START + loop]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

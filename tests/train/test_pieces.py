@@ -160,6 +160,7 @@ def test_weights_are_written_in_torchs_form(tmp_path, trained: Any):
     np.testing.assert_array_equal(model.get_parameter("0.1.gate_up").detach().numpy(), state.params["0.1.gate_up"])
 
 
+@pytest.mark.slow
 def test_what_is_frozen_is_kept_in_pieces_too():
     model = make_model()
     for name, parameter in model.named_parameters():
