@@ -235,12 +235,14 @@ def test_processes_read_what_their_own_devices_hold(tmp_path: pathlib.Path) -> N
         def watching(file, name, part):
             read.append((name, part))
             return read_runs(file, name, part)
-        _tensor_files.read_runs = watching
+        patch = pytest.MonkeyPatch()
+        patch.setattr(_tensor_files, "read_runs", watching)
         mesh = ts.make_mesh(batch=4)
         plan = ts.ShardingPlan({{"weight": P("batch")}}, default=P())
         with torch.device("meta"):
             model = torch.nn.Linear(4, 8)
         ts.load_safetensors({str(path)!r}, model, mesh, plan)
+        patch.undo()
         rows = [part[0] for name, part in read if name == "weight"]
         assert sorted(rows) == [(4 * rank, 4 * rank + 2), (4 * rank + 2, 4 * rank + 4)], rows
         out = {str(tmp_path)!r} + "/again.safetensors"

@@ -137,6 +137,7 @@ os.environ["TORCH_SHARD_SECRET"] = "of this job"
 assert ts.gather_from_jax_processes(rank) == [0, 1]
 """,
         2,
+        anew=True,
     )
 
 
