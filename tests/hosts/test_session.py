@@ -1,9 +1,6 @@
 """The opening of the channel, and what forked processes have of it."""
 
-import subprocess
-import sys
-import textwrap
-
+from tests.oracles.processes import run_alone
 from torch_shard._hosts.session import job_secret
 
 PROGRAM = """
@@ -53,9 +50,8 @@ os._exit(0)
 
 
 def test_a_forked_process_leaves_the_channel_to_its_parent():
-    program = textwrap.dedent(PROGRAM)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    ended = run_alone(PROGRAM)
+    assert (ended.output, ended.status) == ("done\n", 0)
 
 
 def test_the_secret_is_that_of_process_0_and_of_the_launcher(monkeypatch):

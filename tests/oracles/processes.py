@@ -113,11 +113,14 @@ class Family:
         self.ends = [self._end_of(rank) for rank in range(self._num)]
         self._folder.cleanup()
 
-    def wait(self, ranks: list[int], timeout_s: float) -> None:
-        """Wait for the end of these."""
-        until = time.monotonic() + timeout_s
-        while not all((self._apart / f"{rank}.end").exists() for rank in ranks) and time.monotonic() < until:
+    def wait(self, ranks: list[int], timeout_s: float, *, until: str | None = None) -> None:
+        """Wait for the end of these, or until they have written so much."""
+        last = time.monotonic() + timeout_s
+        while time.monotonic() < last and not all(self._is_at(rank, until) for rank in ranks):
             time.sleep(0.02)
+
+    def _is_at(self, rank: int, until: str | None) -> bool:
+        return (self._apart / f"{rank}.end").exists() or (until is not None and until in self.output(rank))
 
     def output(self, rank: int) -> str:
         """All that a process has written so far."""
@@ -142,9 +145,7 @@ class Together:
         port = self._stack.enter_context(_port())
         program = f"{_meets(num, port, num_devices)}\nrun_what_comes(rank, {server.getsockname()})"
         self._family = self._stack.enter_context(Family(program, num, **environment))
-        called = [
-            self._stack.enter_context(Connection(os.dup(server.accept()[0].detach()))) for _ in range(num)
-        ]
+        called = [self._stack.enter_context(Connection(os.dup(server.accept()[0].detach()))) for _ in range(num)]
         self._ranks = {line: line.recv() for line in called}
 
     def run(self, program: str, timeout_s: float) -> list[str]:

@@ -3,8 +3,6 @@
 import ast
 import pathlib
 
-import pytest
-
 import torch_shard
 
 ROOT = pathlib.Path(torch_shard.__file__).parent
@@ -34,21 +32,19 @@ def test_packages_import_no_files_of_each_other():
     assert {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_an_init_file_says_what_the_package_is_for_and_nothing_else(name):
-    tree = ast.parse((ROOT / name / "__init__.py").read_text())
-    assert ast.get_docstring(tree)
-    assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_an_init_file_exports_only_what_other_packages_use(name):
-    init = ast.parse((ROOT / name / "__init__.py").read_text())
-    exported = {alias.name for node in init.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    used = set()
-    for path in FILES:
-        if path.relative_to(ROOT).parts[0] != name:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == f"torch_shard.{name}":
-                    used |= {alias.name for alias in node.names}
-    assert exported == used
+def test_an_init_file_says_what_the_package_is_for_and_exports_only_what_other_packages_use():
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    for name in PACKAGES:
+        init = trees[ROOT / name / "__init__.py"]
+        assert ast.get_docstring(init), name
+        assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in init.body), name
+        exported = {alias.name for node in init.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        used = {
+            alias.name
+            for path, tree in trees.items()
+            if path.relative_to(ROOT).parts[0] != name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == f"torch_shard.{name}"
+            for alias in node.names
+        }
+        assert exported == used, name

@@ -57,12 +57,11 @@ class HandCutGRU(nn.Module):
         return torch.stack(out)
 
 
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("rows", chosen([1, 2, 3], [2]))
-def test_recurrent_gradients_are_right_when_sharded(rows: int, pad: bool) -> None:
+@pytest.mark.parametrize("pad", chosen([False, True], [True]))
+def test_recurrent_gradients_are_right_when_sharded(pad: bool) -> None:
     """Two local rows is where programs that JAX differentiates go wrong by some percent."""
     torch.manual_seed(0)
-    model, x = HandCutGRU(pad), torch.randn(4 * rows, 4, 4)
+    model, x = HandCutGRU(pad), torch.randn(4 * 2, 4, 4)
     mesh, plan = ts.make_mesh(batch=4, model=2), ts.ShardingPlan({"**": P("model")})
     step = ts.make_train_step(model, lambda m, x: m(x).sum(), optax.sgd(1.0), mesh=mesh, plan=plan)
     state, _ = step(step.init(), x)
