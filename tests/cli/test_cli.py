@@ -30,8 +30,11 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
+    """A demo without its proof, which tests/demo/test_proof.py has."""
     out = tmp_path_factory.mktemp("demo")
-    return CliRunner().invoke(app, ["demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(out)]), out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_shard._demo.report._prove", lambda run: proving.Proof((1.0,), 0.0, 0.0, "x"))
+        return CliRunner().invoke(app, ["demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(out)]), out
 
 
 def read_records(out):
@@ -59,9 +62,14 @@ def test_demo_writes_metrics_of_every_step(finished):
     train = [record for record in read_records(out) if record["kind"] == "train"]
     assert [record["batch"] for record in train] == [1, 2, 3, 4, 5]
     assert train[-1]["loss"] < train[0]["loss"]
-    proof = read_summary(out)["proof"]
-    assert proof["holds"]
-    assert len(proof["losses"]) == 10
+    assert read_summary(out)["proof"]["holds"]
+
+
+@pytest.mark.slow
+def test_demo_proves_its_step(tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(tmp_path)])
+    assert (result.exit_code, "The proof holds" in result.stdout) == (0, True), result.output
+    assert len(read_summary(tmp_path)["proof"]["losses"]) == 10
 
 
 @pytest.fixture

@@ -95,38 +95,8 @@ def test_the_last_batch_of_an_evaluation_may_have_any_size(step, tmp_path, caplo
         step(step.init(seed=0), DATA[32:37])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "steps must be a positive integer, got 0"),
-        ({"steps": 1}, r"the state has seen 2 batches, and steps=1"),
-        ({"eval_every": 0}, "eval_every must be a positive integer"),
-        ({"on_bad_step": "ignore"}, "on_bad_step must be one of 'raise', 'explain', 'stop', 'skip', got 'ignore'"),
-        ({"skip_grad_norm": -1.0}, "fit: skip_grad_norm must be a positive number"),
-        ({"seed": -1}, "seed must be an int of 32 bits, from 0 to 4294967295, got -1"),
-        ({"eval_every": 2}, "eval_every and eval_step are for an evaluation, which needs eval_loader"),
-    ],
-)
-def test_options_are_checked_before_anything_runs(options, message, step):
+def test_options_are_checked_before_anything_runs(step):
     state = ts.fit(step, None, loader(), steps=2, progress=False)
-    with pytest.raises(ValueError, match=message):
-        ts.fit(step, state, loader(), progress=False, **{"steps": 4, **options})
+    with pytest.raises(ValueError, match=r"the state has seen 2 batches, and steps=1"):
+        ts.fit(step, state, loader(), steps=1, progress=False)
     assert not state.step.is_deleted()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step": nn.Linear(2, 2)}, "step must be a TrainStep, got Linear. make_train_step gives one"),
-        ({"state": nn.Linear(2, 2)}, "state must be a TrainState or None, got Linear"),
-        ({"loader": {"x": DATA}}, "a loader is an iterable of batches, .* got dict"),
-        ({"loader": lambda position: None}, "must return an iterable of batches, got NoneType at position 0"),
-        ({"eval_loader": lambda position: [DATA]}, "eval_loader must be an Iterable, got function"),
-        ({"eval_loader": [DATA[:8]], "eval_step": print}, "eval_step must be an EvalStep or None"),
-        ({"checkpointer": "run"}, "checkpointer must be a Checkpointer or None, got str"),
-        ({"log": True}, "log must be a path, got bool"),
-    ],
-)
-def test_arguments_of_the_wrong_kind(options, message, step):
-    with pytest.raises(TypeError, match=message):
-        ts.fit(**{"step": step, "state": None, "loader": loader(), "steps": 1, "progress": False, **options})

@@ -56,9 +56,10 @@ def run_processes(
     """
     together = Together(num, num_devices, environment) if anew else _those_of(num, num_devices)
     failures = together.run(textwrap.dedent(program), timeout_s)
-    if anew or failures:
+    if anew:
         together.close()
-        _those_of.cache_clear()
+    elif failures:
+        _end_all()
     assert not failures, "\n".join(failures)[-6000:]
 
 
@@ -168,11 +169,20 @@ class Together:
         self._stack.close()
 
 
-@functools.lru_cache(maxsize=1)
+_RUNNING: dict[tuple[int, int], Together] = {}
+
+
 def _those_of(num: int, num_devices: int) -> Together:
-    together = Together(num, num_devices, {})
-    atexit.register(together.close)
-    return together
+    if (num, num_devices) not in _RUNNING:
+        _end_all()  # others would only take memory
+        _RUNNING[num, num_devices] = Together(num, num_devices, {})
+    return _RUNNING[num, num_devices]
+
+
+@atexit.register
+def _end_all() -> None:
+    while _RUNNING:
+        _RUNNING.popitem()[1].close()
 
 
 def _heard(line: Any) -> str:
@@ -197,7 +207,9 @@ class _Nursery:
         return int(self._server.stdout.readline())
 
     def close(self) -> None:
-        self._server.communicate()
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait()
 
 
 _nursery = functools.cache(_Nursery)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted(path for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 LONG = {"accelerate", "context", "ddp_fsdp2", "generate", "lightning", "llama", "maxtext", "nanogpt", "optimizers"}
-LONG |= {"by_hand", "faq", "torch_xla"}  # what takes more than 3 s, of which each part has tests of its own
+LONG |= {"by_hand", "faq", "pipeline", "precision", "preview", "refused", "runs", "torch_xla", "tune"}
+# What takes more than 3 s, of which each part has tests of its own.
 PAGES = [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in GUIDES]
 BEFORE = "<!-- before -->"  # where a page shows the lines of before.py
 TABLE = "| there | here |"  # its right column is code that runs, row by row
@@ -110,15 +111,15 @@ def fixed_texts():
     return "\0".join(re.sub(r"\s+", " ", part) for text in strings for part in re.split(r"%[a-z.\d]+", text))
 
 
-@pytest.mark.parametrize("page", ["faq.md", "guides/refused.md"])
-def test_errors_are_quoted_as_the_package_raises_them(page):
+def test_errors_are_quoted_as_the_package_raises_them():
     """Between `...`, which stands for what varies, and after the name of the public function."""
-    quoted = re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert len(quoted) > 10
     texts, missing = fixed_texts(), []
-    for quote in quoted:
-        own = re.sub(r"^(initialize|fit|make_mesh): ", "", " ".join(quote.split()))
-        missing += [part for part in own.split("...") if part.strip(" .,()") and part.strip() not in texts]
+    for page in ("faq.md", "guides/refused.md"):
+        quoted = re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+        assert len(quoted) > 10
+        for quote in quoted:
+            own = re.sub(r"^(initialize|fit|make_mesh): ", "", " ".join(quote.split()))
+            missing += [part for part in own.split("...") if part.strip(" .,()") and part.strip() not in texts]
     assert missing == []
 
 

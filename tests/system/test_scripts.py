@@ -197,7 +197,7 @@ def made(script):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own
-@pytest.mark.parametrize("name", chosen(SCRIPTS, ["mnist", "imagenet", "MAE fine-tuning"]))
+@pytest.mark.parametrize("name", chosen(SCRIPTS, ["mnist", "imagenet", "nanoGPT", "ConvNeXt"]))
 def test_a_script_trains_as_in_torch(name):
     script = SCRIPTS[name]
     model, optimizer, schedule = made(script)

@@ -203,7 +203,8 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_rival_computes_what_the_model_computes(name: str) -> None:
     torch.manual_seed(0)
     sizes, make, names, batch = CASES[name]()

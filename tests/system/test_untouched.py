@@ -48,9 +48,10 @@ ORDINARY_TORCH = """
 
 AFTERWARDS = """
     import logging, os, signal, sys, threading, warnings
-    import jax, optax, orbax.checkpoint, tensorboardX, torchax  # whose own effects are not ours
     import torch._dynamo, torch._inductor.config, torch.fx.experimental.proxy_tensor, torch.testing, torch.distributed
-    results, state_before, names_before = ordinary(), state(), names()
+    results, names_before = ordinary(), names()
+    import jax, optax, orbax.checkpoint, tensorboardX, torchax  # whose own effects are not ours
+    state_before = state()
     import torch_shard as ts
     assert state() == state_before
     names_after = names()
