@@ -29,8 +29,8 @@ def make(optimizer=None, plan=plan, seed=0):
     return ts.make_train_step(model(seed), squares, optimizer or optax.adamw(1e-3), mesh=mesh, plan=plan)
 
 def first_step(batch=ONES, **options):
-    own = make(**options) if options else step
-    own(own.init(seed=0), batch)
+    step = make(**options)
+    step(step.init(seed=0), batch)
 
 def refused(words, call, kind=ValueError):
     with pytest.raises(kind) as found:

@@ -11,12 +11,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
-def run(*arguments: object, cwd: pathlib.Path = ROOT) -> None:
-    """Run a script in a process that has imported torch and JAX, without windows, compiled as users do."""
+def run(*arguments: object, cwd: pathlib.Path = ROOT, **environment: str) -> None:
+    """Run a script in a process that has imported torch and JAX, without windows."""
     program = (
         "import runpy\nos.chdir(sys.argv.pop(1))\ndel sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    ended = run_alone(program, cwd, *arguments, timeout_s=600, MPLBACKEND="Agg", XLA_FLAGS="")
+    ended = run_alone(program, cwd, *arguments, timeout_s=600, MPLBACKEND="Agg", **environment)
     assert ended.status == 0, ended.output[-6000:]
 
 
