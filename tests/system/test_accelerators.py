@@ -41,7 +41,7 @@ def test_exports_for_gpus(case: Case) -> None:
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_what_was_exported_runs_as_the_step_does(evaluates: bool) -> None:
-    case = CASE["buffers"]
+    case = CASE["mlp"]
     train = make_step(case, make_mesh((4, 2)))
     step = train.evaluation() if evaluates else train
     batch, state = case.batches(1)[0], train.init(seed=0)

@@ -13,7 +13,7 @@ from torch import nn
 import torch_shard as ts
 from tests.tables.cases import WHOLE, make_mesh
 
-DEPTH, WIDTH, HEADS, LENGTH, BATCH = 8, 32, 4, 32, 8
+DEPTH, WIDTH, HEADS, LENGTH, BATCH = 16, 32, 4, 32, 8
 
 
 class Layer(nn.Module):
