@@ -73,8 +73,8 @@ RANDOM = {
 
 
 STRUCTURE: dict[str, Callable[[torch.Tensor], bool]] = {
-    # float32 sums of 256 products
-    "orthogonal": lambda w: torch.allclose(w.T @ w, torch.eye(SHAPE[1]), atol=5e-6, rtol=0),
+    # float32 sums of 64 products
+    "orthogonal": lambda w: torch.allclose(w.T @ w, torch.eye(w.shape[1]), atol=2e-6, rtol=0),
     "sparse": lambda w: (w == 0).sum(0).tolist() == [SHAPE[0] // 4] * SHAPE[1],
     "trunc_normal": lambda w: bool(w.min() >= -1) and bool(w.max() <= 1),
 }
@@ -83,9 +83,10 @@ STRUCTURE: dict[str, Callable[[torch.Tensor], bool]] = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_initialisers_are_those_of_torch_in_distribution(name: str) -> None:
     fill = RANDOM[name]
-    found = values(ts.materialize(lambda: Holder(fill, *SHAPE), make_mesh((4, 2)), SPLIT))["w"]
+    shape = (64, 32) if name == "orthogonal" else SHAPE  # of which each device computes all
+    found = values(ts.materialize(lambda: Holder(fill, *shape), make_mesh((4, 2)), SPLIT))["w"]
     torch.manual_seed(0)
-    wanted = torch.stack([Holder(fill, *SHAPE).w.detach() for _ in range(2)])
+    wanted = torch.stack([Holder(fill, *shape).w.detach() for _ in range(2)])
     # One of a thousand right initialisers would fail by chance, and the seed is fixed. So many numbers tell a normal
     # distribution from one whose standard deviation is 6% larger.
     assert scipy.stats.ks_2samp(found.flatten(), wanted.flatten()).pvalue > 1e-3

@@ -19,7 +19,7 @@ from tests.tables.hf_models import HF_MODELS
 # transformers renames checkpointing; peft and most users still say it the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
-LLAMA, GPT2, T5 = ({model.name: model for model in HF_MODELS}[name] for name in ("Llama", "GPT2", "T5"))
+LLAMA, T5 = ({model.name: model for model in HF_MODELS}[name] for name in ("Llama", "T5"))
 
 
 def tied() -> nn.Module:
@@ -96,10 +96,9 @@ def with_logits(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, t
     return out.loss, {"logits": out.logits}
 
 
-@pytest.mark.parametrize("family", [GPT2, pytest.param(T5, marks=pytest.mark.slow)], ids=["gpt2", "t5"])
-def test_logits_of_an_evaluation(family: Any) -> None:
+def test_logits_of_an_evaluation() -> None:
     """In eval mode, with the cache that the configuration asks for."""
-    case = family.cases()[0]
+    case = T5.cases()[0]
     model, batch = case.model(), case.batches(1)[0]
     on_mesh: dict[str, Any] = {"mesh": make_mesh((4, 2)), "plan": case.plan}
     state = ts.make_train_step(model, case.loss_fn, optimizer(), **on_mesh).init()
@@ -117,16 +116,16 @@ def with_hidden_states(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict
 
 def test_hidden_states_are_collected_as_in_torch() -> None:
     """transformers hooks its modules when it first needs to, and notes in an attribute that it has."""
-    case = LLAMA.cases()[0]
+    case = dataclasses.replace(LLAMA, fields={**LLAMA.fields, "num_hidden_layers": 1}).cases()[0]
     model, batch = case.model(), case.batches(1)[0]
     hooks = [len(module._forward_hooks) for module in model.modules()]
     on_mesh: dict[str, Any] = {"mesh": make_mesh((4, 2)), "plan": case.plan}
     step = ts.make_train_step(model, with_hidden_states, optimizer(), **on_mesh)
     _, metrics = step(step.init(), batch)
-    assert metrics["num"] == 3
+    assert metrics["num"] == 2
     evaluated = ts.make_eval_step(model, with_hidden_states, **on_mesh)(step.init(), batch)
     np.testing.assert_allclose(evaluated["loss"], metrics["loss"], rtol=1e-5)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     loss, eager = with_hidden_states(model, batch)
     np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
-    assert eager["num"] == 3
+    assert eager["num"] == 2
