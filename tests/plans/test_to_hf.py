@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> tuple[nn.Module, ts.ShardingPlan]:
     return model, ts.ShardingPlan(rules, default=P())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_what_is_written_reads_as_the_plan_but_for_what_is_listed(asked: tuple[nn.Module, ts.ShardingPlan]) -> None:
     model, plan = asked
