@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
 
@@ -13,6 +14,24 @@ jax.config.update("jax_num_cpu_devices", 8)
 # MLIR take as long again. Each core has a worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as users do.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", f"{QUICK} --xla_cpu_parallel_codegen_split_count=1")
+
+
+SLOW = pathlib.Path(__file__).parent / "tests" / "slow.txt"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names: a test with all its variants, but for those in lines with a plus, or one variant."""
+    lines = [line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")]
+    kept, slow = {line[2:] for line in lines if line[0] == "+"}, {line for line in lines if line[0] != "+"}
+    found = set()
+    for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        found |= names
+        if names & slow and item.nodeid not in kept:
+            item.add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths") and (unknown := (kept | slow) - found):
+        raise pytest.UsageError(f"{SLOW}: no test has the name {', '.join(sorted(unknown))}")
 
 
 def pytest_collection_finish() -> None:
