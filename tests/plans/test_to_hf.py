@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import torch_shard as ts
 from tests.oracles.hf_parallel import LOGITS, local_shards, logits_of
-from tests.plans.hf_families import build, configurations
+from validation.hf_families.report import build, configurations
 from tests.plans.test_from_hf import COLUMN, ROW, tiny
 from tests.plans.test_hf_parallel import FAMILIES, save
 from tests.tables.cases import make_mesh

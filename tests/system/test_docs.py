@@ -156,7 +156,7 @@ def test_the_page_of_patches_names_every_file_that_changes_the_process():
 
 
 def test_the_figures_of_the_readme_are_those_of_the_table():
-    table, readme = ((ROOT / page).read_text() for page in ("tests/tables/op_coverage.md", "README.md"))
+    table, readme = ((ROOT / page).read_text() for page in ("validation/operators/coverage.md", "README.md"))
     right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))
     said = re.search(r"([\d.]+ %) of the operators are right\s+forward and ([\d.]+ %) backward", readme)
     assert said.groups() == (right["forward"], right["gradient"])

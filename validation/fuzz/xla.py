@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.fuzz.specs import all_specs
+from validation.fuzz.specs import all_specs
 from torch_shard._sharding import Layout, Stacks, axes_of, constrain_stacks
 
 AXES = ("extra", "batch", "model")

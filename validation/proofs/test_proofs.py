@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import torch_shard as ts
-from tests.proofs.report import PAGE, RESULTS, page
-from tests.proofs.rows import TABLE
-from tests.zoo.report import read
+from validation.proofs.report import PAGE, RESULTS, page
+from validation.proofs.rows import TABLE
+from validation.zoo.report import read
 
 SINES = "sines of times up to 1,000 in float32, which differ between the libraries by 3e-5"
 
@@ -18,7 +18,6 @@ def _row(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.xfail(reason=SINES, strict=True)] if is_apart else [])
 
 
-@pytest.mark.slow  # tests/inspect/test_prove.py has some of them
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("name", [_row(name) for name in TABLE])
 def test_every_usual_plan_gives_the_numbers_of_torch(name: str) -> None:

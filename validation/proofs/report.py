@@ -1,4 +1,4 @@
-"""Proves the rows, each in a process, and writes the page: `python -m tests.proofs.report --write`."""
+"""Proves the rows, each in a process, and writes the page: `python -m validation.proofs.report --write`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tests.zoo.report import arguments, note, read, run
+from validation.zoo.report import arguments, note, read, run
 
 HERE = pathlib.Path(__file__).parent
 RESULTS, PAGE = HERE / "results.json", HERE.parent.parent / "docs" / "proof.md"
@@ -48,7 +48,7 @@ def work(names: list[str], out: pathlib.Path) -> None:
     torch.set_num_threads(1)  # as many threads as cores wait for each other where others work too
     jax.config.update("jax_num_cpu_devices", 8)
     warnings.simplefilter("ignore")
-    from tests.proofs.rows import TABLE
+    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
 
     for name in names:
@@ -84,7 +84,7 @@ repeated in float64, where 1e-10 is allowed (1e-5 still, if the model itself com
 not hold; a dash does not fit the model: [why](#what-does-not-fit) is said below.
 
 The same table of your own model is one call, [`ts.prove`][torch_shard.prove], or `torch-shard prove train.py`.
-`python -m tests.proofs.report --write` makes this page.
+`python -m validation.proofs.report --write` makes this page.
 
 {counts}
 """
@@ -111,7 +111,7 @@ and not a layout, is what its cells show.
 def page(found: Mapping[str, Any]) -> str:
     """The page of the documentation."""
     from docs.pages import folded, table
-    from tests.proofs.rows import TABLE
+    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
 
     known = {name: found[name]["cells"] for name in TABLE if found.get(name, {}).get("cells")}
@@ -147,7 +147,7 @@ def main() -> None:
     if options.work is not None:
         work(options.names, options.work)
         os._exit(0)  # some packages leave threads behind
-    from tests.proofs.rows import TABLE
+    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
 
     names = [n for n in TABLE if not options.names or any(part in n for part in options.names)]
@@ -166,7 +166,7 @@ def _prove(names: list[str]) -> None:
     """Each row in turn, so that what is known of it is kept until it is known anew."""
     for name in names:
         out = RESULTS.with_name(f".{name}.json")
-        found = run([name], out, "tests.proofs.report")
+        found = run([name], out, "validation.proofs.report")
         out.unlink(missing_ok=True)
         note(RESULTS, name, found.get(name, {"cells": {}}))
 

@@ -13,7 +13,7 @@ from torch.testing._internal.opinfo import definitions
 from torch.utils import _pytree as pytree
 
 import torch_shard as ts
-from tests.oracles.op_compare import (
+from validation.operators.compare import (
     Outcome,
     Rules,
     compare_support,

@@ -3,10 +3,9 @@
 import pytest
 import transformers
 
-from tests.plans.hf_families import PAGE, all_outcomes, configurations, outcome, page
+from validation.hf_families.report import PAGE, all_outcomes, configurations, outcome, page
 
 
-@pytest.mark.slow
 def test_every_family_resolves_as_the_page_says() -> None:
     if f"transformers {transformers.__version__} " not in PAGE.read_text():
         pytest.skip("the page is of another version")

@@ -6,12 +6,11 @@ import jax
 import pytest
 
 from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.zoo.report import MESHES, STEPS
-from tests.zoo.rows import Row
-from tests.zoo.table import ZOO
+from validation.zoo.report import MESHES, STEPS
+from validation.zoo.rows import Row
+from validation.zoo.table import ZOO
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the packages' own
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("row", ZOO, ids=str)
@@ -26,7 +25,7 @@ def test_three_steps_equal_eager_torch_or_are_refused(row: Row, sizes: tuple[int
 
 
 def test_every_package_has_an_installed_name_and_rows_have_names_of_their_own() -> None:
-    from tests.zoo.rows import PACKAGES
+    from validation.zoo.rows import PACKAGES
 
     assert {row.package for row in ZOO} == set(PACKAGES)
     assert len({str(row) for row in ZOO}) == len(ZOO) >= 40

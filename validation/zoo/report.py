@@ -1,4 +1,4 @@
-"""Runs the zoo row by row, each in a process, and writes what came out: `python -m tests.zoo.report --write`."""
+"""Runs the zoo row by row, each in a process, and writes what came out: `python -m validation.zoo.report --write`."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ def work(names: list[str], out: pathlib.Path) -> None:
     torch.set_num_threads(1)  # as many threads as cores wait for each other where others work too
     jax.config.update("jax_num_cpu_devices", 8)
     warnings.simplefilter("ignore")
-    from tests.zoo.table import NAMED
+    from validation.zoo.table import NAMED
 
     for name in names:
         note(out, name, {"result": "the process ended"})
@@ -84,7 +84,7 @@ def note(out: pathlib.Path, name: str, found: dict[str, Any]) -> None:
     part.replace(out)
 
 
-def run(names: list[str], out: pathlib.Path, module: str = "tests.zoo.report") -> dict[str, Any]:
+def run(names: list[str], out: pathlib.Path, module: str = "validation.zoo.report") -> dict[str, Any]:
     """Run rows in a process that is started again where a row ends it."""
     left = list(names)
     while left:
@@ -117,8 +117,8 @@ Models and losses of packages that were not written for this one, each with its 
 and without any download. What is right here was trained for three steps on one device and on a `(4, 2)` mesh beside
 eager torch on the CPU: the loss, every gradient, and every parameter and buffer after each step had to agree.
 
-`pip install -e '.[zoo]'` installs the packages, `pytest tests/zoo -m slow` runs the rows, and
-`python -m tests.zoo.report --write` writes this page. A first step is the capture, the compilation and the step itself,
+`pip install -e '.[zoo]'` installs the packages, `pytest validation/zoo` runs the rows, and
+`python -m validation.zoo.report --write` writes this page. A first step is the capture, the compilation and the step itself,
 on two cores that others used too. Rows were measured one by one while the package changed, most of them before its last
 changes, and rows that were not measured are not shown.
 
@@ -139,8 +139,8 @@ COLUMNS = ("package", "model or loss", "result", "first step, s, on (1, 1) and (
 def page(found: dict[str, Any]) -> str:
     """The page of the documentation; its pictures are written beside it."""
     from docs.pages import draw_bars, folded, save_both, shown, table
-    from tests.zoo.rows import PACKAGES
-    from tests.zoo.table import NAMED
+    from validation.zoo.rows import PACKAGES
+    from validation.zoo.table import NAMED
 
     known = {name: found[name] for name in NAMED if name in found}
     results = [of["result"] for of in known.values()]
@@ -191,7 +191,7 @@ def main() -> None:
     if options.work is not None:
         work(options.names, options.work)
         os._exit(0)  # some packages leave threads behind
-    from tests.zoo.table import NAMED
+    from validation.zoo.table import NAMED
 
     names = [n for n in NAMED if not options.names or any(part in n for part in options.names)]
     if options.again:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, cross_entropy, pairs, regression, rows, tokens
+from validation.zoo.rows import BATCH, Row, cross_entropy, pairs, regression, rows, tokens
 
 LENGTH, VOCAB = 8, 32
 

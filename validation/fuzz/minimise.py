@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from tests.fuzz.programs import Case
-from tests.fuzz.workers import Judges
+from validation.fuzz.programs import Case
+from validation.fuzz.workers import Judges
 
 
 def minimise(case: Case) -> Case:

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from tests.zoo.losses import LOSSES
-from tests.zoo.science import SCIENCE
-from tests.zoo.sequence import SEQUENCE
-from tests.zoo.vision import VISION
+from validation.zoo.losses import LOSSES
+from validation.zoo.science import SCIENCE
+from validation.zoo.sequence import SEQUENCE
+from validation.zoo.vision import VISION
 
 _VALUE, _SIZE = "Python needs the value of a tensor", "the shape of a result depends on the values"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.fuzz.judge import Verdict
+from validation.fuzz.judge import Verdict
 
 PATIENCE_S = 180.0
 """The longest time for one program."""
@@ -20,8 +20,8 @@ def _serve(connection: Connection) -> None:
     """Judge what comes in, one after the other: cases, or the seeds of cases."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the partitioner warns at length of what it gathers
     import conftest  # noqa: F401  (eight devices)
-    from tests.fuzz.judge import judge
-    from tests.fuzz.programs import draw
+    from validation.fuzz.judge import judge
+    from validation.fuzz.programs import draw
 
     while True:
         given = connection.recv()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, With, images, masks, pairs, rows, small_conv, squared_error, through
+from validation.zoo.rows import BATCH, Row, With, images, masks, pairs, rows, small_conv, squared_error, through
 
 
 def _timm(name: str, size: int = 32, *, wide: bool = False, **options: Any) -> Row:

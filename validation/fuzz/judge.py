@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.fuzz.programs import OPTIMIZERS, ROUTED, Case
+from validation.fuzz.programs import OPTIMIZERS, ROUTED, Case
 from tests.oracles.experts import any_grouped_mm
 from torch_shard._lowering.ops.expert_dispatch import Exchange
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, With, labelled, rows, small_conv, through
+from validation.zoo.rows import BATCH, Row, With, labelled, rows, small_conv, through
 
 
 def _metric(kind: str, miner: str | None = None, **options: Any) -> Row:

@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.fuzz.judge import Verdict, judge
-from tests.fuzz.minimise import minimise
-from tests.fuzz.programs import Case, draw, parallelisms
-from tests.fuzz.workers import Judges
+from validation.fuzz.judge import Verdict, judge
+from validation.fuzz.minimise import minimise
+from validation.fuzz.programs import Case, draw, parallelisms
+from validation.fuzz.workers import Judges
 
 SEEDS = [seed for seed in range(26) if seed not in (16, 17, 18, 22, 25)]  # which take three seconds and more
 MORE = range(26, 446)
@@ -77,7 +77,6 @@ def test_what_was_found_is_right(case: Case) -> None:
     assert judge(case) == Verdict("right")
 
 
-@pytest.mark.slow
 def test_more_programs_are_right_or_refused() -> None:
     with Judges(os.cpu_count() or 1) as judges:
         found = {seed: verdict for seed, verdict in judges.verdicts(MORE) if not verdict.is_fine}
@@ -99,7 +98,7 @@ def test_a_third_of_the_meshes_has_three_axes_and_every_parallelism_is_drawn() -
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(0, "vectors", {"b0": ("linear", 1)}, (("batch", 2),))
     assert judge(case) == Verdict("right")
-    monkeypatch.setattr("tests.fuzz.judge._loss_of", lambda case, model, batch: 1.001 * case.loss(model, batch))
+    monkeypatch.setattr("validation.fuzz.judge._loss_of", lambda case, model, batch: 1.001 * case.loss(model, batch))
     assert judge(case).kind == "wrong"
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.tables.cases import chosen
-from tests.tables.op_coverage import TABLE, all_ops, committed
-from tests.tables.op_samples import outcomes_of
+from validation.operators.coverage import TABLE, all_ops, committed
+from validation.operators.samples import outcomes_of
 
 OPS = all_ops()
 # Operators whose lowering is ours, one or two of each family.

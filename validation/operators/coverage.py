@@ -1,7 +1,7 @@
 """The table of operator coverage: PyTorch's own samples of every operator, captured, lowered and jitted.
 
-`python -m tests.tables.op_coverage` runs them all and prints the operators that are not right; `--write` makes the
-table `tests/tables/op_coverage.md`. Workers are processes, so that a crash or a hang costs one operator.
+`python -m validation.operators.coverage` runs them all and prints the operators that are not right; `--write` makes the
+table `validation/operators/coverage.md`. Workers are processes, so that a crash or a hang costs one operator.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def work(names: list[str], num_samples: int) -> None:
     warnings.simplefilter("ignore")
     import jax
 
-    from tests.tables.op_samples import outcomes_of
+    from validation.operators.samples import outcomes_of
 
     # The samples are small and differ in shape: compiling them would take longer than running them.
     jax.config.update("jax_disable_most_optimizations", True)
@@ -71,7 +71,7 @@ def run_all(names: list[str], num_samples: int, jobs: int) -> dict[str, list]:
 
 def _run_chunk(names: list[str], num_samples: int, results: dict[str, list]) -> list[str]:
     """Run one worker; return the operators that it did not come to."""
-    command = [sys.executable, "-m", "tests.tables.op_coverage", "--worker", "--samples", str(num_samples)]
+    command = [sys.executable, "-m", "validation.operators.coverage", "--worker", "--samples", str(num_samples)]
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -165,7 +165,7 @@ def render(table: list[tuple[str, str, str, str]], num_samples: int) -> str:
         "# Operator coverage\n\n"
         "PyTorch's own operator samples (`op_db`), captured, lowered and jitted, against eager torch on the CPU: the\n"
         "forward pass (float32, integers and booleans, also in place and with `out=`) and the gradient of a weighted\n"
-        "sum of the outputs. Made by `python -m tests.tables.op_coverage --write`\n"
+        "sum of the outputs. Made by `python -m validation.operators.coverage --write`\n"
         f"(torch {torch.__version__.split('+')[0]}, up to {num_samples} samples an operator); never edited by hand.\n\n"
         "right: equal to eager torch on every sample. random: shape, dtype and support are compared. refused: at\n"
         "least one sample raises NotImplementedError by name. dynamic: the output's shape, or a number that Python\n"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import declare_operators_of_torchvision
+from validation.zoo.rows import declare_operators_of_torchvision
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[nn.Module, Any], Any]

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --seeds 0:1000`: run random programs, each against eager torch; `--minimise SEED`; `--xla`."""
+"""`python -m validation.fuzz --seeds 0:1000`: run random programs, each against eager torch; `--minimise SEED`; `--xla`."""
 
 import argparse
 import collections
@@ -6,12 +6,12 @@ import os
 import sys
 import time
 
-from tests.fuzz.workers import Judges
+from validation.fuzz.workers import Judges
 
 
 def main() -> int:
     """Run what the command line asks for; 0 if there is nothing to mend."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m validation.fuzz", description=__doc__)
     parser.add_argument("--seeds", default="0:100", help="first:last, the last not included; or one number")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--minimise", type=int, metavar="SEED", help="shrink the case of a seed, and print it")
@@ -22,15 +22,15 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print refusals too")
     args = parser.parse_args()
     if args.minimise is not None:
-        from tests.fuzz.minimise import minimise
-        from tests.fuzz.programs import draw
+        from validation.fuzz.minimise import minimise
+        from validation.fuzz.programs import draw
 
         print(minimise(draw(args.minimise)))
         return 0
     if args.xla is not None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
         import conftest  # noqa: F401  (eight devices)
-        from tests.fuzz.xla import sweep
+        from validation.fuzz.xla import sweep
 
         wrong: collections.Counter[str] = collections.Counter()
         for program, fault in sweep(args.xla):
@@ -38,7 +38,7 @@ def main() -> int:
             print(f"{program}: {fault}", flush=True)
         print(f"Wrong of {args.xla} layouts each: {dict(wrong)}")
         return int(any("products, in steps" in program for program in wrong))
-    from tests.fuzz.programs import draw, parallelisms
+    from validation.fuzz.programs import draw, parallelisms
 
     first, _, last = args.seeds.partition(":")
     seeds = range(int(first), int(last or int(first) + 1))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.rows import BATCH, Row, pairs, regression, rows
+from validation.zoo.rows import BATCH, Row, pairs, regression, rows
 
 NODES, FEATURES = 5, 6
 
