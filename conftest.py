@@ -10,8 +10,9 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; fusions emitted by way of
-# MLIR take as long again. Each core has a worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as users do.
+# What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; fusions emitted by way
+# of MLIR take as long again. Each core has a worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as
+# users do.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", f"{QUICK} --xla_cpu_parallel_codegen_split_count=1")
 
@@ -21,7 +22,7 @@ SLOW = pathlib.Path(__file__).parent / "tests" / "slow.txt"
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tests/slow.txt names: a test with all its variants, but for those in lines with a plus, or one variant."""
+    """Mark what tests/slow.txt names: a test with all variants, but for those with a plus, or one variant."""
     lines = [line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")]
     kept, slow = {line[2:] for line in lines if line[0] == "+"}, {line for line in lines if line[0] != "+"}
     found = set()

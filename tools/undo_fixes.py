@@ -1,8 +1,8 @@
 """Undo mended faults one by one, and see whether the tests find them: `python tools/undo_fixes.py [commit ...]`.
 
-Each commit of FIXES mended a fault. What it changed in `torch_shard/` is taken back in a clone of HEAD, and the tests of
-the packages that it touched run there until one fails; then, if none has, those of `tests/system`. `--slow` runs the
-slow part of them in place of the default part, `--whole` all of the default part. A row is printed as soon as it is known.
+Each commit of FIXES mended a fault. What it changed in `torch_shard/` is taken back in a clone of HEAD, and the tests
+of the packages that it touched run there until one fails; then, if none has, those of `tests/system`. `--slow` runs the
+slow part of them in place of the default part, `--whole` all of the part. A row is printed as soon as it is known.
 """
 
 import argparse

@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM
 
 import torch_shard as ts
 from tests.oracles.hf_parallel import LOGITS, local_shards, logits_of
-from validation.hf_families.report import build, configurations
 from tests.plans.test_from_hf import COLUMN, ROW, tiny
 from tests.plans.test_hf_parallel import FAMILIES, save
 from tests.tables.cases import make_mesh
 from torch_shard._sharding import make_matcher
+from validation.hf_families.report import build, configurations
 
 MESH = make_mesh((4, 2))
 MODELS = {name: tiny(name, **fields) for name, fields in {"Llama": {"attention_bias": True}, "Mixtral": {}}.items()}

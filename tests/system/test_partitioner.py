@@ -1,4 +1,4 @@
-"""Layouts in which XLA's partitioner errs, found by `validation/fuzz` and made small: a step is right in all of them."""
+"""Layouts in which XLA's partitioner errs, found by `validation/fuzz` and made small: a step is right in all."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""`python -m validation.fuzz --seeds 0:1000`: run random programs, each against eager torch; `--minimise SEED`; `--xla`."""
+"""`python -m validation.fuzz --seeds 0:1000`: random programs, each against eager torch; `--minimise SEED`; `--xla`."""
 
 import argparse
 import collections

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from validation.fuzz.programs import OPTIMIZERS, ROUTED, Case
 from tests.oracles.experts import any_grouped_mm
 from torch_shard._lowering.ops.expert_dispatch import Exchange
+from validation.fuzz.programs import OPTIMIZERS, ROUTED, Case
 
 EXACT = 1e-9
 """Of the largest entry: float64 sums of some hundred terms in another order, through a few layers."""

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from validation.fuzz.blocks import BLOCKS, FUNCTIONS, Apply, adapt
-from validation.fuzz.specs import Sizes, draw_mesh, draw_spec
 from tests.oracles.experts import any_grouped_mm
 from torch_shard._sharding import axes_of
+from validation.fuzz.blocks import BLOCKS, FUNCTIONS, Apply, adapt
+from validation.fuzz.specs import Sizes, draw_mesh, draw_spec
 
 ROWS, VOCABULARY = 16, 16
 

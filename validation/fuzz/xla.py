@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from validation.fuzz.specs import all_specs
 from torch_shard._sharding import Layout, Stacks, axes_of, constrain_stacks
+from validation.fuzz.specs import all_specs
 
 AXES = ("extra", "batch", "model")
 EXACT = 1e-9  # of the largest entry, in float64

@@ -190,8 +190,8 @@ it can be, on the meta device, in float32. "Held" is what one device holds, of t
 name is whole there, as in transformers. What does not divide is whole too; `from_hf` lists it, and refuses it with
 `strict=True`. The numbers of styles are numbers of tensors.
 
-`python -m validation.hf_families.report --write` writes this page, `pytest validation/hf_families` checks it. That each device's
-part is the one that tensor parallelism of transformers gives a process is checked for {checked} of them by
+`python -m validation.hf_families.report --write` writes this page, `pytest validation/hf_families` checks it. That each
+device's part is the one that tensor parallelism of transformers gives a process is checked for {checked} of them by
 `tests/plans/test_hf_parallel.py`.
 
 {counts}

@@ -48,8 +48,8 @@ def work(names: list[str], out: pathlib.Path) -> None:
     torch.set_num_threads(1)  # as many threads as cores wait for each other where others work too
     jax.config.update("jax_num_cpu_devices", 8)
     warnings.simplefilter("ignore")
-    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
+    from validation.proofs.rows import TABLE
 
     for name in names:
         before = read(RESULTS).get(name, {}).get("cells", {})
@@ -111,8 +111,8 @@ and not a layout, is what its cells show.
 def page(found: Mapping[str, Any]) -> str:
     """The page of the documentation."""
     from docs.pages import folded, table
-    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
+    from validation.proofs.rows import TABLE
 
     known = {name: found[name]["cells"] for name in TABLE if found.get(name, {}).get("cells")}
     cells = [cell for row in known.values() for cell in row.values()]
@@ -147,8 +147,8 @@ def main() -> None:
     if options.work is not None:
         work(options.names, options.work)
         os._exit(0)  # some packages leave threads behind
-    from validation.proofs.rows import TABLE
     from torch_shard._inspect.layouts import USUAL
+    from validation.proofs.rows import TABLE
 
     names = [n for n in TABLE if not options.names or any(part in n for part in options.names)]
     kept = read(RESULTS)
