@@ -119,8 +119,8 @@ eager torch on the CPU: the loss, every gradient, and every parameter and buffer
 
 `pip install -e '.[zoo]'` installs the packages, `pytest validation/zoo` runs the rows, and
 `python -m validation.zoo.report --write` writes this page. A first step is the capture, the compilation and the step
-itself, on two cores that others used too. Rows were measured one by one while the package changed, most of them before its last
-changes, and rows that were not measured are not shown.
+itself, on two cores that others used too. Rows were measured one by one while the package changed, most of them before
+its last changes, and rows that were not measured are not shown.
 
 {counts}
 
