@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where TPU's compiler is installed, whose devices only compile
 
@@ -9,14 +10,39 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; fusions emitted by way of
-# MLIR take as long again. Each core has a worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as users do.
+# What LLVM makes of a program is XLA's to test, and takes a third of the time of compiling it; fusions emitted by way
+# of MLIR take as long again. Each core has a worker, so a program is compiled on one. `XLA_FLAGS= pytest` runs as
+# users do.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", f"{QUICK} --xla_cpu_parallel_codegen_split_count=1")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _leave_alone_what_is_there() -> None:
-    """What earlier files have left is not looked through at each collection, which takes longer with each of them."""
+SLOW = pathlib.Path(__file__).parent / "tests" / "slow.txt"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names: a test with all variants, but for those with a plus, or one variant."""
+    lines = [line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")]
+    kept, slow = {line[2:] for line in lines if line[0] == "+"}, {line for line in lines if line[0] != "+"}
+    found = set()
+    for item in items:
+        names = {item.nodeid, item.nodeid.partition("[")[0]}
+        found |= names
+        if names & slow and item.nodeid not in kept:
+            item.add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths") and (unknown := (kept | slow) - found):
+        raise pytest.UsageError(f"{SLOW}: no test has the name {', '.join(sorted(unknown))}")
+
+
+def pytest_collection_finish() -> None:
+    """What importing and collecting have left is not looked through at each collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _begin_anew() -> None:
+    """JAX keeps the programs of its own operators for each shape that it has met: no file pays for those before it."""
+    jax.clear_caches()
+    gc.collect()

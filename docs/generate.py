@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 BEFORE = "<!-- before -->"
 COPIED = {
-    "operators.md": "tests/tables/op_coverage.md",
+    "operators.md": "validation/operators/coverage.md",
     "architecture.md": "ARCHITECTURE.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",

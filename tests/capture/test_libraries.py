@@ -13,7 +13,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.tables.cases import WHOLE
-from tests.zoo.rows import declare_operators_of_torchvision
+from validation.zoo.rows import declare_operators_of_torchvision
 
 pytestmark = pytest.mark.slow  # these packages are those of the zoo
 

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.fuzz.programs import Case
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._sharding import memory_of
 from torch_shard._train import programs
+from validation.fuzz.programs import Case
 
 
 class Lowered:
@@ -66,6 +66,7 @@ def test_what_the_compiler_refuses_does_not_fit_into_any_budget(monkeypatch: pyt
         step.preview(torch.empty(16, 8))
 
 
+@pytest.mark.slow  # compiles for TPUs twice
 def test_a_program_for_tpus_takes_what_their_compiler_counts() -> None:
     """It refuses a program by this number, and not by the sum of its parts, which is larger."""
     device = ts.make_mesh(topology="v5e:2x2", batch=1).devices.flat[0]
@@ -101,7 +102,7 @@ def test_a_program_for_tpus_takes_what_their_compiler_counts() -> None:
 
 
 def test_what_the_partitioner_breaks_is_refused_in_our_words() -> None:
-    """Of products of three axes XLA makes slices that are larger than what they cut (jaxlib 0.10.2; by tests/fuzz)."""
+    """Of products of three axes XLA makes slices that are larger than what they cut (jaxlib 0.10.2; by the fuzzer)."""
     with jax.enable_x64(True):
         case = Case(
             8294,

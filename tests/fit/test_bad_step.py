@@ -91,62 +91,52 @@ class Masked(Model):
 LINE = r'\(File ".*test_bad_step.py", line \d+, in forward: '
 FAILS = [
     (
+        1,
         Model,
         r"gradients are not finite .*The first value that is not finite is in the gradient of sqrt in root " + LINE,
     ),
     (
+        2,
         Logs,
         r"nan.*The first minus infinity is a result of log in Logs .*torch.log.*\. The first NaN is a result of",
     ),
-    (Masked, r"nan.* not finite \([^)]*\)\. The first NaN is a result of softmax in Masked .*scores.softmax"),
+    (1, Masked, r"nan.* not finite \([^)]*\)\. The first NaN is a result of softmax in Masked .*scores.softmax"),
 ]
 
 
-@pytest.mark.parametrize(("build", "said"), FAILS, ids=lambda row: getattr(row, "__name__", ""))
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_the_place_where_it_began_is_named(build, said, accumulate_steps):
-    options = {"mesh": ts.make_mesh(batch=4), "plan": ts.ShardingPlan({}, default=P())}
-    options |= {"accumulate_steps": accumulate_steps}
-    step = ts.make_train_step(build(), lambda m, x: F.dropout(m(x), 0.1).sum(), optax.sgd(0.1), **options)
-    with pytest.raises(ts.BadStepError, match=said):
+def refused(said, model, loss_fn=lambda m, x: m(x).sum(), **options):
+    """The error of a run whose first step is bad."""
+    options |= {"mesh": ts.make_mesh(batch=4), "plan": ts.ShardingPlan({}, default=P())}
+    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), **options)
+    with pytest.raises(ts.BadStepError, match=said) as found:
         ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+    return found.value
+
+
+@pytest.mark.parametrize(("accumulate_steps", "build", "said"), FAILS, ids=["gradient", "log", "softmax"])
+def test_the_place_where_it_began_is_named(accumulate_steps, build, said):
+    refused(said, build(), lambda m, x: F.dropout(m(x), 0.1).sum(), accumulate_steps=accumulate_steps)
 
 
 def test_where_it_began_is_not_guessed(monkeypatch):
-    options = {"mesh": ts.make_mesh(batch=8), "plan": ts.ShardingPlan({}, default=P())}
-    step = ts.make_train_step(Model(), lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
-    monkeypatch.setattr("torch_shard._fit.first_non_finite._MOST_WORK", 10)
-    with pytest.raises(
-        ts.BadStepError, match="Where it began is not known: repeating the batch in eager torch would take"
-    ):
-        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
-    monkeypatch.undo()
+    words = "Where it began is not known: "
+    with monkeypatch.context() as patch:
+        patch.setattr("torch_shard._fit.first_non_finite._MOST_WORK", 10)
+        refused(words + "repeating the batch in eager torch would take", Model())
     monkeypatch.setattr("torch_shard._train.replay.eager_loss", lambda *args: (torch.ones(()), {}))
-    with pytest.raises(
-        ts.BadStepError, match="Where it began is not known: the batch cannot be repeated in eager torch"
-    ):
-        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+    refused(words + "the batch cannot be repeated in eager torch", Model())
 
 
 def test_parameters_that_were_bad_before_are_named():
-    options = {"mesh": ts.make_mesh(batch=8), "plan": ts.ShardingPlan({}, default=P())}
     model = nn.Linear(FEATURES, 1)
     model.bias.data.fill_(math.nan)
-    step = ts.make_train_step(model, lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
-    with pytest.raises(ts.BadStepError, match="Before the batch, bias of the state had values that are not finite"):
-        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
+    refused("Before the batch, bias of the state had values that are not finite", model)
 
 
 def test_gradients_that_are_not_finite_are_named():
     """A square root of zero has no gradient: what stands before it is bad, what stands after it is not."""
-    mesh = ts.make_mesh(batch=8)
-    options = {"mesh": mesh, "plan": ts.ShardingPlan({}, default=P())}
-    step = ts.make_train_step(Model(), lambda m, x: m(x).sum(), optax.sgd(0.1), **options)
-    with pytest.raises(
-        ts.BadStepError, match=r"4 of 6 gradients are not finite \(b.weight, b.bias, a.weight, a.bias\)"
-    ) as found:
-        ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
-    assert found.value.non_finite == ["b.weight", "b.bias", "a.weight", "a.bias"]
+    error = refused(r"4 of 6 gradients are not finite \(b.weight, b.bias, a.weight, a.bias\)", Model())
+    assert error.non_finite == ["b.weight", "b.bias", "a.weight", "a.bias"]
 
 
 ROOTED = """

@@ -182,46 +182,33 @@ def test_a_scheduler_by_a_metric_goes_on_where_it_was(tmp_path):
     assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "says"),
-    [
+def test_bad_options_are_refused():
+    step = make()
+    by_epoch, by_metric = StepLR(step.optimizer, 1), plateau(step.optimizer)
+    for options, error, says in (
         ({"callbacks": [3]}, TypeError, "callbacks must be a Callback, got int"),
         ({"callbacks": 3}, TypeError, "callbacks must be a list or a tuple"),
         ({"schedule_by": "epoch"}, ValueError, "there is none"),
-        ({"scheduler": StepLR, "schedule_by": "loss"}, ValueError, "does not fit a StepLR"),
-        ({"scheduler": plateau, "schedule_by": "epoch"}, ValueError, "does not fit a ReduceLROnPlateau"),
-        ({"scheduler": plateau}, ValueError, "which needs eval_loader"),
-        (
-            {"scheduler": plateau, "schedule_by": "f1", "eval_loader": DATA},
-            ValueError,
-            "is no metric of the evaluation",
-        ),
+        ({"scheduler": by_epoch, "schedule_by": "loss"}, ValueError, "does not fit a StepLR"),
+        ({"scheduler": by_metric, "schedule_by": "epoch"}, ValueError, "does not fit a ReduceLROnPlateau"),
+        ({"scheduler": by_metric}, ValueError, "which needs eval_loader"),
+        ({"scheduler": by_metric, "schedule_by": "f1", "eval_loader": DATA}, ValueError, "is no metric of the"),
         ({"callbacks": [ts.EarlyStopping("f1")], "eval_loader": DATA}, ValueError, "a callback looks at 'f1'"),
-    ],
-)
-def test_bad_options_are_refused(options, error, says):
-    step = make()
-    made = {**options}
-    if "scheduler" in options:
-        made["scheduler"] = StepLR(step.optimizer, 1) if options["scheduler"] is StepLR else plateau(step.optimizer)
-    with pytest.raises(error, match=says):
-        ts.fit(step, None, DATA, steps=1, progress=False, **made)
+        ({"loader": lambda position: iter(DATA), "scheduler": by_epoch, "schedule_by": "epoch"}, ValueError,
+         "needs a loader with a length"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            ts.fit(step, None, **{"loader": DATA, "steps": 1, "progress": False, **options})
 
 
-def test_an_epoch_without_a_length_is_refused():
-    step = make()
-    schedule = StepLR(step.optimizer, 1)
-    with pytest.raises(ValueError, match="needs a loader with a length"):
-        ts.fit(
-            step, None, lambda position: iter(DATA), steps=1, scheduler=schedule, schedule_by="epoch", progress=False
-        )
-
-
-@pytest.mark.parametrize("make_one", [lambda: ts.EarlyStopping(mode="least"), lambda: ts.EarlyStopping(patience=0),
-                                      lambda: ts.Utilization(0.0)])  # fmt: skip
-def test_bad_numbers_are_refused(make_one):
-    with pytest.raises(ValueError, match="must be"):
-        make_one()
+def test_bad_numbers_are_refused():
+    for make_one in (
+        lambda: ts.EarlyStopping(mode="least"),
+        lambda: ts.EarlyStopping(patience=0),
+        lambda: ts.Utilization(0.0),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            make_one()
 
 
 def test_optax_has_no_groups_to_keep(tmp_path):

@@ -72,10 +72,3 @@ def test_iterator_cannot_be_resumed(step):
     state = ts.fit(step, None, loader(), steps=2, progress=False)
     with pytest.raises(ValueError, match="the state has seen 2 batches, and an iterator cannot be brought to where"):
         ts.fit(step, state, iter(loader()), steps=4, progress=False)
-
-
-def test_loader_of_the_wrong_kind(step):
-    with pytest.raises(
-        TypeError, match="a loader is an iterable of batches, or a function from a position to one, got int"
-    ):
-        ts.fit(step, None, 3, steps=1, progress=False)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_shard._hosts.data import pack, unpack
@@ -24,6 +24,10 @@ PLAIN = st.recursive(
 )
 
 
+FEW = settings(max_examples=30, deadline=None)  # drawing nested values takes longer than packing them
+
+
+@FEW
 @given(PLAIN)
 def test_values_come_back_as_they_were(value):
     found = unpack(pack(value))
@@ -37,6 +41,7 @@ def test_any_bytes_are_a_value_or_refused(data):
         unpack(data)
 
 
+@FEW
 @given(PLAIN, st.integers(min_value=0), st.integers(min_value=0, max_value=255))
 def test_a_flawed_value_is_a_value_or_refused(value, place, byte):
     data = bytearray(pack(value))

@@ -149,21 +149,3 @@ def test_processes_that_others_have_started_are_taken_as_they_are(within, monkey
     assert ts.initialize(num_processes=2) is ts.initialize()
     with pytest.raises(ValueError, match=r"processes are started already, as process 1 of 2 .*found num_processes=4"):
         ts.initialize(num_processes=4)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"coordinator_address": "a"}, "must be host:port, found coordinator_address='a'"),
-        ({"num_processes": 0}, "must be a positive integer, found num_processes=0"),
-        ({"num_processes": 2.0}, "must be a positive integer, found num_processes=2.0"),
-        ({"num_processes": 2, "process_id": 2}, "numbered from 0.*process_id=2"),
-        ({"process_id": -1}, "at least 0, found process_id=-1"),
-        ({"initialization_timeout": 0}, "initialization_timeout must be a positive integer, got 0"),
-        ({"heartbeat_timeout_seconds": None}, "heartbeat_timeout_seconds must be a positive integer, got None"),
-    ],
-)
-def test_arguments_are_checked(given, words, within):
-    within({})
-    with pytest.raises(ValueError, match=f"^initialize: .*{words}"):
-        ts.initialize(**given)

@@ -1,12 +1,10 @@
 """Which processes are ended that would wait in vain, and which are left alone."""
 
-import subprocess
-import sys
-import textwrap
 import types
 
 import pytest
 
+from tests.oracles.processes import run_alone
 from torch_shard._hosts.watch import _Watch
 
 
@@ -87,9 +85,11 @@ with a_hub(2, times) as place:
 
 
 def test_a_program_that_has_caught_the_error_goes_on():
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "went on\n[0, 75, 75]\n", done.stderr
+    output = run_alone(PROGRAM).output
+    assert output.endswith("\n[0, 75, 75]\n"), output
+    assert "went on\n" in output
     lost = "process 1 failed: connection lost (killed, or out of memory?) (last seen at its beginning)\n"
     end = "torch_shard: exiting with status 75: lost a peer (process 0 is at its beginning)\n"
-    assert done.stderr.count(f"torch_shard: {lost}{end}") == 2
-    assert f"PeerError: torch_shard: {lost}" in done.stderr
+    assert output.count(f"torch_shard: {lost}") == 3
+    assert output.count(end) == 2
+    assert f"PeerError: torch_shard: {lost}" in output

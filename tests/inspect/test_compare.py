@@ -13,16 +13,12 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.processes import run_processes
-from tests.tables.cases import CASES, Case, make_mesh, squared_error
+from tests.tables.cases import CASE, make_mesh, squared_error
 from torch_shard._train.comparison import Comparison, _apart
 
 MESH = {"mesh": make_mesh((4, 2))}
 
 PLAN = ts.ShardingPlan({"0.weight": P("model")}, default=P())
-
-
-def case(name: str) -> Case:
-    return next(c for c in CASES if c.name == name)
 
 
 def compare(model: nn.Module, loss_fn: Any = squared_error, **options: Any) -> Comparison:
@@ -36,9 +32,9 @@ def linear(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 2), *more)
 
 
-@pytest.mark.parametrize("name", ["tied", "buffers", "resnet_train"])
+@pytest.mark.parametrize("name", ["tied", "buffers", pytest.param("resnet_train", marks=pytest.mark.slow)])
 def test_what_is_right_holds(name: str) -> None:
-    c = case(name)
+    c = CASE[name]
     model = c.model()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     found = ts.compare_with_torch(model, c.loss_fn, c.batches(1)[0], plan=c.plan, steps=2, **MESH)
@@ -118,7 +114,7 @@ def test_kinds_of_infinities_differ() -> None:
     assert _apart(key, {}, {key: np.array(1.0)}) == math.inf
 
 
-@pytest.mark.parametrize("fault", [1e-2, math.nan, math.inf])
+@pytest.mark.parametrize("fault", [1e-2, math.nan])
 def test_distances(fault: float) -> None:
     key, other = ("parameter", "a"), ("parameter", "b")
     wanted = {key: np.array([0.0, 1.0, 2.0]), other: np.array([1.0])}

@@ -1,8 +1,6 @@
 """Checkpoints: under the model's names, back to the bit, onto any mesh, by one writer."""
 
 import json
-import subprocess
-import sys
 import threading
 
 import jax
@@ -14,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.processes import run_processes
+from tests.oracles.processes import Family, run_processes
 from tests.tables.checkpointed import WIDTH, Model, assert_same, batch, by_name, make_step, train
 from torch_shard._io.integrity import seal
 
@@ -51,7 +49,7 @@ def test_save_leaves_the_state_to_be_donated(step, tmp_path):
         {"mesh": (1, 2)},
         pytest.param({"mesh": (8, 1)}, marks=pytest.mark.slow),
         pytest.param({"plan": OTHER_PLAN}, marks=pytest.mark.slow),
-        {"scan_layers": False},
+        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
         {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 2)},
     ],
     ids=str,
@@ -104,7 +102,6 @@ def test_another_optimizer_takes_the_parameters_alone(saved):
     ("model", "wanted"),
     [
         (lambda: Model(num_layers=5), ["blocks.4.up.weight: missing in the checkpoint"]),
-        (lambda: Model(num_layers=3), ["blocks.3.down.bias: in the checkpoint, not in the state to fill"]),
         (lambda: Model().double(), ["first.weight", "need 64 bits", "jax_enable_x64"]),
         (lambda: Model().bfloat16(), ["norm.running_mean: float32 (8,) in the checkpoint, must be bfloat16 (8,)"]),
         (lambda: nn.Linear(WIDTH, 3), ["weight: missing in the checkpoint", "first.weight: in the checkpoint"]),
@@ -145,22 +142,18 @@ def test_one_directory_has_one_writer(tmp_path, step):
 def test_another_process_that_writes_is_refused(tmp_path, step):
     """As a kill leaves no lock behind, the directory is free again when that process has ended."""
     program = """
-import sys, torch_shard as ts
 checkpointer = ts.Checkpointer(sys.argv[1])
 checkpointer.claim()
-sys.stdout.write("claimed\\n")
-sys.stdout.flush()
-sys.stdin.read()
+print("claimed", flush=True)
+import time
+time.sleep(60)
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], text=True, **pipes) as other:
-        assert other.stdout.readline() == "claimed\n"
-        with ts.Checkpointer(tmp_path) as checkpointer:
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        with Family(program, 1, tmp_path) as other:
+            other.wait([0], 30, until="claimed\n")
             with pytest.raises(BlockingIOError, match="Give each run a directory of its own"):
                 checkpointer.save(step.init(seed=0))
-            other.kill()
-            other.wait()
-            assert checkpointer.save(step.init(seed=0))
+        assert checkpointer.save(step.init(seed=0))
 
 
 def test_failed_save_leaves_the_others_and_is_told(copied, step, monkeypatch):
@@ -195,17 +188,13 @@ def large_only(params):
     return {name: value.ndim > 1 for name, value in params.items()}
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda: optax.multi_transform({"large": optax.adam(1e-2), "small": optax.sgd(0.1, momentum=0.9)}, large),
-        # lists by name, no value at all for some names, and a random key
-        lambda: optax.chain(optax.sm3(1e-2), optax.masked(optax.noisy_sgd(1e-2, key=0), large_only)),
-    ],
-    ids=["parts", "lists, keys"],
-)
-def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(optimizer, tmp_path):
-    """Not only arrays stand under the names: masked parts have none there, some optimisers several."""
+def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(tmp_path):
+    """Not only arrays stand under the names: masked parts have none, sm3 has lists, one has a random key."""
+
+    def optimizer():
+        parts = optax.multi_transform({"large": optax.sm3(1e-2), "small": optax.sgd(0.1, momentum=0.9)}, large)
+        return optax.chain(parts, optax.masked(optax.noisy_sgd(1e-2, key=0), large_only))
+
     first, second = make_step(optimizer=optimizer()), make_step(optimizer=optimizer(), scan_layers=False)
     state, _ = train(first, first.init(seed=0), range(2))
     with ts.Checkpointer(tmp_path) as checkpointer:
@@ -215,25 +204,6 @@ def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(optimizer, tmp_path
     jax.tree.map(np.testing.assert_array_equal, words(restored.opt_state), words(state.opt_state))
     assert jax.tree.structure(unrolled) == jax.tree.structure(second.shardings)
     assert train(first, restored, range(2, 4))[1] == train(first, state, range(2, 4))[1]
-
-
-def test_options_are_checked():
-    with pytest.raises(ValueError, match="keep must be a positive integer, got 0"):
-        ts.Checkpointer("x", keep=0)
-    with pytest.raises(ValueError, match="every must be a positive integer"):
-        ts.Checkpointer("x", every=None)  # pyright: ignore
-    with pytest.raises(TypeError, match="directory must be a path, got int"):
-        ts.Checkpointer(3)  # pyright: ignore
-
-
-def test_arguments_of_the_wrong_kind(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"directory must be a directory, but .* is a file"):
-        ts.Checkpointer(tmp_path / "file")
-    with pytest.raises(TypeError, match=r"Checkpointer.save: state must be a TrainState, got tuple"):
-        ts.Checkpointer(tmp_path).save((1, 2))  # pyright: ignore
-    with pytest.raises(TypeError, match=r"Checkpointer.restore: train_step must be a TrainStep, got Linear"):
-        ts.Checkpointer(tmp_path).restore(nn.Linear(2, 2))  # pyright: ignore
 
 
 def test_donated_state_is_not_saved(step, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import CASES, WHOLE, make_mesh
+from tests.tables.cases import CASES, WHOLE, chosen, make_mesh
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._io import export as _tensor_writer
 
@@ -45,7 +45,7 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", chosen([True, False], [True]))
 def test_a_trained_state_is_what_step_export_gives(scan: bool, tmp_path: pathlib.Path) -> None:
     plan = ts.ShardingPlan({"*.0.weight": P("model", "batch")}, default=P())
     step, state = trained(repeated(), squares, torch.randn(8, 4), plan=plan, scan_layers=scan)
@@ -66,9 +66,11 @@ def test_buffers_that_a_state_dict_lacks_are_not_written(tmp_path: pathlib.Path)
     assert equal(load_file(tmp_path / "model.safetensors"), step.export(state).state_dict())
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda model: model.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "several"])
+@pytest.mark.parametrize(
+    ("model", "dtype", "max_shard_bytes"),
+    [(LLAMA, torch.bfloat16, 20_000), (GPT2, torch.float32, 10**9)],
+    ids=["Llama, several files", "GPT2, one file"],
+)
 def test_transformers_reads_a_tied_model(model: Any, dtype: torch.dtype, max_shard_bytes: int, tmp_path: Any) -> None:
     tied = dataclasses.replace(model, fields={**model.fields, "tie_word_embeddings": True}).build("sdpa").to(dtype)
     tied.config.save_pretrained(tmp_path)
@@ -162,8 +164,7 @@ def test_several_files_have_an_index_as_hugging_face_has_it(tmp_path: pathlib.Pa
     assert equal(read(tmp_path), many(1.0))
 
 
-@pytest.mark.parametrize("before", [100, 10**6])
-@pytest.mark.parametrize("after", [100, 80, 10**6])
+@pytest.mark.parametrize(("before", "after"), [(100, 80), (100, 10**6), (10**6, 100)])
 def test_an_export_takes_the_place_of_an_older_one(before: int, after: int, tmp_path: pathlib.Path) -> None:
     ts.export_safetensors(many(1.0), tmp_path, max_shard_bytes=before)
     path = ts.export_safetensors(many(2.0), tmp_path, max_shard_bytes=after)
@@ -172,9 +173,7 @@ def test_an_export_takes_the_place_of_an_older_one(before: int, after: int, tmp_
     assert {p.name for p in tmp_path.iterdir()} == {path.name, *index}  # nothing is left over
 
 
-@pytest.mark.parametrize("before", [100, 10**6])
-@pytest.mark.parametrize("after", [100, 10**6])
-@pytest.mark.parametrize("tensors", [0, 1, 3, 4])
+@pytest.mark.parametrize(("before", "after", "tensors"), [(100, 100, 3), (100, 10**6, 1), (10**6, 100, 4)])
 def test_an_export_that_fails_leaves_the_older_one(
     before: int, after: int, tensors: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,8 +200,7 @@ def test_an_export_that_fails_leaves_the_older_one(
 
 
 @pytest.mark.parametrize("before", [100, 10**6])
-@pytest.mark.parametrize("after", [100, 10**6])
-@pytest.mark.parametrize("renames", range(5))
+@pytest.mark.parametrize(("after", "renames"), [(100, 0), (100, 1), (100, 3), (100, 4), (10**6, 0)])
 def test_an_export_that_dies_between_its_renames_leaves_one_that_is_whole(
     before: int, after: int, renames: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,38 +222,3 @@ def test_an_export_that_dies_between_its_renames_leaves_one_that_is_whole(
     else:
         ts.export_safetensors(many(2.0), tmp_path, max_shard_bytes=after)
     assert equal(read(tmp_path), many(1.0 if renames < needed else 2.0))
-
-
-def test_what_cannot_be_written_is_refused_by_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"safetensors cannot hold x: torch.complex128"):
-        ts.export_safetensors({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path)
-    with pytest.raises(ValueError, match=r"export_safetensors: weight, bias on the meta device"):
-        ts.export_safetensors(nn.Linear(2, 2, device="meta"), tmp_path)
-    with pytest.raises(TypeError, match=r"names must lead to tensors or arrays, but epoch is a int"):
-        ts.export_safetensors({"epoch": 3}, tmp_path)
-    for name in ("__metadata__", "\ud800", 1):
-        with pytest.raises(TypeError, match=r"export_safetensors: .* cannot be names in a file"):
-            ts.export_safetensors({name: torch.ones(2), "x": torch.ones(2)}, tmp_path)
-    with pytest.raises(TypeError, match=r"expected a TrainState, a module or a mapping, got list"):
-        ts.export_safetensors([], tmp_path)
-    with pytest.raises(TypeError, match=r"metadata must map strings to strings"):
-        ts.export_safetensors(many(0.0), tmp_path, metadata={"epoch": 3})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"max_shard_bytes must be a positive integer, got 0"):
-        ts.export_safetensors(many(0.0), tmp_path, max_shard_bytes=0)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"path must be a directory, but .* is a file"):
-        ts.export_safetensors(many(0.0), tmp_path / "file")
-    with pytest.raises(TypeError, match="export_safetensors: path must be a path, got NoneType"):
-        ts.export_safetensors(many(0.0), None)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_donated_state_is_not_written(tmp_path: pathlib.Path) -> None:
-    plan = ts.ShardingPlan({}, default=P())
-    step = ts.make_train_step(
-        nn.Linear(2, 2), lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan
-    )
-    state = step.init(seed=0)
-    step(state, torch.ones(8, 2))
-    with pytest.raises(ValueError, match=r"this state was donated to a step. Export what the step returned"):
-        ts.export_safetensors(state, tmp_path)

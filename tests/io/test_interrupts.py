@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import optax
 import pytest
 import torch
 
 import torch_shard as ts
+from tests.oracles.processes import run_alone
 from tests.tables.cases import WHOLE
 
 PROGRAM = """
@@ -30,10 +29,9 @@ if sys.argv[2] == "interrupted":
 
 @pytest.mark.parametrize("end", ["ended", "interrupted"])
 def test_a_program_that_does_not_close_leaves_a_whole_checkpoint(end, tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (0 if end == "ended" else -signal.SIGINT), done.stderr[-2000:]
-    assert done.stderr == "" or done.stderr.rstrip().endswith("KeyboardInterrupt")
+    ended = run_alone(PROGRAM, tmp_path, end)
+    assert ended.status == (0 if end == "ended" else -signal.SIGINT), ended.output[-2000:]
+    assert ended.output == "" or ended.output.rstrip().endswith("KeyboardInterrupt")
     assert ts.Checkpointer(tmp_path).steps() == [0]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.processes import run_processes
-from tests.tables.cases import CASES, MESHES, WHOLE, make_mesh
+from tests.tables.cases import CASES, WHOLE, make_mesh
 from torch_shard._io import formats as _tensor_files
 from torch_shard._io import load as _weights
 
@@ -45,9 +45,9 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("device", ["meta", "cpu", "jax"])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "device"), [("safetensors", (4, 2), "meta"), ("torch", (1, 1), "cpu"), ("torch", (2, 4), "jax")]
+)
 def test_a_module_is_filled_as_eager_torch_fills_it(
     kind: str, sizes: tuple[int, int], device: str, tmp_path: pathlib.Path
 ) -> None:
@@ -82,11 +82,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int16]
+DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_names_give_tensors_of_every_dtype(kind: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     load, save = LOADERS[kind]
     wanted = (torch.randn(8, 6) * 10).abs().to(dtype)
@@ -163,9 +163,7 @@ class _Watched:
         return part
 
 
-@pytest.mark.parametrize(
-    "spec", [P(), P("batch"), P(None, "model"), P("model", "batch"), P(("batch", "model"))], ids=str
-)
+@pytest.mark.parametrize("spec", [P(), P(None, "model"), P("model", "batch"), P(("batch", "model"))], ids=str)
 def test_every_byte_is_read_once_whatever_the_spec(
     spec: P, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,8 +191,8 @@ def test_no_more_than_a_run_of_the_file_is_mapped(
     load, save = LOADERS[kind]
     run = 2**20
     monkeypatch.setattr(_tensor_files, "RUN_BYTES", run)
-    tensors = {f"x{i}": torch.randn(512, 512) for i in range(2)}  # 1 MiB each
-    save({**tensors, "large": torch.randn(4096, 512)}, tmp_path / "weights")  # 8 MiB
+    tensors = {f"x{i}": torch.ones(512, 512) for i in range(2)}  # 1 MiB each
+    save({**tensors, "large": torch.ones(4096, 512)}, tmp_path / "weights")  # 8 MiB
     peak, read_runs = 0, _tensor_files.read_runs
 
     def watching(*args: Any) -> Any:
@@ -235,12 +233,14 @@ def test_processes_read_what_their_own_devices_hold(tmp_path: pathlib.Path) -> N
         def watching(file, name, part):
             read.append((name, part))
             return read_runs(file, name, part)
-        _tensor_files.read_runs = watching
+        patch = pytest.MonkeyPatch()
+        patch.setattr(_tensor_files, "read_runs", watching)
         mesh = ts.make_mesh(batch=4)
         plan = ts.ShardingPlan({{"weight": P("batch")}}, default=P())
         with torch.device("meta"):
             model = torch.nn.Linear(4, 8)
         ts.load_safetensors({str(path)!r}, model, mesh, plan)
+        patch.undo()
         rows = [part[0] for name, part in read if name == "weight"]
         assert sorted(rows) == [(4 * rank, 4 * rank + 2), (4 * rank + 2, 4 * rank + 4)], rows
         out = {str(tmp_path)!r} + "/again.safetensors"
@@ -326,7 +326,7 @@ def test_what_may_be_missing_keeps_what_it_has(allowed: Any, tmp_path: pathlib.P
 # Ties.
 
 
-@pytest.mark.parametrize("names", [["encode"], ["again"], ["encode", "extra"], ["again", "extra", "encode"]], ids=str)
+@pytest.mark.parametrize("names", [["again"], ["again", "extra", "encode"]], ids=str)
 def test_a_tie_comes_under_any_of_its_names(names: list[str], tmp_path: pathlib.Path) -> None:
     trained, model = TIED.model(), build(TIED.model)
     saved = trained.state_dict()
@@ -350,37 +350,6 @@ def test_names_of_a_tie_that_differ_are_refused(tmp_path: pathlib.Path) -> None:
     assert model.encode.weight.device.type == "meta"
     ts.load_safetensors(tmp_path, model, mesh, TIED.plan, rename={"encode.weight": None})
     assert torch.equal(model.encode.weight.cpu(), saved["again.weight"])
-
-
-def test_arguments_of_the_wrong_kind(tmp_path: pathlib.Path) -> None:
-    path = linear_file(tmp_path)
-    with pytest.raises(TypeError, match=r"load_safetensors: dtype must be a floating-point torch.dtype"):
-        ts.load_safetensors(path, nn.Linear(4, 8), make_mesh((4, 2)), LINEAR, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"load_safetensors: mesh must be"):
-        ts.load_safetensors(path, nn.Linear(4, 8), None, LINEAR)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"path": None}, "path must be a path, got NoneType"),
-        ({"path": {"weight": torch.ones(2)}}, "path must be a path, got dict. Tensors by name are for load_torch"),
-        ({"plan": {"weight": P()}}, "plan must be a ShardingPlan, got dict"),
-        ({"model_or_names": ["weight"]}, "model_or_names must be a Module or a Mapping, got list"),
-        ({"rename": ["weight"]}, "rename must be a Mapping or a Callable or None, got list"),
-        ({"rename": lambda name: 3}, "rename must give strings, or None to drop a name, but gives"),
-        ({"allow_missing": 3}, "allow_missing must be an Iterable or a bool, got int"),
-    ],
-)
-def test_arguments_are_named_where_they_are_of_the_wrong_kind(options: Any, message: str, tmp_path: Any) -> None:
-    given = {
-        "path": linear_file(tmp_path),
-        "model_or_names": nn.Linear(4, 8),
-        "mesh": make_mesh((4, 2)),
-        "plan": LINEAR,
-    }
-    with pytest.raises(TypeError, match=message):
-        ts.load_safetensors(**{**given, **options})
 
 
 def test_a_file_of_torch_is_no_damaged_one(tmp_path: pathlib.Path) -> None:

@@ -64,8 +64,7 @@ def trainer(path, parts):
     return path
 
 
-@pytest.mark.parametrize("write", [nanogpt, lightning, trainer])
-@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(("write", "on_meta"), [(nanogpt, True), (lightning, False), (trainer, True)])
 def test_a_run_goes_on_as_in_torch(write, on_meta, tmp_path):
     parts = make()
     train(*parts, 3)

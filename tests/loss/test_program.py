@@ -63,7 +63,7 @@ HELD = Held()
 
 @pytest.mark.parametrize("make", [by_method, by_closure, by_global])
 def test_what_is_dropped_goes_away(make: Any) -> None:
-    found = [weakref.ref(value) for _ in range(3) for value in make()]
+    found = [weakref.ref(value) for _ in range(2) for value in make()]
     gc.collect()
     assert [ref() for ref in found] == [None] * len(found)
 

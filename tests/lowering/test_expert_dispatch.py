@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.lowering.test_experts import EXPERTS, WIDTH, make_clamped, make_experts
-from tests.proofs.rows import TABLE
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._lowering.ops import expert_dispatch
+from validation.proofs.rows import TABLE
 
 TOKENS = 32
 MORE = ("Ernie4_5_Moe", "GraniteMoe")

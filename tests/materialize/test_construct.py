@@ -14,16 +14,12 @@ from torch import nn
 
 import torch_shard as ts
 from tests.materialize.test_materialize import Holder, assert_equal, values
-from tests.tables.cases import WHOLE, Block, make_mesh, mlp, resnet
+from tests.tables.cases import WHOLE, make_mesh, mlp
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return make()
-
-
-def attention() -> nn.Module:
-    return nn.MultiheadAttention(8, 2)
 
 
 class Named(nn.Module):
@@ -36,12 +32,11 @@ class Named(nn.Module):
 
 
 def mixed() -> nn.Module:
-    return nn.Sequential(Block(16, 2), nn.LSTM(16, 8, 2), nn.Embedding(9, 8, padding_idx=2), nn.Bilinear(4, 4, 4))
+    norm = nn.BatchNorm2d(8)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Embedding(9, 8, padding_idx=2), nn.MultiheadAttention(8, 2))
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(mlp, marks=pytest.mark.slow), resnet, attention, mixed, Named], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [mixed, Named], ids=lambda make: make.__name__)
 def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[], nn.Module]) -> None:
     model = on_meta(make)
     assert ts.materialize(model, make_mesh((4, 2)), WHOLE, seed=5, init="reset_parameters") is model
@@ -49,15 +44,18 @@ def test_a_module_on_meta_is_initialised_as_by_its_constructor(make: Callable[[]
 
 
 def test_what_has_values_keeps_them() -> None:
-    model, weight, ready = on_meta(mlp), torch.randn(16, 12), nn.BatchNorm1d(4)
+    def two() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 4, bias=False))
+
+    model, weight, ready = on_meta(two), torch.randn(16, 12), nn.BatchNorm1d(4)
     model.load_state_dict({"0.weight": weight}, strict=False, assign=True)
     model.append(ready)
     ready.weight.data.fill_(7)
     plan = ts.ShardingPlan({"0.weight": P("model")}, default=P())
     found = values(ts.materialize(model, make_mesh((4, 2)), plan, init="reset_parameters"))
     assert torch.equal(found["0.weight"], weight)
-    assert found["5.weight"].unique().tolist() == [7]
-    fresh = values(ts.materialize(on_meta(mlp), make_mesh((4, 2)), plan, init="reset_parameters"))
+    assert found["2.weight"].unique().tolist() == [7]
+    fresh = values(ts.materialize(on_meta(two), make_mesh((4, 2)), plan, init="reset_parameters"))
     assert all(torch.equal(found[name], fresh[name]) for name in fresh if name != "0.weight")
 
 
@@ -73,7 +71,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.fc = nn.Linear(8, 64)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -115,22 +113,6 @@ class Tied(nn.Module):
         self.head.weight = self.tokens.weight
 
 
-def assert_spread_alike(kind: type[nn.Module]) -> None:
-    """Compare what `materialize` and eager torch make of a constructor: the same spread, or the same constants."""
-    torch.manual_seed(0)
-    found, wanted = (values(m) for m in (ts.materialize(kind, make_mesh((4, 2)), WHOLE), kind()))
-    for name, other in wanted.items():
-        ratio = found[name].std() / other.std() if other.std() else torch.tensor(float(torch.equal(found[name], other)))
-        assert 0.5 < ratio < 2  # right code gives 0.6 to 1.7 for the eight numbers of a bias
-
-
-class Loop(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter)
-
-
 class Replaced(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8))
@@ -140,30 +122,7 @@ class Replaced(nn.Sequential):
 class Data(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.shrink()
-
-    def shrink(self) -> None:
-        self.weight.data.mul_(0.1)
-
-
-def shrink(module: nn.Module) -> None:
-    module.weight.data.mul_(0.1)  # pyright: ignore[reportCallIssue]
-
-
-class DataByFunction(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.apply(lambda module: shrink(module))
-
-
-class Rewritten(nn.Module):
-    """As many writes as `reset_parameters` makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
-        self.fc.weight = nn.Parameter(torch.empty(64, 64))
-        nn.init.normal_(self.fc.weight, std=0.02)
+        self.apply(lambda module: module.weight.data.mul_(0.1))
 
 
 class Given(nn.Module):
@@ -172,11 +131,17 @@ class Given(nn.Module):
         self.words = nn.Embedding(64, 64, _weight=torch.empty(64, 64).normal_(std=0.02))
 
 
-@pytest.mark.parametrize(
-    "kind", [Scaled, Loop, Replaced, Data, DataByFunction, Rewritten, Given, Tied], ids=lambda kind: kind.__name__
-)
-def test_a_constructor_runs_whole(kind: type[nn.Module]) -> None:
-    assert_spread_alike(kind)
+def test_a_constructor_runs_whole() -> None:
+    """The same spread as in eager torch, or the same constants."""
+
+    def make() -> nn.Module:
+        return nn.ModuleList(kind() for kind in (Scaled, Replaced, Data, Given, Tied, Unwritten, Plain))
+
+    torch.manual_seed(0)
+    found, wanted = (values(model) for model in (ts.materialize(make, make_mesh((4, 2)), WHOLE), make()))
+    for name, other in wanted.items():
+        ratio = found[name].std() / other.std() if other.std() else torch.tensor(float(torch.equal(found[name], other)))
+        assert 0.5 < ratio < 2, name  # right code gives 0.6 to 1.7 for the eight numbers of a bias
 
 
 REFUSED = {
@@ -186,13 +151,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_initialisers_leave_out_is_refused_on_meta_and_made_by_the_constructor(kind: type[nn.Module]) -> None:
+def test_what_initialisers_leave_out_is_refused_on_meta(kind: type[nn.Module]) -> None:
     remedy = re.escape(
         f"Pass the constructor instead of the module, which runs all of it: materialize(lambda: {kind.__name__}("
     )
     with pytest.raises(ValueError, match=rf"(?s)materialize: .*{REFUSED[kind]}.*{remedy}"):
         ts.materialize(on_meta(kind), make_mesh((4, 2)), WHOLE, init="reset_parameters")
-    assert_spread_alike(kind)
 
 
 def test_a_module_on_meta_must_say_how_its_values_come_about() -> None:
@@ -227,7 +191,7 @@ def test_init_names_a_method_of_submodules() -> None:
     wanted = values(ts.materialize(build, make_mesh((4, 2)), WHOLE, seed=1))
     assert torch.equal(found["1.scale"], wanted["1.scale"])
     assert torch.equal(found["0.weight"], wanted["0.weight"])  # by its own reset_parameters
-    assert found["1.layer.a.weight"].std() > 3 * wanted["1.layer.a.weight"].std()  # nothing ran what nothing names
+    assert found["1.layer.fc.weight"].std() > 3 * wanted["1.layer.fc.weight"].std()  # nothing ran what nothing names
 
 
 def test_a_tie_has_the_values_of_the_initialiser_that_runs_last() -> None:
@@ -317,8 +281,13 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
 
 
 def test_arguments_are_checked() -> None:
+    mesh: Any = make_mesh((4, 2))
     with pytest.raises(TypeError, match="model must be a module or a callable, got int"):
-        ts.materialize(3, make_mesh((4, 2)), WHOLE)  # pyright: ignore[reportArgumentType]
+        ts.materialize(3, mesh, WHOLE)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="materialize: plan must be a ShardingPlan, got dict"):
+        ts.materialize(mlp, mesh, {"weight": P()})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="materialize: init must be a str or a Callable or None, got int"):
+        ts.materialize(nn.Linear(2, 2, device="meta"), mesh, WHOLE, init=3)  # pyright: ignore[reportArgumentType]
     for seed in (2**32, -(2**31) - 1, 1.5):  # JAX would take 2**32 for 0
         with pytest.raises(ValueError, match=r"seed must be an int of 32 bits, from 0 to 4294967295, got"):
             ts.materialize(mlp, make_mesh((4, 2)), WHOLE, seed=seed)  # pyright: ignore[reportArgumentType]
@@ -360,7 +329,7 @@ MEASURE = """
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")  # the peak begins here
     before = kilobytes("VmRSS")
-    made = born(lambda: model(2048), mesh, plan)
+    made = born(lambda: model(1024), mesh, plan)
     shards = sum(shard.data.nbytes for p in made.parameters() for shard in p.jax().addressable_shards)
     largest = max(p.numel() * 4 for p in made.parameters())
     print(((kilobytes("VmHWM") - before) * 1024 - shards) / largest)
@@ -373,7 +342,7 @@ MEASURE = """
     [("yes", True), pytest.param("no", False, marks=pytest.mark.slow)],  # that it can fail
 )
 def test_host_peak_above_the_shards(born: str, fits: bool) -> None:
-    """At most the largest parameter, times 1.2; measured: 0.1. Compiled programs are in it, 5 to 10 of 77 MB."""
+    """At most the largest parameter, times 1.2; Compiled programs are in it, 5 to 10 of 17 MB."""
     run = [sys.executable, "-c", textwrap.dedent(MEASURE), born]
     ratio = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
     assert (ratio <= 1.2) == fits
@@ -381,7 +350,7 @@ def test_host_peak_above_the_shards(born: str, fits: bool) -> None:
 
 def test_conversions_in_the_constructor() -> None:
     mesh = make_mesh((4, 2))
-    for make in (Tied, lambda: nn.LSTM(8, 8)):
+    for make in (Tied, lambda: nn.LSTM(8, 8, bias=False)):
         whole = values(ts.materialize(make, mesh, WHOLE))
         model = ts.materialize(lambda make=make: make().to(torch.bfloat16), mesh, WHOLE)
         half = values(model)

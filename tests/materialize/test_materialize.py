@@ -1,5 +1,4 @@
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +14,11 @@ from torch.nn import init
 from torch.nn.utils import parametrizations
 
 import torch_shard as ts
-from tests.tables.cases import CASES, MESHES, WHOLE, chosen, make_mesh
+from tests.tables.cases import CASES, WHOLE, chosen, make_mesh
 from tests.tables.models import MODELS
 
 SPLIT = ts.ShardingPlan({"w": P("batch", "model")})
+SHAPE = (256, 128)
 
 
 class Holder(nn.Module):
@@ -59,45 +59,43 @@ RANDOM = {
     "normal": lambda w: init.normal_(w, 1, 2),
     "trunc_normal": lambda w: init.trunc_normal_(w, 0.5, 1, -1, 1),
     "trunc_normal_tail": lambda w: init.trunc_normal_(w, 0, 1, 2, 6),
-    "xavier_uniform": init.xavier_uniform_,
-    "xavier_normal": lambda w: init.xavier_normal_(w, init.calculate_gain("relu")),
-    "kaiming_uniform": lambda w: init.kaiming_uniform_(w, a=math.sqrt(5)),
-    "kaiming_normal": init.kaiming_normal_,
     "orthogonal": init.orthogonal_,
     "sparse": lambda w: init.sparse_(w, 0.25),
     "exponential": lambda w: w.exponential_(2),
     "bernoulli": lambda w: w.bernoulli_(0.3),
     "random": lambda w: w.random_(3, 10),
+    "log_normal": lambda w: w.log_normal_(0, 0.5),
+    "multinomial": lambda w: w.copy_(torch.multinomial(torch.ones(8), w.numel(), replacement=True).view(w.shape)),
     "parts": parts,
     "data": lambda w: w.data.normal_(0, 0.02).clamp_(-0.03, 0.03),
     "copied": lambda w: w.copy_(torch.randn(w.shape[::-1]).t() * 3),
 }
 
 
+STRUCTURE: dict[str, Callable[[torch.Tensor], bool]] = {
+    # float32 sums of 64 products
+    "orthogonal": lambda w: torch.allclose(w.T @ w, torch.eye(w.shape[1]), atol=2e-6, rtol=0),
+    "sparse": lambda w: (w == 0).sum(0).tolist() == [SHAPE[0] // 4] * SHAPE[1],
+    "trunc_normal": lambda w: bool(w.min() >= -1) and bool(w.max() <= 1),
+}
+
+
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_initialisers_are_those_of_torch_in_distribution(name: str) -> None:
     fill = RANDOM[name]
-    found = values(ts.materialize(lambda: Holder(fill, 512, 256), make_mesh((4, 2)), SPLIT))["w"]
+    shape = (64, 32) if name == "orthogonal" else SHAPE  # of which each device computes all
+    found = values(ts.materialize(lambda: Holder(fill, *shape), make_mesh((4, 2)), SPLIT))["w"]
     torch.manual_seed(0)
-    wanted = torch.stack([Holder(fill, 512, 256).w.detach() for _ in range(2)])
+    wanted = torch.stack([Holder(fill, *shape).w.detach() for _ in range(2)])
     # One of a thousand right initialisers would fail by chance, and the seed is fixed. So many numbers tell a normal
-    # distribution from one whose standard deviation is 3% larger.
+    # distribution from one whose standard deviation is 6% larger.
     assert scipy.stats.ks_2samp(found.flatten(), wanted.flatten()).pvalue > 1e-3
-    # The outermost of 131072 and of 262144 numbers: 4.4 +- 0.3 and 4.6 +- 0.3 standard deviations of a normal
-    # distribution, 12 +- 1.3 and 12.5 +- 1.3 of an exponential one.
-    room = 5 if name in ("exponential", "trunc_normal_tail") else 1  # tails that end slowly
+    # The outermost of 32768 and of 65536 numbers: 4.0 +- 0.3 and 4.2 +- 0.3 standard deviations of a normal
+    # distribution, whose difference exceeds 2 for one of a thousand; 11 +- 1.3 and 11.5 +- 1.3 of an exponential one.
+    room = 5 if name in ("exponential", "log_normal", "trunc_normal_tail") else 2  # tails that end slowly
     assert abs(found.min() - wanted.min()) <= room * wanted.std()
     assert abs(found.max() - wanted.max()) <= room * wanted.std()
-
-
-def test_structure_of_random_initialisers() -> None:
-    mesh = make_mesh((2, 4))
-    q = values(ts.materialize(lambda: Holder(init.orthogonal_, 64, 32), mesh, SPLIT))["w"]
-    torch.testing.assert_close(q.T @ q, torch.eye(32), atol=2e-6, rtol=0)  # float32 sums of 64 products
-    s = values(ts.materialize(lambda: Holder(lambda w: init.sparse_(w, 0.3), 64, 32), mesh, SPLIT))["w"]
-    assert (s == 0).sum(0).tolist() == [math.ceil(0.3 * 64)] * 32
-    t = values(ts.materialize(lambda: Holder(lambda w: init.trunc_normal_(w, std=2, a=-1, b=1), 64, 32), mesh, SPLIT))
-    assert t["w"].abs().max() <= 1
+    assert STRUCTURE.get(name, lambda w: True)(found)
 
 
 FIXED: dict[str, Callable[[], nn.Module]] = {
@@ -125,31 +123,24 @@ def test_what_is_not_random_is_what_torch_computes_to_the_bit(name: str) -> None
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.Embedding(32, 16), nn.MultiheadAttention(16, 2))
+    return nn.ModuleDict({"a": nn.Linear(16, 32), "b": nn.Embedding(32, 16), "c": nn.Linear(16, 32)})
 
 
-def test_numbers_are_the_same_on_every_mesh_and_by_seed() -> None:
-    plan = ts.ShardingPlan(
-        {"0.*": P("model"), "1.weight": P(None, "model"), "2.in_proj_weight": P("batch")}, default=P()
-    )
+def test_numbers_are_those_of_name_and_seed_on_every_mesh() -> None:
+    plan = ts.ShardingPlan({"a.weight": P("model"), "a.bias": P("batch"), "b.weight": P(None, "model")}, default=P())
     first = ts.materialize(small, ts.make_mesh(batch=1, model=1), plan, seed=3)
-    for sizes in MESHES:
+    for sizes in ((4, 2), (1, 8)):
         assert_equal(ts.materialize(small, make_mesh(sizes), plan, seed=3), first)
-    other = values(ts.materialize(small, make_mesh((4, 2)), plan, seed=4))
-    assert not torch.equal(other["1.weight"], values(first)["1.weight"])
-
-
-def test_numbers_depend_on_the_name_alone() -> None:
-    mesh = make_mesh((4, 2))
-    one = ts.materialize(lambda: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}), mesh, WHOLE)
-    two = ts.materialize(lambda: nn.ModuleDict({"c": nn.Linear(4, 4), "b": nn.Linear(8, 8)}), mesh, WHOLE)
-    assert torch.equal(values(one)["b.weight"], values(two)["b.weight"])
-    assert len({float(v.flatten()[0]) for v in values(one).values()}) == 4
+    mesh, found = make_mesh((4, 2)), values(first)
+    again = values(ts.materialize(lambda: nn.ModuleDict({"c": nn.Linear(16, 32)}), mesh, WHOLE, seed=3))
+    assert torch.equal(again["c.weight"], found["c.weight"])
+    other = values(ts.materialize(lambda: nn.Embedding(32, 16), mesh, WHOLE, seed=4))
+    assert len({float(v.flatten()[0]) for v in (*found.values(), *other.values())}) == 6
 
 
 MODELS_BY_NAME = {case.name: case for case in (*CASES, *MODELS)}
 
-OFTEN = ("gpt", "resnet_train", "lstm", "tied", "frozen", "buffers", "diffusion")
+OFTEN = ("gpt", "lstm", "buffers")
 
 
 @pytest.mark.parametrize("name", chosen(MODELS_BY_NAME, OFTEN))
@@ -194,9 +185,14 @@ def test_tensors_of_one_draw_stay_consistent() -> None:
     normed = values(ts.materialize(lambda: parametrizations.weight_norm(nn.Linear(64, 64)), mesh, WHOLE))
     norms, weight = normed["parametrizations.weight.original0"], normed["parametrizations.weight.original1"]
     torch.testing.assert_close(norms, weight.norm(dim=1, keepdim=True))
-    layer = nn.TransformerEncoderLayer
-    encoder = ts.materialize(lambda: nn.TransformerEncoder(layer(8, 2, 16), 2, enable_nested_tensor=False), mesh, WHOLE)
-    assert_equal(encoder.layers[0], encoder.layers[1])  # as in torch, which copies one
+
+
+def test_copies_have_the_same_numbers() -> None:
+    """As the layers of `nn.TransformerEncoder`, which copies one."""
+    first = ts.materialize(
+        lambda: nn.ModuleList([one := nn.Linear(8, 8), copy.deepcopy(one)]), make_mesh((4, 2)), WHOLE
+    )
+    assert_equal(first[0], first[1])
 
 
 def num_compiles(run: Callable[[], Any]) -> int:
@@ -219,9 +215,9 @@ def test_compiles_do_not_grow_with_depth() -> None:
     def deep(depth: int) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(depth)))
 
-    runs = [lambda depth=depth: ts.materialize(lambda: deep(depth), mesh, plan) for depth in (2, 2, 12)]
+    runs = [lambda depth=depth: ts.materialize(lambda: deep(depth), mesh, plan) for depth in (2, 2, 8)]
     counts = [num_compiles(run) for run in runs]  # the first also compiles what JAX keeps
-    assert counts[1] == counts[2] <= 4  # a program for each kind of entry, of 48
+    assert counts[1] == counts[2] <= 4  # a program for each kind of entry, of 32
 
 
 @pytest.mark.slow
@@ -253,12 +249,10 @@ def hf(name: str) -> Any:
     return lambda: getattr(transformers, model.model)(getattr(transformers, model.config)(**model.fields)), model.rules
 
 
-OTHERS = ["Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Mixtral", "DeepseekV3", "GptOss", "Bert", "T5", "Bart"]
-
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in (*OTHERS, "ViT", "CLIP", "Whisper", "Mamba", "Bloom")]
+SLOW = ["GPT2", "Gemma2", "Mixtral", "DeepseekV3", "T5", "ViT", "Whisper", "Mamba"]
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", *SLOW])
+@pytest.mark.parametrize("name", chosen(["Llama", *SLOW], ["Llama"]))
 def test_hugging_face(name: str) -> None:
     make, rules = hf(name)
     found = ts.materialize(make, make_mesh((4, 2)), ts.ShardingPlan(rules, default=P()))
@@ -269,19 +263,3 @@ def test_hugging_face(name: str) -> None:
         elif not (one.unique().numel() > 1 and other.unique().numel() > 1):
             assert torch.equal(one, other.to(one.dtype)), key
     assert copy.deepcopy(found).config.to_dict() == found.config.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": {"weight": P()}}, r"materialize: plan must be a ShardingPlan, got dict"),
-        (
-            {"model": nn.Linear(2, 2, device="meta"), "init": 3},
-            r"materialize: init must be a str or a Callable or None, got int",
-        ),
-    ],
-)
-def test_arguments_of_the_wrong_kind(options, message):
-    given = {"model": lambda: nn.Linear(2, 2), "mesh": ts.make_mesh(batch=1), "plan": ts.ShardingPlan({}, default=P())}
-    with pytest.raises(TypeError, match=message):
-        ts.materialize(**{**given, **options})

@@ -14,7 +14,7 @@ from torch.nn import init
 
 import torch_shard as ts
 from tests.materialize.test_materialize import Buffer, values
-from tests.tables.cases import GPT, WHOLE, chosen, make_mesh
+from tests.tables.cases import WHOLE, chosen, make_mesh
 from torch_shard._materialize.threefry import FUSED, counters
 
 NUM = 1 << 20
@@ -22,23 +22,18 @@ NUM = 1 << 20
 DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "normal": lambda x: x.normal_(0.5, 0.02),
     "uniform": lambda x: x.uniform_(-1, 2),
-    "rand": lambda x: x.copy_(torch.rand(x.shape, dtype=x.dtype)),
     "rand_like": lambda x: x.copy_(torch.rand_like(x)),
-    "randn": lambda x: x.copy_(torch.randn(x.shape, dtype=x.dtype)),
     "randn_like": lambda x: x.copy_(torch.randn_like(x)),
-    "trunc_normal": lambda x: init.trunc_normal_(x, 0, 0.02, -2, 2),
     "trunc_normal_tight": lambda x: init.trunc_normal_(x, 0, 1, -3, 3),
     "exponential": lambda x: x.exponential_(2),
-    "log_normal": lambda x: x.log_normal_(0, 0.5),
     "bernoulli": lambda x: x.copy_(torch.bernoulli(torch.full(x.shape, 1e-3, dtype=x.dtype))),
-    "multinomial": lambda x: x.copy_(torch.multinomial(torch.ones(8, dtype=x.dtype), NUM, replacement=True)),
 }
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", chosen(DTYPES, [torch.bfloat16]))
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", chosen(DRAWS, ["normal", "uniform", "trunc_normal_tight", "exponential", "bernoulli"]))
 def test_a_million_numbers_of_every_dtype(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
 
@@ -59,7 +54,7 @@ def test_a_million_numbers_of_every_dtype(name: str, dtype: torch.dtype) -> None
         assert abs(one - other) <= 0.35 * abs(other - centre) + 1e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", chosen(DTYPES, [torch.bfloat16]))
 def test_numbers_below_one_stay_below_one(dtype: torch.dtype) -> None:
     """`floor(keep + rand())` is a mask of dropped paths, as timm writes it."""
     found = values(ts.materialize(lambda: Buffer(lambda: torch.rand(NUM, dtype=dtype)), make_mesh((4, 2)), WHOLE))["b"]
@@ -68,12 +63,13 @@ def test_numbers_below_one_stay_below_one(dtype: torch.dtype) -> None:
 
 
 def test_no_two_entries_are_correlated() -> None:
-    make: Any = lambda: nn.Sequential(GPT(num_layers=4), nn.LSTM(16, 16, 2), *(nn.Linear(16, 16) for _ in range(8)))  # noqa: E731
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(16, 64) for _ in range(12)), nn.Embedding(64, 16), nn.Embedding(64, 16))
+
     found = values(ts.materialize(make, make_mesh((4, 2)), WHOLE))
-    random = {n: t.flatten().numpy() for n, t in found.items() if t.numel() >= 64 and t.unique().numel() > 32}
-    pairs = [
-        (one, other) for one, other in itertools.combinations(random, 2) if random[one].shape == random[other].shape
-    ]
+    random = {n: t.flatten().numpy() for n, t in found.items()}
+    names = itertools.combinations(random, 2)
+    pairs = [(one, other) for one, other in names if random[one].shape == random[other].shape]
     assert len(pairs) > 100
     for one, other in pairs:
         bound = 5 / random[one].size ** 0.5  # standard deviations of the correlation of independent numbers
@@ -81,8 +77,9 @@ def test_no_two_entries_are_correlated() -> None:
 
 
 def test_bits_are_those_of_jax() -> None:
-    for shape in ((), (5,), (3, 4, 5)):
-        found, wanted = (jax.random.bits(jax.random.key(7, impl=kind), shape) for kind in (FUSED, None))
+    for shape in ((), (3, 4, 5)):
+        draw = jax.jit(jax.random.bits, static_argnums=1)
+        found, wanted = (draw(jax.random.key(7, impl=kind), shape) for kind in (FUSED, None))
         assert (found == wanted).all()
     high, low = counters((3, 5, 2, 4), limit=16)  # two words, as for more than 2**32 elements
     assert len(set(zip(high.flatten().tolist(), low.flatten().tolist(), strict=True))) == 120

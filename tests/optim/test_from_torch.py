@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn, optim
 
 import torch_shard as ts
+from tests.tables.cases import chosen
 from torch_shard._optim import TorchOptimizer
 from torch_shard._sharding import Layout, Stacks, stack_dicts
 
@@ -21,7 +22,6 @@ KINDS: dict[str, Any] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=1e-2),
     "Adam, amsgrad, L2": lambda groups: optim.Adam(groups, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "Adam, maximize": lambda groups: optim.Adam(groups, lr=1e-2, betas=(0.0, 0.95), maximize=True),
-    "SGD": lambda groups: optim.SGD(groups, lr=0.05),
     "SGD, nesterov": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "SGD, dampening": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.3),
     "Adagrad": lambda groups: optim.Adagrad(groups, lr_decay=0.01, initial_accumulator_value=0.1),
@@ -31,7 +31,6 @@ KINDS: dict[str, Any] = {
     "RAdam": lambda groups: optim.RAdam(groups, lr=1e-2),
     "RAdam, short": lambda groups: optim.RAdam(groups, lr=1e-2, betas=(0.5, 0.55), weight_decay=0.1),
     "RMSprop, centered": lambda groups: optim.RMSprop(groups, momentum=0.9, centered=True),
-    "RMSprop": lambda groups: optim.RMSprop(groups),
     "ASGD": lambda groups: optim.ASGD(groups, t0=10, lambd=1e-2),
     "Rprop": lambda groups: optim.Rprop(groups),
     "Adafactor": lambda groups: optim.Adafactor(groups, weight_decay=0.1),
@@ -93,7 +92,9 @@ def test_updates_are_those_of_torch(kind: str) -> None:
 
 
 def test_muon_is_that_of_torch() -> None:
-    """To the rounding of bfloat16, in which torch and we run the iteration: 2 % of the largest update."""
+    """To 5 % of the largest update: torch rounds each product to bfloat16, and XLA only some of them, which five
+    iterations magnify. Without the decay of weights alone it would be 30 %.
+    """
     torch.manual_seed(0)
     shapes = {"0.w": (8, 4), "1.w": (8, 4), "wide": (4, 16)}
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
@@ -103,21 +104,17 @@ def test_muon_is_that_of_torch() -> None:
     layout = Layout.of((("0.w", "1.w"), ("wide",)))
     held = Stacks.from_dict({name: jnp.asarray(value.numpy()) for name, value in before.items()}, layout)
     state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
+    update = jax.jit(lambda *given: ours.update(*given, layout=layout))
     for _ in range(3):
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
         stored = Stacks.from_dict({name: jnp.asarray(grad.numpy()) for name, grad in grads.items()}, layout)
-        held, state = ours.update(stored, state, held, jnp.asarray(ours.inputs.numpy().copy()), layout=layout)
+        held, state = update(stored, state, held, jnp.asarray(ours.inputs.numpy().copy()))
         for name, param in params.items():
             param.grad = grads[name]
         optimizer.step()
     for name, param in params.items():
         change = (param.detach() - before[name]).abs().max()
-        assert np.abs(np.asarray(held[name]) - param.detach().numpy()).max() < 0.02 * float(change)
-
-
-def test_muon_refuses_what_is_not_a_matrix() -> None:
-    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):  # torch's own
-        optim.Muon([nn.Parameter(torch.ones(3))])
+        assert np.abs(np.asarray(held[name]) - param.detach().numpy()).max() < 0.05 * float(change)
 
 
 # In a step
@@ -172,20 +169,22 @@ class Case:
     plan: ts.ShardingPlan = WHOLE
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.name
+
 
 CASES = [
     Case("one device", {"batch": 1}, options={"scan_layers": False}),
     Case("split, in a loop", {"batch": 4, "model": 2}, SPLIT),
     Case(
-        "ZeRO-1",
-        {"batch": 8},
-        options={"optimizer_plan": ts.ShardingPlan({"**.up.weight": P("batch")}, default=P()), "accumulate_steps": 1},
+        "ZeRO-1, two microbatches",
+        {"batch": 4},
+        options={"optimizer_plan": ts.ShardingPlan({"**.up.weight": P("batch")}, default=P()), "accumulate_steps": 2},
     ),
-    Case("two microbatches", {"batch": 4}, options={"accumulate_steps": 2}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", chosen(CASES, CASES[1:]))
 def test_training_with_a_schedule_is_that_of_torch(case: Case) -> None:
     """OneCycleLR, which moves beta1 too, and clipping; one program. Rounding of float32, which Adam magnifies."""
     model = Net()

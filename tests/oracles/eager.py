@@ -108,8 +108,10 @@ def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
     jax.block_until_ready(state)
 
 
-def agrees_with_torch(model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)) -> None:
-    """SGD with momentum, several steps: every parameter against eager torch."""
+def agrees_with_torch(
+    model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)
+) -> ts.TrainStep:
+    """SGD with momentum, several steps: every parameter against eager torch; gives the step."""
     step = ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=make_mesh(sizes), plan=WHOLE)
     state, wanted = step.init(), copy.deepcopy(model)
     sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
@@ -123,3 +125,4 @@ def agrees_with_torch(model: nn.Module, loss_fn: Any, batches: list[Any], sizes:
     for name, parameter in wanted.named_parameters():
         found = state.tensors[name]
         np.testing.assert_allclose(found, parameter.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
+    return step

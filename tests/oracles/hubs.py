@@ -33,6 +33,7 @@ class Ends(Background):
     def __init__(self) -> None:
         super().__init__("test")
         self.wires: list[Wire] = []
+        self.channels: list[Channel] = []
 
     def connect(self, place: Place, rank: int, *, secret: bytes = SECRET, times: Times = TIMES) -> Wire:
         """The wire of a process to the hub."""
@@ -41,16 +42,19 @@ class Ends(Background):
 
     def line(self, place: Place, rank: int, times: Times = TIMES) -> Channel:
         """The channel of a process to the hub."""
-        return Channel(rank, self.connect(place, rank, times=times), times)
+        self.channels.append(Channel(rank, self.connect(place, rank, times=times), times))
+        return self.channels[-1]
 
 
 @contextlib.contextmanager
 def some_ends() -> Iterator[Ends]:
-    """Ends that are closed at the end."""
+    """Ends that are closed at the end, which no channel takes for a failure."""
     ends = Ends()
     try:
         yield ends
     finally:
+        for channel in ends.channels:
+            channel.closing = True
         for wire in ends.wires:
             wire.close()
         ends.close()
@@ -60,12 +64,7 @@ def some_ends() -> Iterator[Ends]:
 def lines(num: int, times: Times = TIMES) -> Iterator[list[Channel]]:
     """The channels of all processes of a job."""
     with a_hub(num, times) as place, some_ends() as ends:
-        found = [ends.line(place, rank, times) for rank in range(num)]
-        try:
-            yield found
-        finally:
-            for line in found:
-                line.closing = True
+        yield [ends.line(place, rank, times) for rank in range(num)]
 
 
 def beats(*found: Channel) -> None:

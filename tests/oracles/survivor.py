@@ -1,12 +1,7 @@
-"""A training run to kill: a process that has imported everything forks one run after the other, as it is told.
-
-It reads lines `DIRECTORY FAULT`, answers each with the run's process id, and, when that has ended, with its status.
-"""
+"""A training run to kill."""
 
 import os
 import signal
-import sys
-import traceback
 
 import jax
 import numpy as np
@@ -20,24 +15,6 @@ import torch_shard as ts
 from torch_shard._io import checkpointer as _checkpoint
 
 STEPS, FEATURES = 12, 6
-
-
-def serve() -> None:
-    """Fork a run for each line."""
-    for line in sys.stdin:
-        directory, fault = line.split()
-        child = os.fork()
-        if child == 0:
-            try:
-                train(directory, fault)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
-        sys.stdout.write(f"{os.waitpid(child, 0)[1]}\n")
-        sys.stdout.flush()
 
 
 def train(directory: str, fault: str) -> None:
@@ -83,6 +60,3 @@ FAULTS = {
     "named-not-tidied": lambda: die_before("sync_directory", 3),
     "while-removing": lambda: die_before("remove_tree", 2),
 }
-
-if __name__ == "__main__":
-    serve()

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-import transformers
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.plans.test_from_hf import tiny
 
 CASES = [
     # sizes, the axes of the mesh, how a weight is stored, how the batch is split
@@ -49,17 +49,7 @@ def test_sizes_are_a_mesh_a_plan_and_a_batch_spec(sizes, axes, stored, rows, kin
 
 
 def test_tensor_parallelism_is_that_of_the_model():
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=64,
-            )
-        )
+    model = tiny("Llama")
     config = types.SimpleNamespace(dp_shard_size=2, cp_size=2, tp_size=2)
     mesh, plan, batch_spec = ts.plans.from_accelerate(model, config)
     assert list(mesh.shape) == ["dp_shard", "cp", "tp"]

@@ -35,7 +35,6 @@ SEQUENCE = {
     "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-WHOLE = {"*.[01].up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 EMBEDDING = {"embed": ColwiseParallel(output_layouts=Replicate()), "head": RowwiseParallel(input_layouts=Replicate())}
 PREPARED = {
     "layers.0": PrepareModuleInputOutput(
@@ -69,7 +68,6 @@ def specs(plan, model, mesh=MESH):
     "styles",
     [
         pytest.param(SEQUENCE, id="sequence"),
-        pytest.param(WHOLE, id="whole", marks=SLOW),
         pytest.param(EMBEDDING, id="embedding", marks=SLOW),
         pytest.param(PREPARED, id="prepared", marks=SLOW),
     ],
@@ -269,7 +267,7 @@ def test_all_that_cannot_be_read_is_said_together():
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_what_is_written_is_read_as_the_same_plan(data):
     model = make_model()

@@ -287,12 +287,13 @@ def test_storage_says_what_fsdp_plan_asks():
     assert f"{stored}; keep_full_weight, stored alike" in plan.reasons["lm_head.weight"]
 
 
-DISTRIBUTED = [pytest.param("Mixtral", {"ep": ep}, marks=pytest.mark.slow) for ep in ("model", "batch")]
-
-
-@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Mixtral", {}), ("Phi3", {}), *DISTRIBUTED])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Phi3", {}), ("Mixtral", {}), pytest.param("Mixtral", {"ep": "batch"}, marks=pytest.mark.slow)],
+)
 def test_training_equals_eager_torch(name: str, options: dict[str, Any]):
-    found = NAMED[name].cases()[0]
+    model = dataclasses.replace(NAMED[name], fields={**NAMED[name].fields, "num_hidden_layers": 1})
+    found = model.cases()[0]
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(Case)}
     case = Imported(**fields | {"rules": {}, "options": options})
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))

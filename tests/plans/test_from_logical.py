@@ -242,7 +242,7 @@ def split(shape, data):
     return P(*parts)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_what_is_written_is_read_as_the_same_plan(data):
     model = make_model()

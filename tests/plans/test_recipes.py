@@ -14,8 +14,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
-from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.tables.cases import CASE, Case, make_mesh
+from tests.tables.cases import make_mesh
 from tests.tables.hf_models import HF_MODELS, HFModel
 from torch_shard._plans import quietly
 
@@ -239,24 +238,6 @@ def test_what_a_recipe_cannot_do_is_refused(call, message: str) -> None:
         call(nn.Sequential(nn.Linear(8, 8)))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-def test_lora_is_split_as_its_base_layer() -> None:
-    peft = pytest.importorskip("peft")
-    llama = next(case for case in HF_MODELS if case.name == "Llama")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
-    model = peft.get_peft_model(on_meta(llama), config)
-    plan = ts.plans.tp(model, make_mesh((4, 2)))
-    layers = "base_model.model.model.layers.*.self_attn."
-    assert {key: plan.rules[layers + key] for key in ("q_proj.base_layer.weight", "o_proj.base_layer.weight")} == {
-        "q_proj.base_layer.weight": P("model", None),
-        "o_proj.base_layer.weight": P(None, "model"),
-    }
-    assert plan.rules[f"{layers}q_proj.lora_B.default.weight"] == P("model", None)
-    assert plan.rules[f"{layers}o_proj.lora_A.default.weight"] == P(None, "model")
-    assert plan.rules[f"{layers}q_proj.lora_A.default.weight"] == P()
-    assert plan.rules[f"{layers}o_proj.lora_B.default.weight"] == P()
-
-
 def test_convolutions_and_attention_of_torch() -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.MultiheadAttention(8, 2))
     plan = ts.plans.tp(model, make_mesh((4, 2)))
@@ -269,7 +250,7 @@ def test_convolutions_and_attention_of_torch() -> None:
 def vision_transformer(labels: int) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
     without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = transformers.ViTConfig(**{"num_hidden_layers": 2, "num_labels": labels}, **sizes, **without)
+    config = transformers.ViTConfig(**{"num_hidden_layers": 1, "num_labels": labels}, **sizes, **without)
     return transformers.ViTForImageClassification(config)
 
 
@@ -316,31 +297,6 @@ def test_an_embedding_under_fsdp_keeps_its_rows_of_the_batch() -> None:
     step.prove(step.init(), tokens).raise_if_different()
 
 
-RECIPES = {
-    "fsdp": lambda model, mesh: ts.plans.fsdp(model, mesh),
-    "fsdp_tp": lambda model, mesh: ts.plans.fsdp_tp(model, mesh),
-    "sequence": lambda model, mesh: ts.plans.fsdp_tp(model, mesh, sequence=True),
-}
-
-
-class Planned(Case):
-    """A case whose plan is a recipe's."""
-
-    recipe = "fsdp"
-
-    @property
-    def plan(self) -> ts.ShardingPlan:
-        return RECIPES[self.recipe](self.model(), make_mesh((4, 2)))
-
-
-@pytest.mark.parametrize("name", [*RECIPES])
-def test_no_number_changes(name: str) -> None:
-    case = CASE["gpt"]
-    planned = Planned(case.name, case.build, case.batch, {}, loss_fn=case.loss_fn, rtol=case.rtol)
-    object.__setattr__(planned, "recipe", name)
-    assert_follows(planned, planned.model(), eager_trajectory(planned, 2), (4, 2))
-
-
 def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
     model = on_meta(next(case for case in HF_MODELS if case.name == "Llama"))
     mesh = make_mesh((4, 2))
@@ -363,8 +319,7 @@ def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
     apart = ts.plans.tp(nn.MultiheadAttention(8, 2, kdim=4, vdim=6), mesh)
     assert [apart.rules[f"{name}_proj_weight"] for name in "qkv"] == [P("model", None)] * 3
     assert not any(ts.plans.tp(nn.MultiheadAttention(6, 3), mesh).rules["in_proj_weight"])  # a head would be cut
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     step = ts.make_train_step(
         model,
         lambda model, x: model(x).square().mean(),
@@ -389,7 +344,7 @@ def test_a_layer_that_makes_one_dim_of_rows_and_sequence_is_given_a_split_stream
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}
     config = transformers.OPTConfig(
-        **sizes, vocab_size=64, num_hidden_layers=2, dropout=0.0, max_position_embeddings=32
+        **sizes, vocab_size=64, num_hidden_layers=1, dropout=0.0, max_position_embeddings=32
     )
     model, mesh = transformers.OPTForCausalLM(config), make_mesh((4, 2))
     plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
@@ -399,20 +354,21 @@ def test_a_layer_that_makes_one_dim_of_rows_and_sequence_is_given_a_split_stream
     step.prove(step.init(), torch.randint(3, 64, (8, 16))).raise_if_different()
 
 
-@pytest.mark.parametrize("ep", ["model", "batch"])
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("name", "ep"), [("Qwen3Moe", "batch"), pytest.param("Mixtral", "model", marks=pytest.mark.slow)]
+)
 def test_experts_are_given_a_stream_that_is_split_along_its_sequence(name: str, ep: str) -> None:
     torch.manual_seed(0)
     kinds = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32}}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(transformers, f"{name}Config")(
-        **sizes, **kinds[name], num_experts_per_tok=2, num_hidden_layers=2, vocab_size=64
+        **sizes, **kinds[name], num_experts_per_tok=2, num_hidden_layers=1, vocab_size=64
     )
     model, mesh = getattr(transformers, f"{name}ForCausalLM")(config), ts.make_mesh(batch=4, model=2)
     plan = ts.plans.expert(model, mesh, ep=ep, tp="model", sequence=True)
-    assert plan.activations["model.layers.*.input_layernorm"] == P("batch", "model", None)
-    assert plan.activations["model.layers.*.mlp:hidden_states"] == P("batch", None, None)
-    assert plan.rules["model.layers.*.mlp.experts.down_proj"][0] == ep
+    assert plan.activations["model.layers.0.input_layernorm"] == P("batch", "model", None)
+    assert plan.activations["model.layers.0.mlp:hidden_states"] == P("batch", None, None)
+    assert plan.rules["model.layers.0.mlp.experts.down_proj"][0] == ep
     step = ts.make_train_step(
         model, lambda model, ids: model(ids, labels=ids).loss, optax.sgd(0.1), mesh=mesh, plan=plan
     )

@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM
 
 import torch_shard as ts
 from tests.oracles.hf_parallel import LOGITS, local_shards, logits_of
-from tests.plans.hf_families import build, configurations
 from tests.plans.test_from_hf import COLUMN, ROW, tiny
 from tests.plans.test_hf_parallel import FAMILIES, save
 from tests.tables.cases import make_mesh
 from torch_shard._sharding import make_matcher
+from validation.hf_families.report import build, configurations
 
 MESH = make_mesh((4, 2))
 MODELS = {name: tiny(name, **fields) for name, fields in {"Llama": {"attention_bias": True}, "Mixtral": {}}.items()}
@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> tuple[nn.Module, ts.ShardingPlan]:
     return model, ts.ShardingPlan(rules, default=P())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_what_is_written_reads_as_the_plan_but_for_what_is_listed(asked: tuple[nn.Module, ts.ShardingPlan]) -> None:
     model, plan = asked

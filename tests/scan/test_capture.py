@@ -1,5 +1,6 @@
 """Repeated layers as loops: the numbers of eager torch, whatever the layers do."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.cases import Case, chosen, make_mesh, regression, squared_error
-from tests.tables.layered import FORTH_AND_BACK, LAYERED, Layered
+from tests.tables.layered import FORTH_AND_BACK, LAYERED
 from tests.tables.layers import DEPTH, WIDTH, Block, Stack
 from tests.tables.layers_with_effects import Keeping
 
@@ -27,15 +28,40 @@ def _loops(step: Any) -> tuple[tuple[int, int], ...]:
     return tuple((loop.num_iterations, len(loop.layers) // loop.num_iterations) for loop in program.loops)
 
 
-# Every second one, as each has parts of its neighbours.
-EACH = [pytest.param(row, id=row.case.name, marks=pytest.mark.slow if i % 2 else []) for i, row in enumerate(LAYERED)]
+class Seen(list[BaseException]):
+    """A list that a capture does not put back: it knows Python's own containers only."""
 
 
-@pytest.mark.parametrize("layered", EACH)
-def test_layers_follow_eager_torch(layered: Layered) -> None:
-    case = layered.case
-    trajectory = eager_trajectory(case, 2)
+SEEN = Seen()
+
+
+def watched(case: Case) -> Case:
+    """The same, with a loss that catches whatever is thrown through it, where a capture starts again say."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return case.loss_fn(model, batch)
+        except BaseException as error:
+            SEEN.append(error)
+            raise
+
+    return dataclasses.replace(case, loss_fn=loss_fn)
+
+
+# One of each kind: loops, what starts a capture again, what is refused.
+OFTEN = {"chain", "collected", "alternating", "passed on", "in place", "an attribute", "buffers", "autocast"}
+OFTEN |= {"a rule that reads late", "hooks on the graph", "second derivative", "a second result of the last"}
+ROWS = {row.case.name: row for row in LAYERED}
+
+
+@pytest.mark.parametrize("name", chosen(ROWS, OFTEN))
+def test_layers_follow_eager_torch(name: str) -> None:
+    SEEN.clear()
+    layered = ROWS[name]
+    trajectory = eager_trajectory(layered.case, 2)
+    case = watched(layered.case)
     step = assert_follows(case, case.model(), trajectory, (4, 2))
+    assert SEEN == []
     assert layered.says in step.report()
     if layered.loops:
         assert _loops(step) == layered.loops
@@ -56,7 +82,7 @@ class Dropping(Block):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-@pytest.mark.parametrize("remat", chosen(["none", "dots", "block"], ["block"]))
+@pytest.mark.parametrize("remat", chosen(["dots", "block"], ["block"]))
 def test_loops_draw_the_random_numbers_of_the_unrolled_program(remat: str) -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     losses, state, step = _trained(case, optax.adam(1e-2), (4, 2), remat=remat)
@@ -106,13 +132,15 @@ def test_loops_can_be_asked_for_and_refused() -> None:
 
     def run(model: nn.Module, **choice: Any) -> ts.TrainStep:
         step = ts.make_train_step(model, squared_error, optax.sgd(0.1), **options, **choice)
-        step(step.init(seed=0), batch)
+        step.lower(step.structs, batch)
         return step
 
     assert run(model).report() == "No layers repeat: there are no 3 numbered siblings that look alike."
     alike = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 3))
     assert run(alike, scan_layers=False).report() == "No layers are loops: scan_layers=False."
-    assert "remat='none' takes" in run(alike, remat=2**30).report()
+    budgeted = ts.make_train_step(alike, squared_error, optax.sgd(0.1), **options, remat=2**30)
+    budgeted(budgeted.init(seed=0), batch)  # whether it fits is known of a compiled program
+    assert "remat='none' takes" in budgeted.report()
     assert "0, 1, 2: not in a loop: scan_layers=False" in run(alike, scan_layers=False, remat="block").report()
     with pytest.raises(ValueError, match=r"(?s)scan_layers=True needs .* no numbered siblings"):
         run(model, scan_layers=True)
@@ -124,30 +152,25 @@ def test_loops_can_be_asked_for_and_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"(?s)remat='block' needs .* torch.utils.checkpoint"):
         run(model, remat="block")
-    with pytest.raises(ValueError, match='scan_layers must be True, False or "auto", got 3'):
-        run(model, scan_layers=3)
-    with pytest.raises(ValueError, match="remat must be 'none', 'dots', 'block' or a number of bytes, got 'all'"):
-        run(model, remat="all")
 
 
 @pytest.mark.parametrize(
     ("depth", "choice", "loops"),
-    [(16, {}, False), (17, {}, True), (4, {"scan_layers": True}, True), (4, {"remat": "block"}, True)],
+    [(16, {}, False), (17, {}, True), (4, {"scan_layers": True}, True)],
 )
 def test_few_layers_run_one_by_one_on_tpus(depth: int, choice: dict[str, Any], loops: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)))
     batch = tuple(torch.empty(8, 8, device="meta") for _ in range(2))
-    for mesh in (ts.make_mesh(topology="v5e:2x2", batch=4), make_mesh((4, 1))):
-        step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=mesh, plan=EVERYWHERE, **choice)
-        step.lower(step.structs, batch)  # nothing is compiled
-        is_tpu = mesh.devices.flat[0].platform == "tpu"
-        assert ("one loop" in step.report()) is (loops or not is_tpu)
-        if is_tpu and not loops:
-            assert step.report() == (
-                "No layers are loops: on TPU up to 16 layers, here 16, are faster one by one, and compile two to three "
-                "times as long; scan_layers=True makes loops."
-            )
+    mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
+    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=mesh, plan=EVERYWHERE, **choice)
+    step.lower(step.structs, batch)  # nothing is compiled
+    assert ("one loop" in step.report()) is loops
+    if not loops:
+        assert step.report() == (
+            "No layers are loops: on TPU up to 16 layers, here 16, are faster one by one, and compile two to three "
+            "times as long; scan_layers=True makes loops."
+        )
 
 
 class Conditioned(Stack):
@@ -157,9 +180,8 @@ class Conditioned(Stack):
         return self.blocks[0].norm(super().forward(x))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_parameters_of_layers_are_used_outside_of_them_wherever_the_model_lives(device: str) -> None:
-    with torch.device(device):
+def test_parameters_of_layers_are_used_outside_of_them_also_on_the_meta_device() -> None:
+    with torch.device("meta"):
         model, batch = Conditioned(), (torch.ones(8, WIDTH), torch.ones(8, WIDTH))
     step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
     step.lower(step.structs, batch)

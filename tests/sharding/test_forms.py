@@ -17,7 +17,6 @@ from torch_shard._sharding.forms import Form, Padded, Pieces
 
 CASES = [  # form, torch's shape and spec, what is stored
     (Pieces(3, dim=0), (12, 8), P("model"), (3, 4, 8), P(None, "model", None)),
-    (Pieces(3, dim=0), (12,), P("model"), (3, 4), P(None, "model")),
     (Pieces(3, dim=-1), (8, 12), P(None, "model"), (8, 3, 4), P(None, None, "model")),
     (Pieces(2, dim=1), (4, 8, 6), P("a", ("b", "c")), (4, 2, 4, 6), P("a", None, ("b", "c"), None)),
     (Padded(6, dim=0), (5, 4), P("model"), (6, 4), P("model", None)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from torch_shard._sharding.mesh import check_mesh, describe_mesh, describe_spec, find_spec_faults, make_mesh
+from torch_shard._sharding.mesh import check_mesh, find_spec_faults, make_mesh
 
 PARTS = [None, "batch", "model", "modle", ("batch", "model"), ("model", "batch")]
 
@@ -33,14 +33,10 @@ def test_make_mesh_has_the_sizes_and_all_devices_in_order(sizes):
     assert mesh.devices.tolist() == np.array(jax.devices()).reshape(sizes).tolist()
 
 
-def test_make_mesh_keeps_any_names_in_the_order_given():
-    assert make_mesh(stage=2, data=2, tensor=2).axis_names == ("stage", "data", "tensor")
-    assert make_mesh(tensor=2, stage=2, data=2).axis_names == ("tensor", "stage", "data")
-
-
-def test_make_mesh_has_auto_axes_where_jax_make_mesh_has_explicit_ones():
-    assert set(make_mesh(batch=4, model=2).axis_types) == {AxisType.Auto}
-    assert set(jax.make_mesh((4, 2), ("batch", "model")).axis_types) == {AxisType.Explicit}
+def test_make_mesh_keeps_any_names_in_the_order_given_and_has_auto_axes():
+    mesh = make_mesh(tensor=2, stage=2, data=2)
+    assert mesh.axis_names == ("tensor", "stage", "data")
+    assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_make_mesh_uses_the_first_devices_when_it_needs_fewer():
@@ -136,7 +132,6 @@ def test_every_remedy_helps(spec, shape):
 @pytest.mark.parametrize(
     ("spec", "shape", "pairs"),
     [
-        (P("modle"), (8,), [("P('modle') names an axis that the mesh lacks", "Did you mean 'model'?")]),
         (
             P(P.UNCONSTRAINED),
             (8,),
@@ -170,23 +165,8 @@ def test_every_remedy_helps(spec, shape):
                 )
             ],
         ),
-        (
-            P("batch", "model"),
-            (6, 3),
-            [
-                ("dim 0 = 6 is not a multiple of batch=4", "Pad dim 0 to 8, or replicate it with P()."),
-                ("dim 1 = 3 is not a multiple of model=2", "Pad dim 1 to 4, or replicate it with P()."),
-            ],
-        ),
     ],
     ids=str,
 )
 def test_faults_say_what_was_found_and_what_to_do(spec, shape, pairs):
     assert find_spec_faults(spec, shape, make_mesh(batch=4, model=2)) == pairs
-
-
-def test_descriptions_read_as_one_types_them():
-    assert describe_mesh(make_mesh(batch=4, model=2)) == "(batch=4, model=2)"
-    assert describe_spec(P("model")) == "P('model')"
-    assert describe_spec(P(None, ("batch", "model"))) == "P(None, ('batch', 'model'))"
-    assert describe_spec(P()) == "P()"

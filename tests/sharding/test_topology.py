@@ -73,14 +73,8 @@ def test_nothing_is_put_there() -> None:
     assert all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in model.parameters())
 
 
-def test_descriptions_of_gpus_have_what_xla_asks_for() -> None:
-    for chip in GPUS.values():
-        assert chip.description.count("{") == chip.description.count("}")
-        assert chip.title in chip.description
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a100:4", "h100:8", "h200:8", "b200:8"])
+@pytest.mark.parametrize("name", ["a100:4", "h100:8"])
 def test_steps_compile_for_gpus_that_are_not_there(name: str) -> None:
     pytest.importorskip("jax_cuda12_plugin", reason="pip install 'torch_shard[cuda]' (5.5 GB)")
     mesh = ts.make_mesh(topology=name, batch=-1, model=2)

@@ -11,7 +11,8 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import CASES, GPT, GPT_RULES, Case, chosen, cross_entropy, make_mesh, next_token
+from tests.tables.cases import CASE, Case, make_mesh, regression
+from tests.tables.layers import WIDTH, Stack
 from torch_shard._state import state as _state
 
 
@@ -28,11 +29,10 @@ def make_step(model: torch.nn.Module, case: Case, **more: Any) -> ts.TrainStep:
 
 
 @pytest.mark.parametrize("born", [True, False], ids=["born sharded", "on the cpu"])
-@pytest.mark.parametrize("name", chosen(("gpt", "resnet_train", "lstm", "tied", "frozen"), ("tied", "frozen")))
-def test_donating_changes_no_number(name: str, born: bool) -> None:
-    (case,) = (case for case in CASES if case.name == name)
+def test_donating_changes_no_number(born: bool) -> None:
+    case = CASE["tied" if born else "frozen"]
     models = [ts.materialize(case.build, make_mesh((4, 2)), case.plan) if born else case.model() for _ in range(2)]
-    steps = [make_step(model.train(case.train), case) for model in models]
+    steps = [make_step(model, case) for model in models]
     states = [step.init(seed=0, donate=donate) for step, donate in zip(steps, (True, False), strict=True)]
     names = [n for n, _ in models[0].named_parameters()]
     assert all(t.device.type == "meta" for t in (*models[0].parameters(), *models[0].buffers()))
@@ -40,18 +40,17 @@ def test_donating_changes_no_number(name: str, born: bool) -> None:
         (n, p.shape, p.requires_grad) for n, p in models[1].named_parameters()
     ]
     for batch in case.batches(2):
-        states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
-    one, other = (step.export(state) for step, state in zip(steps, states, strict=True))
+        states = [steps[0](state, batch)[0] for state in states]  # one program for both
+    one, other = (steps[0].export(state) for state in states)
     assert [n for n, _ in one.named_parameters()] == names
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 def test_one_stored_array_more_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ts.ShardingPlan(GPT_RULES, default=P())
-    case = Case("gpt", lambda: GPT(num_layers=6), next_token, GPT_RULES, cross_entropy)
+    case = Case("stack", lambda: Stack(depth=6), regression(WIDTH, out=WIDTH), {"blocks.*.up.weight": P("model")})
     gc.collect()
     before = num_bytes()
-    model = ts.materialize(case.build, make_mesh((4, 2)), plan)
+    model = ts.materialize(case.build, make_mesh((4, 2)), case.plan)
     held = num_bytes() - before
     step = make_step(model, case)
     stored, seen = _state._placed, []
@@ -65,13 +64,13 @@ def test_one_stored_array_more_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     baseline = num_bytes()
     state = step.init(seed=0, donate=True)
     assert all(total <= held + size for total, size in seen)  # a stack beside the rows that it was made of
-    assert max(total for total, _ in seen) < held * 1.5
+    assert max(total for total, _ in seen) <= held * 1.5  # the largest stack is half of it
     assert num_bytes() - baseline == num_bytes(jax.tree.leaves(state)) - held
     assert len(state.params) == len(dict(model.named_parameters()))
 
 
 def test_what_comes_after() -> None:
-    case = next(c for c in CASES if c.name == "tied")
+    case = CASE["tied"]
     model = ts.materialize(case.build, make_mesh((4, 2)), case.plan)
     step = make_step(model, case)
     state = step.init(seed=0, donate=True)

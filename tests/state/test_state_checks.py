@@ -42,19 +42,17 @@ def make(model: nn.Module, loss_fn: Any, optimizer: optax.GradientTransformation
     return ts.make_train_step(model, loss_fn, optimizer or optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_states_that_share_arrays_are_refused_by_name_and_copies_are_as_in_torch(as_dict: bool) -> None:
+def test_states_that_share_arrays_are_refused_by_name_and_copies_are_as_in_torch() -> None:
     steps = make(Pair("d"), loss_of_g), make(Pair("g"), loss_of_d)
-    g, d = (step.init() for step in steps)
-    d = dataclasses.replace(d, frozen=dict(g.params) if as_dict else g.params)
-    d, _ = steps[1](d, X)
     said = (
         r"make_train_step: arrays of this state are gone, as another state that shares them was donated to a step: par"
+        r"ams\['g.weight'\], params\['g.bias'\]. A .*jax.tree.map\(jnp.copy, other.params\)"
     )
-    with refuses(
-        said + r"ams\['g.weight'\], params\['g.bias'\]. A .*jax.tree.map\(jnp.copy, other.params\)", ValueError
-    ):
-        steps[0](g, X)
+    for shared in (lambda params: params, dict):
+        g, d = (step.init() for step in steps)
+        steps[1](dataclasses.replace(d, frozen=shared(g.params)), X)
+        with refuses(said, ValueError):
+            steps[0](g, X)
     with refuses("make_eval_step: arrays of this state are gone", ValueError):
         steps[0].evaluation()(g, X)
 
@@ -103,21 +101,23 @@ def test_one_array_under_two_names_is_copied_or_refused() -> None:
 NUMBERS = [np.float32(0.02), 0.02, np.float64(0.02), np.array(0.02), torch.tensor(0.02), jnp.float32(0.02)]
 
 
-@pytest.mark.parametrize("rate", NUMBERS, ids=lambda rate: type(rate).__name__)
-def test_a_rate_that_was_set_is_that_of_the_next_step(rate: Any, tmp_path: Path) -> None:
+def test_a_rate_that_was_set_is_that_of_the_next_step(tmp_path: Path) -> None:
     step = make(two(), squares, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
     other = make(two(), squares, optax.sgd(0.02))
     wanted, metrics = other(other.init(), X)
-    state = step.init()
-    state.opt_state.hyperparams["learning_rate"] = rate
-    with ts.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(state)
-        checkpointer.wait()
-        restored = checkpointer.restore(step)
-    assert float(step.evaluation()(state, X)["loss"]) == pytest.approx(float(metrics["loss"]))
-    for given in (state, restored):
-        found, _ = step(given, X)
-        np.testing.assert_allclose(found.params["0.weight"], wanted.params["0.weight"], rtol=1e-6)
+    evaluate = step.evaluation()
+    for number, rate in enumerate(NUMBERS):
+        state = step.init()
+        state.opt_state.hyperparams["learning_rate"] = rate
+        with ts.Checkpointer(tmp_path / str(number)) as checkpointer:
+            checkpointer.save(state)
+            checkpointer.wait()
+            restored = checkpointer.restore(step)
+        assert float(evaluate(state, X)["loss"]) == pytest.approx(float(metrics["loss"]))
+        for given in (state, restored):
+            found, _ = step(given, X)
+            # float32: two programs, of which one is given the rate
+            np.testing.assert_allclose(found.params["0.weight"], wanted.params["0.weight"], rtol=1e-5, atol=1e-7)
     found.opt_state.hyperparams["learning_rate"] = np.float32(0.03)
     step(found, X)
     assert step.num_compiles == 1

@@ -9,7 +9,7 @@ import torch_shard as ts
 from benchmarks import communication
 from benchmarks.tpu_counts import counts_of
 from tests.oracles.collectives import collectives_of, count_collectives
-from tests.tables.cases import CASE, chosen, make_mesh, make_step
+from tests.tables.cases import CASE, make_mesh, make_step
 
 
 def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
@@ -22,6 +22,7 @@ def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
     assert len(found) <= 4 * 2 + 3  # the loss, all gradients in one, the gradient norm
 
 
+@pytest.mark.slow
 def test_no_communication_is_added() -> None:
     case, found = CASE["gpt"], []
     for scan_layers in (False, "auto"):
@@ -38,7 +39,8 @@ def test_no_communication_is_added() -> None:
     assert found[1]["all-reduce"] <= found[0]["all-reduce"]
 
 
-@pytest.mark.parametrize("name", chosen(communication.RECIPES, ["fsdp_tp, sequence, fused"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", communication.RECIPES)
 def test_a_recipe_sends_what_the_textbook_has(name: str) -> None:
     """Under TPU's compiler: at most a tenth more, for norms, the loss and what a split vocabulary takes.
 

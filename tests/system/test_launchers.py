@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import torch_shard as ts
+from tests.oracles.processes import Family
 
 PLAN = "ts.ShardingPlan({}, default=jax.P())"
 STEP = f"""
@@ -88,9 +90,22 @@ def check(lives, launcher):
     assert len(set.union(*places)) == len(lives)  # another place for each life
 
 
+def test_two_processes_with_the_variables_of_torchrun_are_a_job(tmp_path):
+    """As its agent sets them; the launcher itself takes another import of torch."""
+    begin = 'jax.config.update("jax_num_cpu_devices", 1)\nos.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)\n'
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with Family(begin + SCRIPT, 2, tmp_path, **told, TORCHELASTIC_RUN_ID="none") as family:
+        family.wait([0, 1], 60)
+    assert [end.status for end in family.ends] == [0, 0], family.ends
+    check([[json.loads((tmp_path / f"0-{rank}.json").read_text()) for rank in range(2)]], "torchrun")
+
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_job(launch):
     check(launch(*TORCHRUN, ""), "torchrun")
 

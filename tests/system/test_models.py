@@ -1,4 +1,4 @@
-"""Models as people write them in plain torch, trained for some steps on one device and a mesh, against eager torch."""
+"""Models as people write them in plain torch, trained for some steps on a mesh, against eager torch."""
 
 import copy
 import dataclasses
@@ -17,15 +17,13 @@ from tests.oracles.eager import assert_close, assert_follows, eager_trajectory
 from tests.tables.cases import BATCH, Case, chosen, make_mesh
 from tests.tables.models import MODELS
 
-# One device is another variant of the mesh, of which the capture is the same.
-SIZES = chosen([(4, 2), (1, 1)], [(4, 2)])
-OFTEN = [case for case in MODELS if case.name != "unet"]  # which has convolutions and skips as in diffusion
+# A UNet has convolutions and skips as diffusion has; another ResNet is in tests/system/test_fidelity.py.
+OFTEN = [case for case in MODELS if case.name not in ("unet", "resnet")]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("case", chosen(MODELS, OFTEN))
-def test_equals_eager_torch(case: Case, sizes: tuple[int, int]) -> None:
-    assert_follows(case, case.model(), eager_trajectory(case, num_steps=3), sizes)
+def test_equals_eager_torch(case: Case) -> None:
+    assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))
 
 
 class GAN(nn.Module):
@@ -69,13 +67,12 @@ def eager_gan(gan: Any, batches: list[Any]) -> list[tuple[float, float]]:
     return losses
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (4, 2)], ids=str)
-def test_two_optimizers_in_turn(sizes: tuple[int, int]) -> None:
+def test_two_optimizers_in_turn() -> None:
     """Two steps over one module: each hands the tensors on to the other and keeps its own moments."""
     torch.manual_seed(0)
     gan, batches = GAN(), [(torch.randn(BATCH, 8), torch.randn(BATCH, 4)) for _ in range(3)]
     rules = {"*.0.weight": P("model"), "critic.2.weight": P(None, "model")}
-    on_mesh: dict[str, Any] = {"mesh": make_mesh(sizes), "plan": ts.ShardingPlan(rules, default=P())}
+    on_mesh: dict[str, Any] = {"mesh": make_mesh((4, 2)), "plan": ts.ShardingPlan(rules, default=P())}
     train_c = ts.make_train_step(gan, critic_loss, only("critic", optax.adam(1e-2, b1=0.5, b2=0.9)), **on_mesh)
     train_g = ts.make_train_step(gan, generator_loss, only("generator", optax.sgd(5e-2)), **on_mesh)
     state_c, state_g = train_c.init(), train_g.init()

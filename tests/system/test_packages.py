@@ -1,9 +1,8 @@
 """The packages within torch_shard: what one imports of another, the other's `__init__.py` exports."""
 
 import ast
+import collections
 import pathlib
-
-import pytest
 
 import torch_shard
 
@@ -14,41 +13,22 @@ FILES = sorted(ROOT.rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("_*/__init__.py") if path.parent.name not in OPEN)
 
 
-def imports_of_files(path):
-    """The imports of a file that name a file of another package."""
-    own = path.relative_to(ROOT).parts[0]
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        found += [name for name in names if _reaches_into(name.split("."), own)]
-    return found
-
-
-def _reaches_into(parts, own):
-    return parts[0] == "torch_shard" and len(parts) > 2 and parts[1] in PACKAGES and parts[1] != own
-
-
-def test_packages_import_no_files_of_each_other():
-    found = {str(path.relative_to(ROOT)): imports_of_files(path) for path in FILES}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_an_init_file_says_what_the_package_is_for_and_nothing_else(name):
-    tree = ast.parse((ROOT / name / "__init__.py").read_text())
-    assert ast.get_docstring(tree)
-    assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in tree.body)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_an_init_file_exports_only_what_other_packages_use(name):
-    init = ast.parse((ROOT / name / "__init__.py").read_text())
-    exported = {alias.name for node in init.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    used = set()
+def test_packages_import_what_the_init_files_of_others_export_and_no_file_of_them():
+    """An init file says what its package is for, and exports only what other packages use."""
+    into_files, used, inits = [], collections.defaultdict(set), {}
     for path in FILES:
-        if path.relative_to(ROOT).parts[0] != name:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == f"torch_shard.{name}":
-                    used |= {alias.name for alias in node.names}
-    assert exported == used
+        own, tree = path.relative_to(ROOT).parts[0], ast.parse(path.read_text())
+        inits |= {own: tree} if path == ROOT / own / "__init__.py" else {}
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules = [node.module] if isinstance(node, ast.ImportFrom) and node.module else names
+            for top, package, *rest in (m.split(".") for m in modules if "." in m):
+                if top == "torch_shard" and package in PACKAGES and package != own:
+                    used[package].update(names)
+                    into_files += [path] if rest else []
+    assert into_files == []
+    for name in PACKAGES:
+        assert ast.get_docstring(inits[name]), name
+        assert all(isinstance(node, (ast.Expr, ast.ImportFrom, ast.Assign)) for node in inits[name].body), name
+        froms = [node for node in inits[name].body if isinstance(node, ast.ImportFrom)]
+        assert {alias.name for node in froms for alias in node.names} == used[name], name

@@ -1,23 +1,23 @@
 """Every tutorial runs to its last assert."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.oracles.processes import run_alone
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 
-def run(*arguments: str, cwd: pathlib.Path = ROOT) -> None:
-    environment = {**os.environ, "MPLBACKEND": "Agg", "XLA_FLAGS": ""}  # no windows, compiled as users do
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=cwd, env=environment
+def run(*arguments: object, cwd: pathlib.Path = ROOT, **environment: str) -> None:
+    """Run a script in a process that has imported torch and JAX, without windows."""
+    program = (
+        "import runpy\nos.chdir(sys.argv.pop(1))\ndel sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ended = run_alone(program, cwd, *arguments, timeout_s=600, MPLBACKEND="Agg", **environment)
+    assert ended.status == 0, ended.output[-6000:]
 
 
 ALWAYS = ("distributed_arrays",)  # the others are of functions that have tests of their own

@@ -57,12 +57,11 @@ class HandCutGRU(nn.Module):
         return torch.stack(out)
 
 
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("rows", chosen([1, 2, 3], [2]))
-def test_recurrent_gradients_are_right_when_sharded(rows: int, pad: bool) -> None:
+@pytest.mark.parametrize("pad", chosen([False, True], [True]))
+def test_recurrent_gradients_are_right_when_sharded(pad: bool) -> None:
     """Two local rows is where programs that JAX differentiates go wrong by some percent."""
     torch.manual_seed(0)
-    model, x = HandCutGRU(pad), torch.randn(4 * rows, 4, 4)
+    model, x = HandCutGRU(pad), torch.randn(4 * 2, 4, 4)
     mesh, plan = ts.make_mesh(batch=4, model=2), ts.ShardingPlan({"**": P("model")})
     step = ts.make_train_step(model, lambda m, x: m(x).sum(), optax.sgd(1.0), mesh=mesh, plan=plan)
     state, _ = step(step.init(), x)
@@ -72,6 +71,7 @@ def test_recurrent_gradients_are_right_when_sharded(rows: int, pad: bool) -> Non
         np.testing.assert_allclose(state.params[name], wanted, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="Shardy (jaxlib 0.10.2): an axis that it splits between two dims is put wrongly")
 def test_a_dim_that_is_put_together_may_have_axes_in_another_order_than_the_meshs() -> None:
     mesh = ts.make_mesh(batch=4, model=2)
@@ -87,6 +87,7 @@ def test_a_dim_that_is_put_together_may_have_axes_in_another_order_than_the_mesh
     np.testing.assert_allclose(found, of_weight(grad, x), rtol=1e-5, atol=1e-5)  # sums of 128 in another order
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="XLA's partitioner (jaxlib 0.10.2): twice the gradient, once per `model` device")
 def test_the_partitioner_sums_a_grouped_convolutions_gradient_twice() -> None:
     mesh = ts.make_mesh(batch=4, model=2)
@@ -99,6 +100,7 @@ def test_the_partitioner_sums_a_grouped_convolutions_gradient_twice() -> None:
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*split), jax.grad(loss)(w, x))
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): shards of a gradient are permuted")
 def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
     mesh = ts.make_mesh(extra=2, batch=2, model=2)
@@ -114,6 +116,7 @@ def test_a_gradient_may_be_laid_out_over_two_axes_in_one_dim() -> None:
     np.testing.assert_allclose(found, grad(*weights, x), rtol=1e-3, atol=1e-3)  # float32; it is off by its own size
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): the padding of indices is counted")
 def test_indices_that_do_not_divide_are_counted() -> None:
     mesh = ts.make_mesh(batch=4, model=2)
@@ -126,6 +129,7 @@ def test_indices_that_do_not_divide_are_counted() -> None:
     np.testing.assert_array_equal(found, count(jnp.asarray(rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=KNOWN, reason="XLA's partitioner (jaxlib 0.10.2): a kernel's own dims must not be split")
 def test_a_kernel_may_be_split_along_its_own_dim() -> None:
     mesh = ts.make_mesh(batch=2, model=2, extra=2)

@@ -23,7 +23,6 @@ def chosen(values: Iterable[Any], keep: Container[Any]) -> list[Any]:
 
 
 WHOLE = ts.ShardingPlan({}, default=P())  # every device holds all
-ONE_MESH = chosen(MESHES, [(4, 2)])
 
 
 def make_mesh(sizes: tuple[int, int]) -> Any:

@@ -13,14 +13,10 @@ FORGED_JSON = {
     "empty": "",
     "no JSON": "{",
     "null": "null",
-    "number": "5",
     "string": '"text"',
-    "list": "[]",
     "list of lists": "[[]]",
     "other keys": '{"a": 1}',
     "deep": DEEP,
-    "deep value": f'{{"a": {DEEP}}}',
-    "NaN": "NaN",
     "huge number": "9" * 5000,
     "surrogate": '"\\ud800"',
 }
@@ -75,7 +71,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 """What may happen to any file of a checkpoint, by name."""
 
-WRONG_VALUES = (None, True, -1, 1.5, "text", [], [None], {}, {"a": None}, [[1]], 10**30)
+WRONG_VALUES = (None, "text", {"a": None})
 
 
 def forged_heads(head: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -312,7 +312,7 @@ HF_MODELS = [
         "Mamba",
         "MambaForCausalLM",
         "MambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "expand": 2},
+        {"vocab_size": VOCAB, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1, "expand": 2},
         language,
         {"**.in_proj.weight": P("model", None), "**.out_proj.weight": P(None, "model")},
         attention=("eager",),

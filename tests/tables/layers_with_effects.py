@@ -127,25 +127,6 @@ class Listing(Stack):
         return x + sum(seen)
 
 
-class Differing(Stack):
-    """The loss depends on another result of the last block than of those before it."""
-
-    class Layer(Block):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x = super().forward(x)
-            return x, (x * self.norm.weight).square().mean()
-
-    def __init__(self) -> None:
-        super().__init__(self.Layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, sizes = self.start(x), []
-        for block in self.blocks:
-            x, size = block(x)
-            sizes.append(size)
-        return x * sum(sizes[:-1])
-
-
 class LeavingRules(Stack):
     """Blocks leave what has a derivative of their own: the same values, other gradients."""
 
@@ -284,23 +265,7 @@ class Observed(Stack):
         return super().forward(x) + sum(t.mean() for t in self.seen)
 
 
-_SIZES: list[torch.Tensor] = []
-
 _TABLES: dict[int, torch.Tensor] = {}
-
-
-class LeavingGlobally(Block):
-    """To a list of the file, which the loss clears."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _SIZES.append(x.square().mean())
-        return super().forward(x)
-
-
-def with_global_sizes(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss = F.mse_loss(model(batch[0]), batch[1]) + sum(_SIZES)
-    _SIZES.clear()
-    return loss
 
 
 class Keeping(Block):

@@ -43,8 +43,14 @@ def in_torch(model, steps):
     return average.module
 
 
-@pytest.mark.parametrize("kind", ["torch", "optax"])
-@pytest.mark.parametrize("options", [{}, {"skip_grad_norm": 1e6}, {"accumulate_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("torch", {}),
+        ("optax", {"skip_grad_norm": 1e6}),
+        pytest.param("torch", {"accumulate_steps": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_average_is_torchs(kind, options):
     model = Net().eval()  # without running statistics, which microbatches change one by one
     eager = in_torch(copy.deepcopy(model), 4)

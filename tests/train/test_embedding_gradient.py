@@ -36,11 +36,10 @@ def make_step(model: nn.Module, axes: dict[str, Any]) -> ts.TrainStep:
     return ts.make_train_step(model, loss_fn, optax.sgd(0.5), mesh=mesh, plan=plan)
 
 
-MESHES = pytest.mark.parametrize("axes", [{"batch": 8}, {"batch": 4, "model": 2}], ids=str)
+ALONE, BOTH = {"batch": 8}, {"batch": 4, "model": 2}
 
 
-@MESHES
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize(("axes", "options"), [(ALONE, {}), (BOTH, {"padding_idx": 3, "scale_grad_by_freq": True})])
 def test_it_is_torchs(axes: dict[str, int], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, tokens = Words(**options), torch.randint(0, 9, (8, LENGTH))  # few of the words, each many times
@@ -54,8 +53,7 @@ def test_it_is_torchs(axes: dict[str, int], options: dict[str, Any]) -> None:
         np.testing.assert_allclose(state.params[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@MESHES
-@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize(("axes", "options"), [(ALONE, {}), (BOTH, {"scale_grad_by_freq": True})])
 def test_no_device_has_the_whole_of_it(axes: dict[str, int], options: dict[str, Any]) -> None:
     """Where there are more tokens than it has rows, but fewer of each device."""
     vocab, rows = 1024, 256

@@ -79,12 +79,10 @@ def stack(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(build() for _ in range(3)))
 
 
-BUILDS = [Reversible, OfTheInput, ByHand, Regularised, stack(Reversible), stack(ByHand)]
+BUILDS = [OfTheInput, Regularised, stack(Reversible), stack(ByHand)]
 
 
-@pytest.mark.parametrize(
-    "build", BUILDS, ids=["runs again", "of the input", "by hand", "regularised", "stack", "stack by hand"]
-)
+@pytest.mark.parametrize("build", BUILDS, ids=["of the input", "regularised", "runs again", "by hand"])
 def test_they_count_and_the_model_gets_none(build: Callable[[], nn.Module]) -> None:
     case = built(build)
     model = case.model()

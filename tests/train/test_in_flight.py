@@ -35,7 +35,9 @@ print(y.sum().item())
 """
 
 
-@pytest.mark.parametrize("loop", [pytest.param(STEPS, id="steps"), pytest.param(EAGER, id="eager")])
+@pytest.mark.parametrize(
+    "loop", [pytest.param(STEPS, id="steps"), pytest.param(EAGER, id="eager", marks=pytest.mark.slow)]
+)
 def test_a_long_loop_that_never_waits_comes_to_its_end(loop: str) -> None:
     """Where nobody waits, XLA aborts it at step 60 to 180 (eager: in most runs); it would wait a minute before that."""
     environ = {**os.environ, "NPROC": "1"}  # XLA then has no more threads than devices, whatever the machine

@@ -10,7 +10,11 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import CASE, GPT, chosen, make_mesh, make_step
+from tests.tables.cases import CASE, chosen, make_mesh, make_step
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
 
 
 def decays(params: dict) -> dict:
@@ -19,17 +23,14 @@ def decays(params: dict) -> dict:
 
 OPTIMIZERS = {
     "multi_transform": optax.multi_transform({True: optax.adamw(1e-2), False: optax.sgd(1e-2, momentum=0.9)}, decays),
-    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), decays), optax.adam(1e-2)),
-    "masked adamw": optax.masked(optax.adamw(1e-2), decays),
     "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 10), mask=decays),
     "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
 }
 
 
-@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("multi_transform", "multi_steps", "adafactor", "plateau")))
+@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("multi_transform", "plateau")))
 def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
     case = CASE["mlp"]
     model, batches = case.model(), case.batches(3)
@@ -45,10 +46,9 @@ def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
         torch.testing.assert_close(found[1][parameter], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("mlp", marks=pytest.mark.slow)])
-def test_the_state_of_an_optimiser_is_split_further_than_parameters(name: str) -> None:
+def test_the_state_of_an_optimiser_is_split_further_than_parameters() -> None:
     """ZeRO-1: each device updates its share, and the parameters are whole again."""
-    case, mesh = CASE[name], make_mesh((4, 2))
+    case, mesh = CASE["mlp"], make_mesh((4, 2))
     model = case.model()
     moments = ts.plans.fsdp(model, mesh, fsdp=("batch", "model"))
     step = ts.make_train_step(
@@ -65,18 +65,16 @@ def test_the_state_of_an_optimiser_is_split_further_than_parameters(name: str) -
 
 
 def test_layers_whose_moments_are_split_differently_are_not_stored_together() -> None:
-    case, mesh, model = CASE["gpt"], make_mesh((4, 2)), GPT(num_layers=4)
-    apart = next(name for name, p in model.named_parameters() if ".3." in name and p.ndim == 2)
-    moments = ts.plans.fsdp(model, mesh) | {apart: P()}
+    mesh, model = make_mesh((4, 2)), nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    moments = ts.plans.fsdp(model, mesh) | {"3.0.weight": P()}
     step = ts.make_train_step(
-        model, case.loss_fn, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.replicated(), optimizer_plan=moments
+        model, squares, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.replicated(), optimizer_plan=moments
     )
-    state, _ = step(step.init(), case.batches(1)[0])
+    state, _ = step(step.init(), torch.ones(8, 8))
     first = state.opt_state[0].mu
-    assert first[apart].sharding.is_fully_replicated
-    assert not first[apart.replace(".3.", ".0.")].sharding.is_fully_replicated
-    sizes = sorted(len(group) for group in state.params.layout.groups if apart.replace(".3.", ".0.") in group)
-    assert sizes == [3]
+    assert first["3.0.weight"].sharding.is_fully_replicated
+    assert not first["0.0.weight"].sharding.is_fully_replicated
+    assert [len(group) for group in state.params.layout.groups if "0.0.weight" in group] == [3]
 
 
 def test_moments_are_stored_in_the_form_of_their_parameters() -> None:
@@ -85,12 +83,7 @@ def test_moments_are_stored_in_the_form_of_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
     moments = ts.ShardingPlan({"0.weight": P("model")}, default=P(), stored={"0.weight": ts.Pieces(3, dim=0)})
     step = ts.make_train_step(
-        model,
-        lambda model, x: model(x).square().mean(),
-        optax.adamw(1e-2),
-        mesh=mesh,
-        plan=ts.plans.replicated(),
-        optimizer_plan=moments,
+        model, squares, optax.adamw(1e-2), mesh=mesh, plan=ts.plans.replicated(), optimizer_plan=moments
     )
     step.prove(step.init(), torch.randn(8, 8)).raise_if_different()
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(step.init().opt_state) if leaf.shape == (24, 8)} == {

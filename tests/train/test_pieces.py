@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.collectives import collectives_of, count_collectives
+from tests.oracles.collectives import count_collectives
 from tests.oracles.steps import check_same, run_steps
+from tests.tables.cases import chosen
 
 D, HIDDEN, HEADS, LAYERS = 8, 16, 2, 3
 RULES = {
@@ -23,9 +24,6 @@ RULES = {
     "*.*.o.weight": P(None, "model"),
     "*.*.gate_up": P(None, "model"),
     "*.*.down.weight": P(None, "model"),
-}
-APART = {f"*.*.qkv.{number}.*": P("model") for number in range(3)} | {
-    f"*.*.gate_up.{n}": P(None, "model") for n in "01"
 }
 STORED = {
     "*.*.qkv.weight": ts.Pieces(3, dim=0),
@@ -40,26 +38,22 @@ class Block(nn.Module):
     Without tanh, the gradient of the bias of k is zero, and Adam makes a whole step of its rounding.
     """
 
-    def __init__(self, is_fused: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv: Any = nn.Linear(D, 3 * D) if is_fused else nn.ModuleList(nn.Linear(D, D) for _ in range(3))
-        gates: list[torch.Tensor] = [nn.Parameter(0.3 * torch.randn(D, HIDDEN)) for _ in range(2)]
-        self.gate_up: Any = nn.Parameter(torch.cat(gates, 1).detach()) if is_fused else nn.ParameterList(gates)
+        self.qkv, self.gate_up = nn.Linear(D, 3 * D), nn.Parameter(0.3 * torch.randn(D, 2 * HIDDEN))
         self.o, self.down, self.ln = nn.Linear(D, D), nn.Linear(HIDDEN, D), nn.LayerNorm(D)
-        self.is_fused = is_fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.ln(x)
-        parts = self.qkv(y).chunk(3, -1) if self.is_fused else [layer(y) for layer in self.qkv]
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
         x = x + self.o(F.scaled_dot_product_attention(q, k.tanh(), v).transpose(1, 2).flatten(2))
-        gate, up = (x @ self.gate_up).split(HIDDEN, -1) if self.is_fused else [x @ gate for gate in self.gate_up]
+        gate, up = (x @ self.gate_up).split(HIDDEN, -1)
         return x + self.down(F.silu(gate) * up)
 
 
-def make_model(is_fused: bool = True) -> nn.Sequential:
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(*(Block(is_fused) for _ in range(LAYERS))), nn.Linear(D, 2))
+    return nn.Sequential(nn.Sequential(*(Block() for _ in range(LAYERS))), nn.Linear(D, 2))
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -78,16 +72,11 @@ def make_step(
     optimizer: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> ts.TrainStep:
-    model = model or make_model()
-    is_fused = any(name.endswith("qkv.weight") for name, _ in model.named_parameters())
-    rules = RULES if is_fused else {**RULES, **APART}
-    if not is_fused:
-        rules = {key: spec for key, spec in rules.items() if key not in ("*.*.qkv.*", "*.*.gate_up")}
-    asked = {"0.*.qkv": P("batch", None, "model")} if is_fused else {}
-    plan = ts.ShardingPlan(rules, default=P(), stored=stored, activations=asked)
+    asked = {"0.*.qkv": P("batch", None, "model")}
+    plan = ts.ShardingPlan(RULES, default=P(), stored=stored, activations=asked)
     mesh = ts.make_mesh(batch=sizes[0], model=sizes[1], devices=jax.devices()[: sizes[0] * sizes[1]])
     optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    return ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan, **options)
+    return ts.make_train_step(model or make_model(), loss_fn, optimizer, mesh=mesh, plan=plan, **options)
 
 
 def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) -> tuple[ts.TrainState, list[float]]:
@@ -98,7 +87,6 @@ def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) ->
     "options",
     [
         pytest.param({"remat": "block", "accumulate_steps": 2}, id="remat, accumulate"),
-        pytest.param({}, id="loop", marks=pytest.mark.slow),
         pytest.param({"scan_layers": False}, id="apart", marks=pytest.mark.slow),
     ],
 )
@@ -111,16 +99,15 @@ def test_pieces_train_as_torchs_form_does_and_nothing_moves(options: dict[str, A
     check_same(state, wanted)
 
 
-def test_as_few_bytes_are_sent_as_for_layers_of_their_own():
-    fused, apart = make_step(), make_step(make_model(is_fused=False), stored={})
-    programs = [step.lower(step.structs, make_batch()).compile() for step in (fused, apart)]
-    sent = [sum(sum(found.sizes) for found in collectives_of(program)) for program in programs]
-    assert sent[0] <= sent[1]
-
-
-def test_a_state_reads_in_torchs_shape_and_keeps_pieces():
+@pytest.fixture(scope="module")
+def trained() -> tuple[ts.TrainStep, ts.TrainState]:
+    """A step, and what it made of its first state."""
     step = make_step()
-    state, _ = run(step, num=1)
+    return step, run(step, num=1)[0]
+
+
+def test_a_state_reads_in_torchs_shape_and_keeps_pieces(trained: Any):
+    step, state = trained
     name = "0.0.qkv.weight"
     assert state.params[name].shape == (3 * D, D)
     assert state.params[name].sharding.is_equivalent_to(step.plan[name], 2)
@@ -135,27 +122,23 @@ def test_a_state_reads_in_torchs_shape_and_keeps_pieces():
     )
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adafactor(1e-2, min_dim_size_to_factor=4),
-        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
-        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
-        pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
-    ],
-    ids=["adafactor", "lamb", "muon", "lion"],
-)
-def test_optimizers_that_look_at_shapes_see_torchs(optimizer: optax.GradientTransformation):
+LOOKING = {"adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4), "muon": optax.contrib.muon(1e-2)}
+
+
+@pytest.mark.parametrize("name", chosen(LOOKING, ["adafactor"]))
+def test_optimizers_that_look_at_shapes_see_torchs(name: str):
+    optimizer = LOOKING[name]
     state, losses = run(make_step(optimizer=optimizer))
     wanted, expected = run(make_step(optimizer=optimizer, stored={}, sizes=(1, 1)))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     check_same(state, wanted)
 
 
-@pytest.mark.parametrize("is_written", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_checkpoints_are_of_torchs_form(tmp_path, is_written: bool):
-    forms = [STORED, {}] if is_written else [{}, STORED]
-    first, second = make_step(stored=forms[0]), make_step(stored=forms[1], sizes=(2, 2))
+@pytest.mark.parametrize("is_written", chosen([True, False], [True]))
+def test_checkpoints_are_of_torchs_form(tmp_path, trained: Any, is_written: bool):
+    first, second = (
+        (trained[0], make_step(stored={}, sizes=(2, 2))) if is_written else (make_step(stored={}), trained[0])
+    )
     state, _ = run(first)
     with ts.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state)
@@ -168,8 +151,8 @@ def test_checkpoints_are_of_torchs_form(tmp_path, is_written: bool):
     check_same(after, wanted)
 
 
-def test_weights_are_written_in_torchs_form(tmp_path):
-    state, _ = run(make_step(), num=1)
+def test_weights_are_written_in_torchs_form(tmp_path, trained: Any):
+    _, state = trained
     ts.export_safetensors(state, tmp_path / "model.safetensors")
     model = make_model()
     mesh = ts.make_mesh(batch=4, model=2)
@@ -177,6 +160,7 @@ def test_weights_are_written_in_torchs_form(tmp_path):
     np.testing.assert_array_equal(model.get_parameter("0.1.gate_up").detach().numpy(), state.params["0.1.gate_up"])
 
 
+@pytest.mark.slow
 def test_what_is_frozen_is_kept_in_pieces_too():
     model = make_model()
     for name, parameter in model.named_parameters():

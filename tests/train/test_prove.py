@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, CASE, WHOLE, make_mesh, make_step, squared_error
+from tests.tables.cases import BATCH, CASE, WHOLE, chosen, make_mesh, make_step, squared_error
 
 
 class Drops(nn.Module):
@@ -60,7 +60,7 @@ class Attends(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", chosen([0.0, 0.2], [0.2]))
 def test_attention_beside_random_numbers(dropout: float) -> None:
     torch.manual_seed(0)
 
@@ -76,8 +76,7 @@ def test_attention_beside_random_numbers(dropout: float) -> None:
     found.raise_if_different()
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_buffers_and_metrics_too(accumulate_steps: int) -> None:
+def test_buffers_and_metrics_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 4))
 
@@ -86,9 +85,7 @@ def test_buffers_and_metrics_too(accumulate_steps: int) -> None:
         return F.mse_loss(out, batch[1]), {"norm": out.norm(), "rows": out.sum(1)}
 
     plan = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
-    step = ts.make_train_step(
-        model, loss_fn, optax.adamw(1e-3), mesh=make_mesh((2, 2)), plan=plan, accumulate_steps=accumulate_steps
-    )
+    step = ts.make_train_step(model, loss_fn, optax.adamw(1e-3), mesh=make_mesh((2, 2)), plan=plan, accumulate_steps=2)
     state, _ = step(step.init(), batch())
     found = step.prove(state, batch())
     found.raise_if_different()
@@ -133,14 +130,6 @@ def test_what_float32_cannot_do_twice_alike_is_told_apart() -> None:
     found = step.prove(step.init(), (x, torch.randn(BATCH, 4)))
     assert any(max(row.mesh, row.one_device or 0) > found.tolerance for row in found.rows)
     found.raise_if_different()
-
-
-def test_updates_are_those_of_optax() -> None:
-    case = CASE["gpt"]
-    step = make_step(case, optimizer=optax.adamw(1e-2))
-    found = step.prove(step.init(), case.batches(1)[0])
-    found.raise_if_different()
-    assert {row.name for row in found.rows if row.kind == "update"} == set(step.init().params)
 
 
 def test_fit_proves_its_first_steps_and_saves_before_one_that_differs(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard as ts
 from tests.oracles.eager import record_grads
-from tests.tables.cases import BATCH, Dropping, chosen, make_mesh
+from tests.tables.cases import chosen, make_mesh
 
 WIDTH = 16
 
@@ -69,15 +69,17 @@ def run() -> Callable[..., list[dict[str, np.ndarray]]]:
     return metrics
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_draws_differ_by_layer_step_and_seed(run: Any, name: str) -> None:
-    first, second = (m[name] for m in run((1, 1), seed=0))
-    assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(first, run((1, 1), seed=1)[0][name])
+def test_draws_differ_by_layer_step_and_seed(run: Any) -> None:
+    (firsts, seconds), others = run((1, 1), seed=0), run((1, 1), seed=1)[0]
+    for name, first in firsts.items():
+        assert not np.array_equal(first[0], first[1]), name
+        assert not np.array_equal(first, seconds[name]), name
+        assert not np.array_equal(first, others[name]), name
+    dropped = firsts["dropout"] == 0
+    assert 0.3 < np.mean(dropped) < 0.7  # 256 fair coins
 
 
-@pytest.mark.parametrize("sizes", chosen([(1, 1), (8, 1), (4, 2)], [(1, 1), (4, 2)]))
+@pytest.mark.parametrize("sizes", chosen([(1, 1), (8, 1), (4, 2)], [(4, 2)]))
 def test_draws_repeat_by_seed_on_every_mesh(run: Any, sizes: tuple[int, int]) -> None:
     for wanted, found in zip(run((1, 1), seed=0), run(sizes, seed=0), strict=True):
         for name in DRAWS:  # the draws are the same bits; sums of products after them may differ in order
@@ -99,7 +101,7 @@ def test_manual_seed_repeats_a_run_of_adapters() -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, of nested ones
 @pytest.mark.parametrize(
     ("where", "use_reentrant"),
-    [("step", False), ("step", True), ("adapters", False), ("eager", False), ("eager", True)],
+    [("step", True), ("adapters", False), ("eager", True), pytest.param("step", False, marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_draws_the_same_numbers_again(where: str, use_reentrant: bool) -> None:
     """The gradient of `w * mask` is the mask; nested, with another draw in between that must not shift."""
@@ -140,29 +142,3 @@ def test_a_checkpoint_draws_the_same_numbers_again(where: str, use_reentrant: bo
         grad, out = model.w.grad.cpu().numpy(), aux["out"].cpu().numpy()  # pyright: ignore
     assert 0 < np.mean(out > 0) < 1
     np.testing.assert_allclose(grad, out, rtol=1e-6)
-
-
-def masks(sizes: tuple[int, int], seed: int) -> list[np.ndarray]:
-    """Which outputs were dropped in three steps."""
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
-        out = model(x)
-        return out.square().mean(), {"kept": (out != 0)}
-
-    plan = ts.ShardingPlan({"layer.weight": P("model")}, default=P())
-    torch.manual_seed(0)
-    step = ts.make_train_step(Dropping(), loss_fn, optax.sgd(0.0), mesh=make_mesh(sizes), plan=plan)
-    state, found = step.init(seed=seed), []
-    for _ in range(3):
-        state, metrics = step(state, torch.ones(BATCH, 16))
-        found.append(np.array(metrics["kept"]))
-    return found
-
-
-def test_dropout_differs_by_step_repeats_by_seed_and_is_the_same_on_every_mesh() -> None:
-    first = masks((8, 1), seed=0)
-    assert not np.array_equal(first[0], first[1])
-    assert 0.2 < np.mean(first) < 0.8  # 384 fair coins
-    for sizes in [(8, 1), (4, 2), (1, 8), (1, 1)]:
-        assert np.array_equal(first, masks(sizes, seed=0)), sizes
-    assert not np.array_equal(first, masks((8, 1), seed=1))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.tables.cases import chosen, make_mesh
 
 WIDTH, INNER, ROWS, LENGTH = 16, 64, 32, 24
 
@@ -43,19 +43,13 @@ def make_step(plan: ts.ShardingPlan = PLAN, **options: Any) -> ts.TrainStep:
     return ts.make_train_step(build(), loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
 
 
-def text_of(step: ts.TrainStep) -> str:
-    return step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).compile().as_text() or ""
-
-
-def test_no_device_has_all_rows() -> None:
-    text = text_of(make_step())
-    assert re.search(rf"f32\[{ROWS // 4},{LENGTH},", text)
-    assert not re.search(rf"f32\[{ROWS},{LENGTH},", text)
-
-
-def test_constraints_are_on_the_rows_of_every_product_also_in_loops() -> None:
+def test_constraints_are_on_the_rows_of_every_product_also_in_loops_and_no_device_has_all_rows() -> None:
     step = make_step()
-    text = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).as_text()
+    lowered = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH))
+    compiled = lowered.compile().as_text() or ""
+    assert re.search(rf"f32\[{ROWS // 4},{LENGTH},", compiled)
+    assert not re.search(rf"f32\[{ROWS},{LENGTH},", compiled)
+    text = lowered.as_text()
     found = re.findall(r'sharding_constraint.*?\[\{"batch"\}(?:, \{\?\})+\]', text)
     bodies = [loop.num_iterations for loop in step.programs[0].loops]
     assert bodies == [3, 3]
@@ -70,7 +64,10 @@ def test_where_weights_are_not_split_over_the_batch_nothing_is_constrained() -> 
         assert '[{"batch"}, {?}' not in text
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "block"}, {"accumulate_steps": 2}, {"scan_layers": False}], ids=str)
+IN_LOOPS = {"remat": "block", "accumulate_steps": 2}
+
+
+@pytest.mark.parametrize("options", chosen([IN_LOOPS, {"scan_layers": False}], [IN_LOOPS]))
 def test_no_number_changes(options: dict[str, Any]) -> None:
     batch = torch.randn(ROWS, LENGTH, WIDTH)
     model = build()

@@ -69,18 +69,14 @@ def labels(params: Any) -> Any:
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=decayed),
-    "lion": optax.lion(1e-2),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lamb": optax.lamb(1e-2),
     "muon": optax.contrib.muon(1e-2),
     "masked": optax.masked(optax.adam(1e-2), decayed),
     "labels": optax.multi_transform({"slow": optax.adam(1e-3), "fast": optax.sgd(0.1, momentum=0.9)}, labels),
-    "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
 }
 
 
-@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("adamw", "adafactor", "masked")))
+@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("adafactor", "masked")))
 def test_steps_are_those_of_entries_stored_alone(name: str) -> None:
     model, found = deep(), []
     for scan_layers in (False, True):
@@ -99,8 +95,13 @@ def test_steps_are_those_of_entries_stored_alone(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=floor, msg=lambda m, p=path: f"{p}: {m}")
 
 
-def test_the_state_lies_as_the_plan_says() -> None:
-    step = make()
+@pytest.fixture(scope="module")
+def step() -> ts.TrainStep:
+    """For tests that make states of it; nothing changes its model."""
+    return make()
+
+
+def test_the_state_lies_as_the_plan_says(step: ts.TrainStep) -> None:
     state = step.init()
     for _ in range(2):
         for name, array in [*state.tensors.items(), *state.opt_state[0].mu.items()]:
@@ -130,8 +131,7 @@ def test_initial_values_go_straight_to_their_shards(monkeypatch: pytest.MonkeyPa
             np.testing.assert_array_equal(params[name], p.detach())
 
 
-def test_the_stored_arrays_are_reused() -> None:
-    step = make()
+def test_the_stored_arrays_are_reused(step: ts.TrainStep) -> None:
     state = step.init()
     analysis = step.lower(state, batches(1)[0]).compile().memory_analysis()
     leaves = jax.tree.leaves((state.tensors, state.opt_state))
@@ -139,8 +139,7 @@ def test_the_stored_arrays_are_reused() -> None:
     assert analysis.alias_size_in_bytes >= local
 
 
-def test_a_donated_state_is_not_read() -> None:
-    step = make()
+def test_a_donated_state_is_not_read(step: ts.TrainStep) -> None:
     state = step.init()
     params: Any = state.params
     name = next(name for name, (_, row) in params.layout.places.items() if row is not None)
@@ -151,8 +150,7 @@ def test_a_donated_state_is_not_read() -> None:
     assert later.params[name].shape == before.shape
 
 
-def test_plain_dicts_may_be_put_into_a_state() -> None:
-    step = make()
+def test_plain_dicts_may_be_put_into_a_state(step: ts.TrainStep) -> None:
     state, _ = step(step.init(), batches(1)[0])
     assert dict(state.params)[FIRST].shape == (32, 16)
     kinds = {kind: dict(ts.gather(getattr(state, kind))) for kind in ("params", "frozen", "buffers")}
@@ -180,16 +178,14 @@ def test_states_of_either_layout_are_evaluated() -> None:
         np.testing.assert_allclose(evaluate(state, batch)["loss"], wanted, rtol=1e-5)
 
 
-def test_an_exported_module_owns_its_tensors() -> None:
-    step = make()
+def test_an_exported_module_owns_its_tensors(step: ts.TrainStep) -> None:
     exported = step.export(step.init())
     for name, p in exported.named_parameters():
         assert p.untyped_storage().nbytes() == p.nbytes, name  # a row of a larger storage would be saved whole
         assert torch.equal(p, step.model.get_parameter(name)), name
 
 
-def test_values_that_do_not_fit_are_named() -> None:
-    step = make()
+def test_values_that_do_not_fit_are_named(step: ts.TrainStep) -> None:
     state, (batch,) = step.init(), batches(1)
     plain = {name: np.asarray(value) for name, value in state.params.items()}
     missing = {name: value for name, value in plain.items() if name != FIRST}
@@ -214,11 +210,3 @@ def test_moments_made_from_stacks_are_refused() -> None:
     state = step.init()
     with pytest.raises(ValueError, match="opt_state does not fit"):
         step(dataclasses.replace(state, opt_state=optimizer.init(state.params)), batches(1)[0])
-
-
-@pytest.mark.parametrize("value", ["always", 1, None])
-def test_scan_layers_is_a_choice_of_three(value: Any) -> None:
-    with pytest.raises(ValueError, match=f'make_train_step: scan_layers must be True, False or "auto", got {value!r}'):
-        make(scan_layers=value)
-    with pytest.raises(ValueError, match="make_eval_step: scan_layers must be"):
-        ts.make_eval_step(deep(), squared_error, mesh=make_mesh((4, 2)), plan=PLAN, scan_layers=value)

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.tables.cases import chosen
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -15,7 +16,7 @@ def loss_fn(model, x):
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=str)
+@pytest.mark.parametrize("options", chosen([{}, {"accumulate_steps": 2}], [{"accumulate_steps": 2}]))
 def test_numbers_are_those_of_hooks(options, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)])

@@ -40,11 +40,16 @@ def busy_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return mean_square(model, x) + work
 
 
+@pytest.fixture(scope="module")
+def step() -> Any:
+    """On one device, as long as its batch says."""
+    return make(nn.Linear(4, 4), busy_loss, (1, 1))
+
+
 LONG = 1000  # rounds: about a second, where a call takes about a millisecond
 
 
-def test_a_call_returns_while_the_step_before_it_still_runs() -> None:
-    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
+def test_a_call_returns_while_the_step_before_it_still_runs(step: Any) -> None:
     state, x = step.init(), torch.ones(8, 4)
     state, _ = step(state, (x, 0))
     jax.block_until_ready(state)
@@ -54,10 +59,10 @@ def test_a_call_returns_while_the_step_before_it_still_runs() -> None:
     assert float(second["loss"]) == float(first["loss"])
 
 
-@pytest.mark.parametrize(("sizes", "waits"), [((1, 1), False), ((4, 2), True)])
-def test_only_simulated_devices_are_waited_for(sizes: tuple[int, int], waits: bool) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_simulated_devices_are_waited_for(step: Any, waits: bool) -> None:
     """XLA would wait for itself, with more programs in flight than it has threads for."""
-    step = make(nn.Linear(4, 4), busy_loss, sizes)
+    step = make(nn.Linear(4, 4), busy_loss) if waits else step
     state, x, rounds = step.init(), torch.ones(8, 4), 50 if waits else LONG
     state, _ = step(state, (x, 0))
     jax.block_until_ready((state, step.gradient_step(state, step.put((x, 0)))))
@@ -67,8 +72,7 @@ def test_only_simulated_devices_are_waited_for(sizes: tuple[int, int], waits: bo
     assert step.gradient_step(state, step.put((x, rounds)))["loss"].is_ready() == waits
 
 
-def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
-    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
+def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs(step: Any) -> None:
     state, x = step.init(), torch.ones(8, 4)
     state, _ = step(state, (x, 0))
     jax.block_until_ready(state)
@@ -79,8 +83,7 @@ def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs() -> None:
     np.testing.assert_array_equal(arrays[0], 2 * x)
 
 
-def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns() -> None:
-    step = make(nn.Linear(4, 4), busy_loss, (1, 1))
+def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns(step: Any) -> None:
     state, x = step.init(), torch.ones(8, 4)
     state, wanted = step(state, (x, 0))
     rounds = torch.tensor(LONG)
@@ -90,27 +93,26 @@ def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns() -> None:
     assert float(metrics["loss"]) == float(wanted["loss"])
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.arange(32.0).view(4, 8).T,  # strided
-        torch.arange(64.0)[::2].view(8, 4).to(torch.bfloat16),  # a dtype that numpy lacks
-        torch.arange(32.0).view(4, 8).T.to(torch.bfloat16),
-        torch.view_as_complex(torch.arange(64.0).view(8, 4, 2)).conj(),  # conjugated lazily
-        torch.view_as_complex(torch.arange(64.0).view(8, 4, 2)).conj().imag,  # negated lazily
-        torch.arange(32.0).view(8, 4).requires_grad_(),
-    ],
-    ids=["strided", "bfloat16", "strided bfloat16", "conj", "neg", "grad"],
-)
-def test_tensors_of_every_layout_arrive(batch: torch.Tensor) -> None:
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
-        return model.weight.square().mean(), {"x": x}
+def test_tensors_of_every_layout_arrive() -> None:
+    pairs = torch.view_as_complex(torch.arange(64.0).view(8, 4, 2))
+    batch = {
+        "strided": torch.arange(32.0).view(4, 8).T,
+        "a dtype that numpy lacks": torch.arange(64.0)[::2].view(8, 4).to(torch.bfloat16),
+        "strided bfloat16": torch.arange(32.0).view(4, 8).T.to(torch.bfloat16),
+        "conjugated lazily": pairs.conj(),
+        "negated lazily": pairs.conj().imag,
+        "with a gradient": torch.arange(32.0).view(8, 4).requires_grad_(),
+    }
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        return model.weight.square().mean(), batch
 
     step = make(nn.Linear(1, 1), loss_fn)
     _, metrics = step(step.init(), batch)
-    found = ts.gather(metrics["x"])
-    assert found.dtype == batch.dtype
-    assert torch.equal(found, batch.detach().resolve_conj().resolve_neg())
+    for name, tensor in batch.items():
+        found = ts.gather(metrics[name])
+        assert found.dtype == tensor.dtype, name
+        assert torch.equal(found, tensor.detach().resolve_conj().resolve_neg()), name
 
 
 class Settings(nn.Module):
@@ -124,46 +126,36 @@ class Settings(nn.Module):
         return self.scale * self.layer(x).pow(sum(self.powers)) + self.shift
 
 
-def change_scale(model: Any) -> None:
-    model.scale = 2.5
-
-
-def change_list(model: Any) -> None:
-    model.powers[0] = 4
-
-
-def change_type(model: Any) -> None:
-    model.scale = True
-
-
-def change_tensor(model: Any) -> None:
-    model.shift = torch.ones(4)
-
-
-def change_by_vars(model: Any) -> None:
-    vars(model)["scale"] = 0.5
-
-
 def delete(model: Any) -> None:
     Settings.scale = 3.5  # what `self.scale` finds then
     del model.scale
 
 
-@pytest.mark.parametrize("change", [change_scale, change_list, change_type, change_tensor, change_by_vars, delete])
-def test_the_step_sees_a_changed_attribute(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+CHANGES = [
+    lambda model: setattr(model, "scale", 2.5),
+    lambda model: model.powers.__setitem__(0, 2),
+    lambda model: setattr(model, "scale", True),  # another type
+    lambda model: setattr(model, "shift", torch.ones(4)),
+    lambda model: vars(model).update(scale=0.5),
+    delete,
+]
+
+
+def test_the_step_sees_a_changed_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Settings, "scale", None, raising=False)
     torch.manual_seed(0)
     model, x = Settings(), torch.randn(8, 4)
     step = make(model, mean_square)
-    state, before = step(step.init(), x)
-    change(model)
-    state, after = step(state, x)
-    state, again = step(state, x)
-    assert step.num_compiles == 2
-    assert float(before["loss"]) != float(after["loss"])
-    with torch.no_grad():
-        # The sums of float32 have another order.
-        np.testing.assert_allclose([after["loss"], again["loss"]], mean_square(model, x).item(), rtol=1e-5)
+    state, metrics = step(step.init(), x)
+    for number, change in enumerate(CHANGES, 2):
+        before = float(metrics["loss"])
+        change(model)
+        for _ in range(2):
+            state, metrics = step(state, x)
+            with torch.no_grad():  # the sums of float32 have another order
+                np.testing.assert_allclose(metrics["loss"], mean_square(model, x).item(), rtol=1e-5)
+        assert abs(float(metrics["loss"]) - before) > 0.1 * before
+        assert step.num_compiles == number
 
 
 def test_an_attribute_that_gets_an_equal_value_compiles_nothing() -> None:
@@ -174,22 +166,6 @@ def test_an_attribute_that_gets_an_equal_value_compiles_nothing() -> None:
         model.scale, model.powers = float("1.5"), [1, 2]
         state, _ = step(state, x)
     assert step.num_compiles == 1
-
-
-def test_flags_are_read_at_each_call() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(8, 4)
-    step = make(model, mean_square)
-    state, _ = step(step.init(), x)
-    model[1].training = False
-    state, _ = step(state, x)
-    model[1].training = True
-    state, _ = step(state, x)
-    assert step.num_compiles == 2
-    model[0].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"requires_grad of 0\.bias has changed"):
-        step(state, x)
-    model[0].bias.requires_grad_(True)
-    step(state, x)
 
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -210,7 +186,7 @@ def compiles() -> Any:
 
 
 def test_five_steps_compile_once(compiles: list[float]) -> None:
-    case = CASE["gpt"]
+    case = CASE["tied"]
     step = make_step(case)
     state = step.init(seed=0)
     jax.block_until_ready(state)
@@ -262,16 +238,6 @@ def test_parameters_added_after_the_step_was_made() -> None:
     model.append(nn.Linear(4, 4))
     with refuses("parameters or buffers were added to the model or removed.*Make a new step"):
         step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
-
-
-def test_requires_grad_changed_behind_the_step() -> None:
-    case = CASE["mlp"]
-    model, (batch,) = case.model(), case.batches(1)
-    step = make_step(case, model=model)
-    state, _ = step(step.init(), batch)
-    model[0].weight.requires_grad_(False)
-    with refuses(r"requires_grad of 0\.weight has changed since the step was made.*Make a new step"):
-        step(state, batch)
 
 
 def test_a_batch_may_be_written_to_while_the_step_runs() -> None:

@@ -245,7 +245,7 @@ def whole_if_uneven(values: Sequence[PyTree], dims: Sequence[int | None] = ()) -
 def whole_if_cut(node: Node, value: PyTree) -> PyTree:
     """What an operator cuts along its last dim into parts that shards do not line up with, with that dim whole.
 
-    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; tests/fuzz).
+    XLA's partitioner moves parts of shards for it, and errs where the result moves on (jaxlib 0.10.2; validation/fuzz).
     Projections that are stored in pieces are cut between these, and do not move.
     """
     split = current_rows()

@@ -143,7 +143,7 @@ def find_moving_axes(constraints: Sequence[Constraint], mesh: Mesh, rows: Collec
     """Say which axes constraints have in several dims, where XLA's partitioner errs; empty where it does not.
 
     It does on meshes of three axes, in products of factors that have two axes in other dims each (jaxlib 0.10.2;
-    tests/fuzz). One axis may move, as that of sequence parallelism does.
+    validation/fuzz). One axis may move, as that of sequence parallelism does.
 
     Args:
         constraints: All of a plan.

@@ -1,1 +1,0 @@
-"""Random programs: tiny models x plans x meshes x options, each against eager torch. `python -m tests.fuzz --help`."""

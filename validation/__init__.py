@@ -1,0 +1,12 @@
+"""Studies of many models, operators and programs: what pages say is made and checked here, each by one command.
+
+| command | what for | on two cores |
+| --- | --- | --- |
+| `python -m validation.zoo.report --write` | docs/zoo.md: other packages' models (the extra `zoo`) | hours |
+| `python -m validation.proofs.report --write` | docs/proof.md: models of the hub under every usual plan | 40 minutes |
+| `python -m validation.hf_families.report --write` | docs/hf_plans.md: plans of transformers | 10 minutes |
+| `python -m validation.operators.coverage --write` | docs/operators.md: PyTorch's own samples | an hour |
+| `python -m validation.fuzz --seeds 0:1000` | random programs against eager torch | 2 s a program |
+
+`pytest validation/zoo`, or another of these folders, runs the tests of a study, and its rows as tests.
+"""

@@ -1,0 +1,1 @@
+"""The plans of the families of transformers, and their page."""

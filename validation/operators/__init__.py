@@ -1,0 +1,1 @@
+"""PyTorch's own samples of every operator, and the table of what is right, refused or wrong."""
