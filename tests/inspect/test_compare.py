@@ -114,15 +114,6 @@ def test_kinds_of_infinities_differ() -> None:
     assert _apart(key, {}, {key: np.array(1.0)}) == math.inf
 
 
-@pytest.mark.parametrize("fault", [1e-2, math.nan])
-def test_distances(fault: float) -> None:
-    key, other = ("parameter", "a"), ("parameter", "b")
-    wanted = {key: np.array([0.0, 1.0, 2.0]), other: np.array([1.0])}
-    assert _apart(key, wanted, wanted) == 0
-    found = _apart(key, wanted, {key: np.array([0.0, 1.0, 2.0 + fault])})
-    assert found == (pytest.approx(fault / 2) if math.isfinite(fault) else math.inf)
-
-
 def test_rounding_of_what_is_zero_is_measured_by_the_others() -> None:
     key, other = ("gradient", "bias"), ("gradient", "weight")
     wanted = {key: np.array([1e-9]), other: np.array([1.0])}

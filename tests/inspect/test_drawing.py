@@ -25,13 +25,6 @@ def draw(array, **kwargs):
     return capture.get()
 
 
-def test_vector_lies_down_and_unsplit_dims_are_not_drawn():
-    assert len(cells(draw(sharded((8,), "batch")))) == 1
-    assert cells(draw(sharded((3, 4, 5), None, "model", None))) == [
-        [("CPU 0, 2, 4, 6", "[:, 0:2, :]"), ("CPU 1, 3, 5, 7", "[:, 2:4, :]")]
-    ]
-
-
 def test_three_split_dims_keep_the_last_across():
     grid = cells(draw(sharded((2, 2, 2), "a", "b", "c", a=2, b=2, c=2)))
     assert [len(row) for row in grid] == [2] * 4
@@ -43,11 +36,6 @@ def test_replicated_array_is_one_cell(shape):
     (((devices, part),),) = cells(draw(sharded(shape)))
     assert devices == "CPU 0, 1, 2, 3, 4, 5, 6, 7"
     assert part == f"[{', '.join(':' * len(shape))}]"
-
-
-def test_title_says_name_shape_dtype_spec_and_mesh():
-    title = draw(sharded((4, 6), "model"), name="up.weight").splitlines()[0]
-    assert title.strip() == "up.weight (4, 6) float32 P('model') on (batch=4, model=2)"
 
 
 def test_tensor_on_the_jax_device_and_struct_are_drawn_alike():
