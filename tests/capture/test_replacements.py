@@ -1,8 +1,10 @@
 """Functions that captures write in another way than PyTorch: over their arguments, against eager torch."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import optax
 import pytest
 import torch
@@ -72,21 +74,32 @@ def test_a_tensor_of_a_list_of_tensors_has_their_values() -> None:
     torch.testing.assert_close(grad.cpu(), wanted_grad, **CLOSE)
 
 
-ALL = list(cases())
+ALL = {name: (fn, shape) for name, fn, shape in cases()}
 
 
-@pytest.mark.parametrize(("fn", "shape"), [case[1:] for case in ALL], ids=[case[0] for case in ALL])
-def test_value_and_gradient_equal_eager_torch(fn: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
+def inputs() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    x = torch.randn(shape)
+    return {name: torch.randn(shape) for name, (_, shape) in ALL.items()}
 
-    def scalar(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = fn(x)
-        return (out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum(), out
 
-    leaf = x.clone().requires_grad_()
-    value, out = scalar(leaf)
-    (_, found), grad = ts.jax_jit(ts.jax_value_and_grad(scalar, has_aux=True))(x)
+def weighed(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = fn(x)
+    return (out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum(), out
+
+
+@functools.cache
+def compiled() -> dict[str, Any]:
+    """Value, result and gradient of each case, from one program."""
+    of = {name: functools.partial(weighed, fn) for name, (fn, _) in ALL.items()}
+    fns = {name: ts.jax_view(ts.jax_value_and_grad(fn, has_aux=True)) for name, fn in of.items()}
+    return ts.torch_view(jax.jit(lambda xs: {name: fn(xs[name]) for name, fn in fns.items()}))(inputs())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_value_and_gradient_equal_eager_torch(name: str) -> None:
+    leaf = inputs()[name].requires_grad_()
+    value, out = weighed(ALL[name][0], leaf)
+    (_, found), grad = compiled()[name]
     torch.testing.assert_close(found.cpu(), out.detach(), **CLOSE)
     torch.testing.assert_close(grad.cpu(), torch.autograd.grad(value, leaf)[0], **CLOSE)
 

@@ -39,7 +39,7 @@ def test_reads_what_torch_reads(name: str) -> None:
 
     leaf = x.clone().requires_grad_()
     value, out = scalar(leaf)
-    (_, found), grad = ts.jax_value_and_grad(scalar, has_aux=True)(x)
+    (_, found), grad = ts.jax_jit(ts.jax_value_and_grad(scalar, has_aux=True))(x)
     torch.testing.assert_close(found.cpu(), out.detach())
     torch.testing.assert_close(grad.cpu(), torch.autograd.grad(value, leaf)[0])
 
@@ -94,7 +94,7 @@ def test_batch_dims_of_einsum_stay_apart(equation: str, left: tuple[int, ...], r
     torch.manual_seed(0)
     given = [torch.randn(shape, requires_grad=True) for shape in (left, right)]
     wanted = torch.autograd.grad(scalar(*given), given)
-    grads = ts.jax_grad(scalar, argnums=(0, 1))(*(x.detach() for x in given))
+    grads = ts.jax_jit(ts.jax_grad(scalar, argnums=(0, 1)))(*(x.detach() for x in given))
     for grad, one in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad.cpu(), one)
 
