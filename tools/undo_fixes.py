@@ -1,8 +1,9 @@
 """Undo mended faults one by one, and see whether the tests find them: `python tools/undo_fixes.py [commit ...]`.
 
-Each commit of FIXES mended a fault. What it changed in `torch_shard/` is taken back in a clone of HEAD, and the tests
-of the packages that it touched run there until one fails; then, if none has, those of `tests/system`. `--slow` runs the
-slow part of them in place of the default part, `--whole` all of the part. A row is printed as soon as it is known.
+Each commit of FIXES mended a fault. What it changed in `torch_shard/` is taken back in a clone of HEAD, and tests run
+there until one fails: the files of tests that the commit changed, then those of the packages that it touched, then
+`tests/system`. `--near` runs the first of these alone, `--slow` the slow part of them in place of the default part. A
+row is printed as soon as it is known.
 """
 
 import argparse
@@ -52,11 +53,11 @@ def run(*command: str, cwd: pathlib.Path, **options: object) -> subprocess.Compl
     return subprocess.run(command, cwd=cwd, text=True, capture_output=True, **options)
 
 
-def undo(clone: pathlib.Path, commit: str) -> list[str]:
+def undo(clone: pathlib.Path, commit: str) -> list[list[str]]:
     """Take back what a commit changed in the package.
 
     Returns:
-        The folders of tests of the packages that it touched.
+        Paths of tests, the nearest first: those that it changed, those of the packages that it touched, all of the system.
 
     Raises:
         RuntimeError: It can no longer be taken back.
@@ -66,8 +67,11 @@ def undo(clone: pathlib.Path, commit: str) -> list[str]:
     done = run("git", "apply", "-R", "--3way", cwd=clone, input=changes)
     if done.returncode:
         raise RuntimeError(done.stderr.strip())
+    changed = run("git", "diff", "--name-only", f"{commit}~", commit, "--", "tests", cwd=clone).stdout.split()
     rooms = dict.fromkeys(re.findall(r"^diff .* b/torch_shard/_?(\w+)", changes, re.MULTILINE))
-    return [f"tests/{room}" for room in rooms if (clone / "tests" / room).is_dir()]
+    near = [path for path in changed if pathlib.Path(path).name.startswith("test_")]
+    places = [near, [f"tests/{room}" for room in rooms], ["tests/system"]]
+    return [[path for path in paths if (clone / path).exists()] for paths in places]
 
 
 def first_failure(clone: pathlib.Path, paths: list[str], *, slow: bool) -> str | None:
@@ -86,18 +90,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commits", nargs="*", default=list(FIXES))
     parser.add_argument("--slow", action="store_true", help="run the slow part of the tests")
-    parser.add_argument("--whole", action="store_true", help="run all of the part, whatever the commit touched")
+    parser.add_argument("--near", action="store_true", help="run only the files of tests that the commit changed")
     args = parser.parse_args()
     num_found = 0
     with tempfile.TemporaryDirectory() as folder:
         clone = pathlib.Path(folder) / "clone"
         run("git", "clone", "-q", str(ROOT), str(clone), cwd=ROOT)
         for commit in args.commits:
-            rooms = ["tests"] if args.whole else undo(clone, commit)
-            undo(clone, commit)
-            found = first_failure(clone, rooms, slow=args.slow) if rooms else None
-            if not found and not args.whole:
-                found = first_failure(clone, ["tests/system"], slow=args.slow)
+            places = undo(clone, commit)[: 1 if args.near else None]
+            failures = (first_failure(clone, paths, slow=args.slow) for paths in places if paths)
+            found = next(filter(None, failures), None)
             num_found += bool(found)
             print(f"| {commit} | {FIXES.get(commit, '')} | {found or 'not found'} |", flush=True)
     print(f"{num_found} of {len(args.commits)} found")
