@@ -57,7 +57,7 @@ def undo(clone: pathlib.Path, commit: str) -> list[list[str]]:
     """Take back what a commit changed in the package.
 
     Returns:
-        Paths of tests, the nearest first: those that it changed, those of the packages that it touched, all of the system.
+        Paths of tests, the nearest first: what it changed, the packages that it touched, the whole system.
 
     Raises:
         RuntimeError: It can no longer be taken back.
