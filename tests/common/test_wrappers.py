@@ -37,10 +37,8 @@ def compiled(model: nn.Module) -> Any:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "torch.compile": compiled,
     "DataParallel": nn.DataParallel,
-    "DistributedDataParallel": DistributedDataParallel,
-    "both": lambda model: compiled(DistributedDataParallel(compiled(model))),
+    "compiled, distributed, compiled": lambda model: compiled(DistributedDataParallel(compiled(model))),
 }
 
 

@@ -100,8 +100,14 @@ def wavy(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_have_torchs_values_and_gradients(name: str) -> None:
     mapped, x = COMPOSITIONS[name](wavy), torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-    assert_close(mapped(x), wavy(x))
-    assert_close(ts.jax_grad(lambda x: (mapped(x) ** 2).sum())(x), grad_of(lambda x: (wavy(x) ** 2).sum(), x)[0])
+
+    def loss(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = mapped(x)
+        return (out**2).sum(), out
+
+    (_, found), grad = ts.jax_value_and_grad(loss, has_aux=True)(x)
+    assert_close(found, wavy(x))
+    assert_close(grad, grad_of(lambda x: (wavy(x) ** 2).sum(), x)[0])
 
 
 @pytest.mark.parametrize("adapt", [ts.jax_vmap, ts.jax_pmap], ids=["vmap", "pmap"])
@@ -138,7 +144,7 @@ def test_collectives_of_a_mapped_axis_and_their_gradients(adapt: Any) -> None:
         return out / out.sum(0)
 
     assert_close(fn(ROWS, WINDOW), whole(ROWS, WINDOW))
-    found = ts.jax_grad(lambda *args: fn(*args).square().sum(), argnums=(0, 1))(ROWS, WINDOW)
+    found = ts.jax_jit(ts.jax_grad(lambda *args: fn(*args).square().sum(), argnums=(0, 1)))(ROWS, WINDOW)
     for f, wanted in zip(found, grad_of(lambda *args: whole(*args).square().sum(), ROWS, WINDOW), strict=True):
         torch.testing.assert_close(f.cpu(), wanted, rtol=1e-4, atol=1e-7)  # small differences of quotients near 1
 
@@ -168,7 +174,7 @@ def test_what_all_rows_share_is_counted_once_for_each_result(name: str) -> None:
     adapt, num_results = SHARING[name]
     x, y = torch.tensor(2.0), torch.arange(3.0)
     mapped = adapt(lambda x, y: (x**2, x * y))
-    found = ts.jax_grad(lambda x: sum(o.sum() for o in mapped(x, y)))(x)
+    found = ts.jax_jit(ts.jax_grad(lambda x: sum(o.sum() for o in mapped(x, y))))(x)
     assert_close(found, 2 * x * num_results + y.sum())
 
 
@@ -222,7 +228,7 @@ def test_modules_within_shard_map_have_torchs_gradients(name: str) -> None:
         return (out[0] if isinstance(out, tuple) else out).sin().sum()
 
     mapped = shard_map(lambda params, x: psum(loss(params, x), "i"), (P(), P("i")), P())
-    value, grads = ts.jax_value_and_grad(mapped)(params, x)
+    value, grads = ts.jax_jit(ts.jax_value_and_grad(mapped))(params, x)
     wanted = {name: p.clone().requires_grad_() for name, p in params.items()}
     loss(wanted, x).backward()
     assert_close(value, loss(params, x))
