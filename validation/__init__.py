@@ -1,6 +1,6 @@
 """Studies of many models, operators and programs: what pages say is made and checked here, each by one command.
 
-| command | what for | on two cores |
+| command | what for | on two cores, roughly |
 | --- | --- | --- |
 | `python -m validation.zoo.report --write` | docs/zoo.md: other packages' models (the extra `zoo`) | hours |
 | `python -m validation.proofs.report --write` | docs/proof.md: models of the hub under every usual plan | 40 minutes |
