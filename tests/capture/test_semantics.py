@@ -18,19 +18,20 @@ PARTS = [(name, start) for name, table in TABLES.items() for start in range(0, l
 
 
 class Rows(nn.Module):
-    """The modules of a table side by side, so that one program has them all; parameters are named by their row."""
+    """The modules of a table side by side, so that one program has them all; all is named by their row."""
 
     def __init__(self, cases: list[Case]) -> None:
         super().__init__()
         self.rows = nn.ModuleDict({case.name: case.build() for case in cases})
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [row(x) for row in self.rows.values()]
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: row(x) for name, row in self.rows.items()}
 
 
-def sum_of_errors(model: nn.Module, batch: Any) -> torch.Tensor:
+def sum_of_errors(model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     x, y = batch
-    return sum(nn.functional.mse_loss(out, y) for out in model(x))
+    errors = {name: nn.functional.mse_loss(out, y) for name, out in model(x).items()}
+    return sum(errors.values()), errors
 
 
 def side_by_side(cases: list[Case]) -> Case:
@@ -60,4 +61,4 @@ def test_adapters_inside_of_forward_see_the_parameters_that_they_close_over() ->
     trajectory = eager_trajectory(case, num_steps=2)
     step = assert_follows(case, model, trajectory, (4, 2))
     found = step.evaluation()(step.init(), case.batches(1)[0])["loss"]
-    np.testing.assert_allclose(found, trajectory[0]["loss"], rtol=case.rtol)
+    np.testing.assert_allclose(found, trajectory[0]["metrics"]["loss"], rtol=case.rtol)

@@ -26,19 +26,21 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def eager_trajectory(case: Case, num_steps: int) -> list[dict[str, Any]]:
-    """Loss, gradients, and every parameter and buffer after each step of eager torch."""
+    """Loss, metrics, gradients, and every parameter and buffer after each step of eager torch."""
     model = case.model()
     params = [p for p in model.parameters() if p.requires_grad]
     sgd = torch.optim.SGD(params, lr=LEARNING_RATE, momentum=MOMENTUM)
     steps = []
     for batch in case.batches(num_steps):
         sgd.zero_grad()
-        loss = case.loss_fn(model, batch)
+        result = case.loss_fn(model, batch)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
         loss.backward()
         grads = {n: _copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         sgd.step()
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        steps.append({"loss": loss.item(), "grads": grads, "held": {n: _copy(t) for n, t in held.items()}})
+        numbers = {name: value.item() for name, value in {"loss": loss, **metrics}.items()}
+        steps.append({"metrics": numbers, "grads": grads, "held": {n: _copy(t) for n, t in held.items()}})
     return steps
 
 
@@ -78,10 +80,11 @@ def assert_follows(
     for batch, wanted in zip(case.batches(len(trajectory)), trajectory, strict=True):
         start = time.perf_counter()
         state, metrics = step(state, batch)
-        loss = np.asarray(metrics["loss"])
+        found = {name: np.asarray(metrics[name]) for name in wanted["metrics"]}
         if seconds is not None:
             seconds.append(time.perf_counter() - start)
-        np.testing.assert_allclose(loss, wanted["loss"], rtol=case.rtol)
+        for name, value in wanted["metrics"].items():
+            np.testing.assert_allclose(found[name], value, rtol=case.rtol, err_msg=name)
         grads = state.opt_state[0]
         assert {n for n, g in grads.items() if np.any(g)} <= set(wanted["grads"])
         # A bias before a batch norm has no gradient but rounding, which scales with the other gradients.
