@@ -76,16 +76,16 @@ EDITS = {
         "_cost/fitting.py", 'if "[hlo verifier]" not in str(error):', "if True:", ("tests/cost/test_fitting.py",)
     ),
     "0bdef26": Edit(
-        "_interop/torch_function.py",
-        "functools.cache(self._differentiable)",
-        "functools.partial(functools.cache(type(self)._differentiable), self)",
+        "_interop/torch_function.py", "    def _differentiable(", "    @functools.cache\n    def _differentiable("
     ),
     "86fc645": Edit(
         "_device/placement.py", "if isinstance(array, jax.Array) and not (array.is_fully", "if False and ("
     ),
     "04bdc39": Edit("_loss/host_values.py", "goes_on=self.num > 1", "goes_on=False", ("tests/loss/test_carried.py",)),
     "bf5f98c": Edit("_io/checkpointer.py", "with uninterrupted():", "if True:"),
-    "a263166": Edit("_state/state.py", "        state = as_arrays(state, self.structs)\n", ""),
+    "a263166": Edit(
+        "_state/state.py", "        state = as_arrays(state, self.structs)\n", "", ("tests/state/test_state_checks.py",)
+    ),
 }
 """Faults whose commits can no longer be taken back as they are."""
 
