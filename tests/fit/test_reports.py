@@ -25,6 +25,17 @@ def test_checkpoint_has_the_metrics_of_its_own_batch(step, tmp_path):
     assert len(losses(tmp_path / "seldom" / "log")) == 2
 
 
+def test_the_last_batch_before_a_failure_is_told_of(step, tmp_path):
+    def fails():
+        yield from DATA[:24].split(8)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        ts.fit(step, None, fails(), steps=6, log=tmp_path / "failed", progress=False)
+    ts.fit(step, None, DATA[:24].split(8), steps=3, log=tmp_path / "whole", progress=False)
+    assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
+
+
 def test_runs_of_one_second_keep_their_events(step, tmp_path):
     state = None
     for steps in (2, 3, 4):

@@ -222,6 +222,16 @@ def test_training_with_a_schedule_is_that_of_torch(case: Case) -> None:
             torch.testing.assert_close(optimizer.state_dict()["state"][place][name], value, rtol=1e-3, atol=1e-6)
 
 
+def test_sgd_without_momentum_keeps_no_state_as_in_torch() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step = ts.make_train_step(model, lambda m, x: m(x).sum(), optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+    state, _ = step(step.init(), x := torch.ones(2, 4))
+    model(x).sum().backward()
+    optimizer.step()
+    assert step.export_optimizer(state) == optimizer.state_dict()
+
+
 def test_a_state_goes_on_from_that_of_torch() -> None:
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
