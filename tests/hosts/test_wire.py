@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-import os
 import pathlib
 import pickle
+import random
 import socket
 import threading
 import time
@@ -238,7 +238,14 @@ def test_the_oldest_of_too_many_strangers_makes_room():
             strangers[-1].recv(1)
 
 
-@pytest.mark.parametrize("says", [os.urandom(1000), b"GET / HTTP/1.1\r\n\r\n" * 9, (1 << 30).to_bytes(4, "big") * 25])
+GARBAGE = {
+    "noise": random.Random(0).randbytes(1000),
+    "http": b"GET / HTTP/1.1\r\n\r\n" * 9,
+    "lengths": (1 << 30).to_bytes(4, "big") * 25,
+}
+
+
+@pytest.mark.parametrize("says", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_of_strangers_ends_their_connections_alone(says, command):
     with lines_and_place(2) as (found, place), socket.create_connection(place) as stranger:
         stranger.sendall(says + command)

@@ -110,6 +110,17 @@ def gradient_of(loss_fn: Loss, model: nn.Module, x: torch.Tensor) -> tuple[float
     return float(metrics["loss"]), weight - torch.from_numpy(np.array(state.params["weight"]))
 
 
+def test_a_release_of_torch_may_lack_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.11 has no `all_gather_single`."""
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.delattr(module, "all_gather_single")
+    step = ts.make_train_step(
+        nn.Linear(4, 4), lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=WHOLE
+    )
+    _, metrics = step(step.init(), torch.ones(BATCH, 4))
+    assert np.isfinite(metrics["loss"])
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", LOSSES)

@@ -82,16 +82,17 @@ def reference_kernels() -> Iterator[None]:
 def _substituted() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, substitute in attribute_overrides():
-            owner = _imported(owner) if isinstance(owner, str) else owner
+            owner = _imported(owner, name) if isinstance(owner, str) else owner
             if owner is not None:
                 stack.enter_context(patched(owner, name, lambda _, own=substitute: own))
         yield
 
 
-def _imported(name: str) -> Owner | None:
-    """A class by its module's name and its own, if the module has been imported and has it."""
-    module, _, own = name.rpartition(".")
-    return getattr(sys.modules.get(module), own, None)
+def _imported(path: str, attribute: str) -> Owner | None:
+    """A class or module by its path, if it has been imported and this release of it has the attribute."""
+    module, _, own = path.rpartition(".")
+    owner = getattr(sys.modules.get(module), own, None)
+    return owner if hasattr(owner, attribute) else None
 
 
 @contextlib.contextmanager

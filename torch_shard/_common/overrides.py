@@ -61,7 +61,7 @@ def instead_of_attribute(owner: Owner | str, name: str) -> Callable[[F], F]:
     """Let a capture find the decorated function under this name of a class or module.
 
     Args:
-        owner: The class or module; or `module.Class` of a library that may not be installed: if it has been imported.
+        owner: The class or module; or `module.Class` of a library, if it has been imported and has the attribute.
         name: Of the attribute.
     """
     return lambda fn: ATTRIBUTES.append((owner, name, fn)) or fn
