@@ -318,7 +318,7 @@ def test_a_pallas_kernel_for_tpus_compiles_in_layers_on_a_mesh():
     mesh = ts.make_mesh(topology="v5e:2x2", batch=2, model=2)
     options = {"in_specs": (HEADS_SPLIT,) * 3, "out_specs": HEADS_SPLIT, "check_vma": False}
     with ts.override(F.scaled_dot_product_attention, matmul_precision="default", **options)(splash):
-        step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=mesh, plan=WHOLE)
+        step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=mesh, plan=WHOLE, scan_layers=True)
         program = step.preview(torch.empty(4, 256, 256, device="meta")).compiled
     assert "1 to 3: one loop, 3 iterations" in step.report()
     assert program.as_text().count("tpu_custom_call") >= 3

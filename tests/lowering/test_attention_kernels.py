@@ -247,7 +247,7 @@ def test_soft_caps_and_sinks_are_compiled_by_mosaic(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
+def test_a_language_model_of_8k_tokens_holds_no_square() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=512,
@@ -256,7 +256,7 @@ def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
         num_key_value_heads=8,
         intermediate_size=1024,
         vocab_size=256,
-        max_position_embeddings=32768,
+        max_position_embeddings=8192,
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
@@ -269,7 +269,7 @@ def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
         compute_dtype=torch.bfloat16,
         mixed_precision="params",
     )
-    preview = step.preview(torch.empty(4, 32768, dtype=torch.int64, device="meta"))
-    assert preview.fits(4 * 2**30)
+    preview = step.preview(torch.empty(4, 8192, dtype=torch.int64, device="meta"))
+    assert preview.fits(2**30)  # what the squares of one layer would take
     assert preview.compiled is not None
-    assert "32768,32768" not in (preview.compiled.as_text() or "")
+    assert "8192,8192" not in (preview.compiled.as_text() or "")

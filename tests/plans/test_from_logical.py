@@ -141,8 +141,7 @@ def test_rules_count_as_in_flax(dims, rules, expected):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_specs_are_those_of_flax_itself(data):
-    """It needs the extra `bench`."""
-    from flax.linen import spmd
+    spmd = pytest.importorskip("flax.linen.spmd", reason="pip install 'torch_shard[bench]'")
 
     names = st.sampled_from(["a", "b", "c", "d"])
     axes = st.one_of(st.none(), st.sampled_from("XYZ"), st.lists(st.sampled_from("XYZ"), unique=True))
