@@ -40,25 +40,10 @@ def test_values_that_python_needs_are_refused_with_file_and_line(fn: Any, what: 
     assert "torch.cond" in str(caught.value)
 
 
-def test_where_chooses_by_value() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x.sum() > 0, x.sin(), x.cos())
-
-    for x in (X, -X):
-        torch.testing.assert_close(ts.jax_jit(fn)(x).cpu(), fn(x))
-
-
 def clamps(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = model(x)
     if not torch.isfinite(y).all():
         y = torch.clamp(y, -10, 10)
-    return y.sum()
-
-
-def replaces(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = model(x).log()
-    if torch.isnan(y).any():
-        y = torch.nan_to_num(y)
     return y.sum()
 
 
@@ -76,7 +61,7 @@ def returns_early(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
-@pytest.mark.parametrize("loss_fn", [clamps, replaces, replaces_by_number, returns_early])
+@pytest.mark.parametrize("loss_fn", [clamps, replaces_by_number, returns_early])
 def test_a_branch_on_whether_values_are_finite_is_refused(loss_fn: Any) -> None:
     with pytest.raises(NotImplementedError, match=rf"in {loss_fn.__name__}: if .*\n.*torch\.where"):
         ts.explain_capture(nn.Linear(WIDTH, WIDTH), loss_fn, torch.ones(2, WIDTH))

@@ -1,6 +1,5 @@
 """A capture leaves torch as it was, and sees what JAX is set to."""
 
-import jax
 import pytest
 import torch
 from torch import nn
@@ -31,11 +30,3 @@ def test_a_failed_capture_leaves_torch_as_it_was() -> None:
     assert torch.backends.mkldnn.enabled
     assert type(model[0].weight) is nn.Parameter
     torch.testing.assert_close(ts.jax_jit(model[0])(X).cpu(), model[0](X))
-
-
-def test_sixty_four_bits_when_jax_has_them() -> None:
-    with jax.enable_x64(True):
-        x = X.double()
-        out = ts.jax_grad(lambda x: (x**3).sum())(x)
-        assert out.dtype is torch.float64
-        torch.testing.assert_close(out.cpu(), 3 * x**2)

@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
-from tests.tables.cases import WHOLE
 from validation.zoo.rows import declare_operators_of_torchvision
 
 pytestmark = pytest.mark.slow  # these packages are those of the zoo
@@ -65,23 +63,6 @@ def test_the_mean_of_selected_losses(reducers: Any) -> None:
     x = torch.randn(ROWS, 3)
     for given in (x, -x.abs(), 9 + x.abs()):
         agrees(loss, given)
-
-
-def test_a_threshold_that_is_changed_makes_another_program(reducers: Any) -> None:
-    reducer, model = reducers.ThresholdReducer(low=0.0), nn.Linear(3, 1)
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        found = {"loss": {"losses": model(x)[:, 0], "indices": torch.arange(ROWS), "reduction_type": "element"}}
-        return reducer(found, x, torch.arange(ROWS))
-
-    torch.manual_seed(0)
-    x = torch.randn(ROWS, 3)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=ts.make_mesh(batch=8), plan=WHOLE)
-    state = step.init()
-    for low in (0.0, 0.3):
-        reducer.low = low
-        state, metrics = step(state, x)
-        torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, x).detach())
 
 
 def test_a_function_of_another_source_is_left_as_it_is(reducers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

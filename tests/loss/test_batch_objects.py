@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,9 @@ from torch import nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-import torch_shard as ts
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, WHOLE, make_mesh
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import BATCH
 
 
 class Plain:
@@ -126,7 +125,7 @@ def test_each_kind_of_batch_counts_in_one_program() -> None:
         losses = {kind: loss_fn(model, part) for kind, part in batch.items()}
         return torch.stack(list(losses.values())).sum(), losses
 
-    step = ts.make_train_step(model, of_each, optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, of_each, (4, 2), rate=0.0)
     state = step.init()
     for put in (lambda batch: batch, lambda batch: batch, step.put):
         batch = {kind: make(torch.randn(BATCH, 8), torch.randn(BATCH, 4)) for kind, make in KINDS.items()}
@@ -138,7 +137,7 @@ def test_each_kind_of_batch_counts_in_one_program() -> None:
 
 def test_plain_values_of_an_object_are_a_part_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(8, 4)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, rate=0.0)
     state, batch = step.init(), Plain(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
     with caplog.at_level(logging.INFO):
         for batch.scale in (2, 3):
@@ -155,17 +154,15 @@ class WithIterator(Plain):
 
 def test_what_is_no_array_may_be_there_and_is_refused_where_it_is_read() -> None:
     model, batch = nn.Linear(8, 4), WithIterator(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, rate=0.0)
     _, metrics = step(step.init(), batch)
     torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
-    reads = ts.make_train_step(
-        model, lambda m, b: loss_fn(m, b) * next(b.rows), optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE
-    )
+    reads = sgd_step(model, lambda m, b: loss_fn(m, b) * next(b.rows), rate=0.0)
     with refuses(r"reads batch\.rows, of type list_iterator, which is neither an array nor", NotImplementedError):
         reads(reads.init(), batch)
 
 
 def test_what_cannot_be_taken_apart_is_refused_by_name() -> None:
-    step = ts.make_train_step(nn.Linear(8, 4), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(nn.Linear(8, 4), loss_fn, rate=0.0)
     with refuses(r"batch\['x'\] is of type list_iterator, which is neither an array", TypeError):
         step(step.init(), {"x": iter([1])})

@@ -155,16 +155,6 @@ def test_equals_eager_torch_with_few_programs(kind: type[Asking], count: int, mo
     assert step.num_compiles <= most
 
 
-def test_a_queue_that_is_split() -> None:
-    model = MoCo()
-    step = step_of(model, plan={"queue": P(None, ("batch", "model"))})
-    state = step.init(seed=0)
-    for batch in batches(7):
-        state, _ = step(state, batch)
-    assert_alike(step.export(state), trained(model, 7))
-    assert step.num_compiles == 2
-
-
 class MemoryBank(Asking):
     """Nearest neighbours in a memory bank that is cut off at its end, as in lightly; shown in an evaluation, too."""
 
@@ -251,7 +241,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
         state, _ = step(state, batch)
     with ts.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state)
-    step = step_of(MoCo(), plan={"queue": P("model", None)})
+    step = step_of(MoCo(), plan={"queue": P(None, ("batch", "model"))})
     state = ts.Checkpointer(tmp_path).restore(step)
     for batch in batches(8)[3:]:
         state, _ = step(state, batch)

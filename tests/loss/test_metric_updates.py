@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -15,7 +14,8 @@ from torch.nn import functional as F
 
 import torch_shard as ts
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, WHOLE, make_mesh
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import BATCH, WHOLE
 
 
 class Metric(nn.Module):
@@ -78,8 +78,7 @@ def loss_of(*, within: bool, metric: Any, use: Callable[..., Any]) -> Any:
 
 
 def make(model: nn.Module, loss_fn: Any, accumulate_steps: int = 1) -> ts.TrainStep:
-    mesh = make_mesh((4, 2))
-    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=WHOLE, accumulate_steps=accumulate_steps)
+    return sgd_step(model, loss_fn, (4, 2), accumulate_steps=accumulate_steps)
 
 
 def check(make_metric: Callable[[], Any], use: Callable[..., Any], *, within: bool, accumulate_steps: int = 1) -> None:

@@ -82,21 +82,6 @@ def test_a_step_is_that_of_eager_torch(name: str, sizes: tuple[int, int], n: int
     assert step.num_compiles == 1
 
 
-def test_a_mean_over_rows_gives_the_large_batchs_step() -> None:
-    case = CASE["mlp"]
-    batch = enlarged(case.batches(4))
-    found = {}
-    for n in (1, 4):
-        step = make(case.model(), case.loss_fn, n, plan=case.plan)
-        state = step.init()
-        for _ in range(2):
-            state, metrics = step(state, batch)
-        found[n] = (state, metrics)
-    np.testing.assert_allclose(found[4][1]["loss"], found[1][1]["loss"], rtol=case.rtol)
-    for name, value in found[1][0].params.items():
-        np.testing.assert_allclose(found[4][0].params[name], value, rtol=0, atol=1e-6, err_msg=name)  # of at most 1
-
-
 def test_the_rows_of_a_microbatch_are_the_documented_ones() -> None:
     """Also where the leading dim is split over two axes, or not at all."""
 
@@ -246,19 +231,6 @@ def test_the_split_adds_no_communication(sizes: tuple[int, int], name: str) -> N
         # XLA sends several arrays together, in any order
         found.append(collections.Counter((one.kind, array) for one in program for array in one.arrays))
     assert found[0] == found[1]
-
-
-def test_memory_for_activations_is_that_of_a_microbatch() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(f for _ in range(6) for f in (nn.Linear(64, 64), nn.Tanh())))
-    batch = (torch.randn(4096, 64), torch.randn(4096, 64))
-    sizes = {}
-    for n in (1, 16):
-        step = make(model, squared_error, n, (4, 2))
-        compiled = step.lower(step.init(), batch).compile()
-        sizes[n] = compiled.memory_analysis().temp_size_in_bytes
-    # The rows stay, cut anew, and sums of gradients come on top, a fifth of the activations of the whole batch.
-    assert sizes[16] < 0.4 * sizes[1]
 
 
 @pytest.mark.parametrize(

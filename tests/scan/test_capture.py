@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import Case, chosen, make_mesh, regression, squared_error
 from tests.tables.layered import FORTH_AND_BACK, LAYERED
 from tests.tables.layers import DEPTH, WIDTH, Block, Stack
@@ -118,7 +119,7 @@ def test_each_layer_has_a_mask_of_its_own() -> None:
         kept = model(batch)
         return kept.mean(), {"kept": kept}
 
-    step = ts.make_train_step(Zeroed(), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    step = sgd_step(Zeroed(), loss_fn, rate=0.0)
     _, metrics = step(step.init(seed=0), torch.zeros(512, 1))
     assert len(_loops(step)) == 2
     kept = np.unique(np.asarray(metrics["kept"]))
@@ -183,7 +184,7 @@ class Conditioned(Stack):
 def test_parameters_of_layers_are_used_outside_of_them_also_on_the_meta_device() -> None:
     with torch.device("meta"):
         model, batch = Conditioned(), (torch.ones(8, WIDTH), torch.ones(8, WIDTH))
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    step = sgd_step(model, squared_error)
     step.lower(step.structs, batch)
     assert step.report().splitlines()[0] == f"blocks.0 to blocks.{DEPTH - 1}: one loop, {DEPTH} iterations"
 
@@ -199,7 +200,7 @@ class CountingOn(Block):
 
 
 def test_layers_may_not_depend_on_counts_of_their_calls() -> None:
-    step = ts.make_train_step(Stack(CountingOn), squared_error, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=EVERYWHERE)
+    step = sgd_step(Stack(CountingOn), squared_error)
     with pytest.raises(NotImplementedError, match=r"changes the plain attribute blocks.0.calls"):
         step(step.init(seed=0), (torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
 
@@ -244,7 +245,7 @@ def test_gradients_leave_a_loop_as_narrow_as_they_were_computed() -> None:
 def test_what_layers_keep_serves_later_captures() -> None:
     case = Case("keeping", lambda: Stack(Keeping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model(), case.batches(1)
-    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=case.plan)
+    step = sgd_step(model, case.loss_fn, plan=case.plan)
     evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((1, 1)), plan=case.plan)
     state, _ = step(step.init(seed=0), batch)
     wanted = case.loss_fn(step.export(state), batch).item()
@@ -254,7 +255,7 @@ def test_what_layers_keep_serves_later_captures() -> None:
 def test_an_evaluation_has_loops_too() -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model().eval(), case.batches(1)
-    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=case.plan)
+    step = sgd_step(model, case.loss_fn, (4, 2), plan=case.plan)
     evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((4, 2)), plan=case.plan)
     metrics = evaluate(step.init(seed=0), batch)
     assert _loops(evaluate) == ((DEPTH, 1),)
@@ -264,9 +265,7 @@ def test_an_evaluation_has_loops_too() -> None:
 def test_gradients_of_what_comes_after_the_layers_are_made_before_the_loop_back() -> None:
     """Else XLA for TPUs makes that of an output layer at the very end, and keeps the logits for it until then."""
     model = nn.Sequential(Stack(), nn.Linear(WIDTH, 40))
-    step = ts.make_train_step(
-        model, lambda model, x: model(x).logsumexp(-1).mean(), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=EVERYWHERE
-    )
+    step = sgd_step(model, lambda model, x: model(x).logsumexp(-1).mean(), (8, 1))
     lines = step.lower(step.structs, torch.empty(8, WIDTH)).as_text().splitlines()
     (barrier,) = [at for at, line in enumerate(lines) if "optimization_barrier" in line and "40x" in line]
     loops = [at for at, line in enumerate(lines) if "stablehlo.while" in line]

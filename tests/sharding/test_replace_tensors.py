@@ -1,12 +1,12 @@
 """Other tensors in the places of a module's own: whoever puts them there, nothing else of the module changes."""
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import save_file
 
 import torch_shard as ts
+from tests.oracles.steps import sgd_step
 
 
 class Marked(torch.nn.Module):
@@ -33,7 +33,7 @@ def loss_fn(model, batch):
 
 
 def exported(model, tmp_path):
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=MESH, plan=PLAN)
+    step = sgd_step(model, loss_fn, (4, 2))
     return step.export(step.init(seed=0))
 
 
