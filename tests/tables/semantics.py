@@ -69,44 +69,10 @@ def no_grad_region(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @row(AUTOGRAD)
-def no_grad_decorator(m: Any, x: torch.Tensor) -> torch.Tensor:
-    @torch.no_grad()
-    def target(x: torch.Tensor) -> torch.Tensor:
-        return m.a(x).sigmoid()
-
-    return target(x) * m.b(x) + m.a(x)
-
-
-@row(AUTOGRAD)
-def set_grad_enabled(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.set_grad_enabled(False):
-        y = m.a(x)
-    return m.b(y)
-
-
-@row(AUTOGRAD)
-def inference_mode_outside(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        scale = (x * x).mean()
-    return m.b(m.a(x)) * scale.clone()
-
-
-@row(AUTOGRAD)
 def inference_mode_of_layers(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         y = m.a(x)
     return m.b(y.clone())
-
-
-@row(AUTOGRAD)
-def detached(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = m.a(x)
-    return m.b(y - y.detach() + y.detach().sigmoid())
-
-
-@row(AUTOGRAD)
-def data_read(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(m.a(x).data) + x @ m.a.weight.data
 
 
 @row(AUTOGRAD)
@@ -198,20 +164,6 @@ def module_hooks() -> nn.Module:
 
 
 @row(AUTOGRAD)
-def grad_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.enable_grad():
-        x = x.clone().requires_grad_()
-        energy = m.a(x).tanh().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    return m.b(force)
-
-
-@row(AUTOGRAD)
-def func_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(torch.func.grad(lambda z: m.a(z).sin().sum())(x))
-
-
-@row(AUTOGRAD)
 def func_vmap(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.vmap(lambda z: m.b(m.a(z).tanh()))(x)
 
@@ -225,12 +177,6 @@ def func_jacrev(m: Any, x: torch.Tensor) -> torch.Tensor:
 @row(AUTOGRAD)
 def func_jacfwd(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.b(torch.func.jvp(lambda z: m.a(z).tanh(), (x,), (x.cos(),))[1])
-
-
-@row(AUTOGRAD)
-def func_functional_call(m: Any, x: torch.Tensor) -> torch.Tensor:
-    fast = {"weight": m.a.weight * 0.5, "bias": m.a.bias + 1}
-    return torch.func.functional_call(m.b, fast, (m.b(x),))
 
 
 @row(AUTOGRAD)
@@ -253,19 +199,14 @@ def checkpoint_both_ways(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda h: h.view(WIDTH, -1),
-    "reshape": lambda h: h.reshape(-1, 4),
     "flatten": lambda h: h.flatten(),
-    "t": lambda h: h.t(),
     "transpose": lambda h: h.transpose(0, 1),
     "permute": lambda h: h.permute(1, 0),
-    "movedim": lambda h: h.movedim(0, 1),
-    "squeeze": lambda h: h[None].squeeze(0),
     "unsqueeze": lambda h: h.unsqueeze(1),
     "select": lambda h: h.select(1, 2),
     "narrow": lambda h: h.narrow(1, 2, 3),
     "diagonal": lambda h: h.diagonal(),
     "slice": lambda h: h[::2, 1:-1],
-    "swapaxes": lambda h: h.swapaxes(0, 1),
     "as_strided": lambda h: h.as_strided((3, 2), (2, 1), 1),
     "unflatten": lambda h: h.unflatten(1, (2, 4)),
     "unfold": lambda h: h.unfold(1, 2, 2),
@@ -361,19 +302,6 @@ def list_of_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
         out[:, i] = m.a(x)[:, i] * i
         out[:, i + 4] = out[:, i].clone() + m.b(x)[:, i]
     return out
-
-
-@row(WRITES)
-def operator_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
-    h = m.a(x) * 1
-    h += 1
-    h -= x
-    h *= 2
-    h /= 3
-    h[0] += 1
-    torch.relu_(h)
-    F.dropout(h, 0.5, training=False, inplace=True)
-    return m.b(h)
 
 
 # What forward keeps on the module ------------------------------------------------------------------------------------
