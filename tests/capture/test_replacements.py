@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.derivatives import X, agrees
 from tests.oracles.errors import refuses
 from tests.oracles.steps import sgd_step
 from tests.tables.cases import BATCH, squared_error
@@ -65,13 +66,8 @@ def of_tensors(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tensor_of_a_list_of_tensors_has_their_values() -> None:
-    x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
-    wanted = of_tensors(x)
-    (wanted_grad,) = torch.autograd.grad(wanted.sum(), x)
-    found = ts.jax_jit(of_tensors)(x.detach())
-    grad = ts.jax_jit(ts.jax_grad(lambda x: of_tensors(x).sum()))(x.detach())
-    torch.testing.assert_close(found.cpu(), wanted.detach(), **CLOSE)
-    torch.testing.assert_close(grad.cpu(), wanted_grad, **CLOSE)
+    agrees(lambda x: of_tensors(x).sum(), X)
+    torch.testing.assert_close(ts.jax_jit(of_tensors)(X).cpu(), of_tensors(X), **CLOSE)
 
 
 ALL = {name: (fn, shape) for name, fn, shape in cases()}
