@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.steps import sgd_step
-from tests.tables.cases import BATCH, Dropping, squared_error
+from tests.tables.cases import BATCH, Dropping
 
 FACTOR = 1.0
 
@@ -132,6 +132,15 @@ class Scaled(nn.Linear):
         return beta()
 
 
+def times(factor: Callable[[], float]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A loss that reads a number."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean() * factor()
+
+    return loss
+
+
 def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None]]]]:
     def cell() -> Any:
         factor = [1.0]
@@ -175,20 +184,15 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         return nn.Linear(8, 8), trainer, lambda: setattr(trainer, "factor", 3.0)
 
     def four_levels() -> Any:
-        cfg = {"model": {"head": {"output": {"scale": 1.0}}}}
-
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * cfg["model"]["head"]["output"]["scale"]
-
-        return nn.Linear(8, 8), loss, lambda: cfg["model"]["head"]["output"].__setitem__("scale", 3.0)
+        output = {"scale": 1.0}
+        cfg = {"model": {"head": {"output": output}}}
+        read = lambda: cfg["model"]["head"]["output"]["scale"]  # noqa: E731
+        return nn.Linear(8, 8), times(read), lambda: output.update(scale=3.0)
 
     def many_weights() -> Any:
         weights = [1.0] * 1001
 
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * sum(weights)
-
-        return nn.Linear(8, 8), loss, lambda: weights.__setitem__(1000, 3.0)
+        return nn.Linear(8, 8), times(lambda: sum(weights)), lambda: weights.__setitem__(1000, 3.0)
 
     def dispatched_function() -> Any:
         box = Plain(scale=1.0)
@@ -240,10 +244,7 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
         def current() -> Plain:
             return next(iter(held))
 
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * current().scale
-
-        return nn.Linear(8, 8), loss, lambda: setattr(cfg, "scale", 3.0)
+        return nn.Linear(8, 8), times(lambda: current().scale), lambda: setattr(cfg, "scale", 3.0)
 
     def given_object() -> Any:
         cfg = types.SimpleNamespace(inner=Plain(scale=1.0))
@@ -259,18 +260,13 @@ def closures() -> dict[str, Callable[[], tuple[nn.Module, Any, Callable[[], None
     def by_name() -> Any:
         cfg = Plain(scale=1.0)
 
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * getattr(cfg, "scale")  # noqa: B009
-
-        return nn.Linear(8, 8), loss, lambda: setattr(cfg, "scale", 3.0)
+        read = lambda: getattr(cfg, "scale")  # noqa: B009, E731
+        return nn.Linear(8, 8), times(read), lambda: setattr(cfg, "scale", 3.0)
 
     def numpy_array() -> Any:
         weights = np.ones(4, np.float32)
 
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * float(weights.sum())
-
-        return nn.Linear(8, 8), loss, lambda: weights.__setitem__(0, 3.0)
+        return nn.Linear(8, 8), times(lambda: float(weights.sum())), lambda: weights.__setitem__(0, 3.0)
 
     def attribute_of_a_class() -> Any:
         model = Classed(8, 8)
@@ -349,10 +345,9 @@ def test_a_change_between_steps_is_seen(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_counters_of_the_trainer_do_not_compile_again() -> None:
-    trainer, batch = Trainer(), torch.randn(8, 8)
-    step = sgd_step(nn.Linear(8, 8), trainer.loss)
-    state = step.init()
-    for _ in range(3):
+    trainer = Trainer()
+    step, state, batch = stepped(trainer.loss)
+    for _ in range(2):
         trainer.steps += 1
         state, _ = step(state, batch)
     assert step.num_compiles == 1
@@ -400,30 +395,6 @@ def test_a_teacher_beside_the_model_is_followed() -> None:
     np.testing.assert_allclose(moved["loss"], loss_fn(model, x).item(), rtol=1e-5)
 
 
-def test_numbers_of_the_model_may_change(caplog: pytest.LogCaptureFixture) -> None:
-    class Annealed(nn.Linear):
-        beta = 1.0
-
-        def __init__(self) -> None:
-            super().__init__(8, 4)
-            self.beta, self.shift = 1.0, torch.zeros(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.beta * super().forward(x) + self.shift
-
-    torch.manual_seed(0)
-    model, batch = Annealed(), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    step = sgd_step(model, squared_error, (8, 1), rate=0.0)
-    state, _ = step(step.init(), batch)
-    with caplog.at_level(logging.INFO, logger="torch_shard"):
-        for beta, shift in [(0.5, torch.zeros(4)), (0.5, torch.ones(4))]:
-            model.beta, model.shift = beta, shift
-            state, metrics = step(state, batch)
-            np.testing.assert_allclose(metrics["loss"], squared_error(model, batch).item(), rtol=1e-5)
-    assert "the attribute beta has another value" in caplog.text
-    assert "the attribute shift has another value" in caplog.text
-
-
 def test_an_explanation_lists_what_a_program_keeps() -> None:
     found = ts.explain_capture(nn.Linear(8, 8), by_functions, torch.ones(8, 8))
     assert {f"FACTOR = {FACTOR}", f"schedule.offset = {schedule.offset}", f"Schedule.value = {schedule.value}"} <= set(
@@ -436,6 +407,19 @@ def stepped(loss_fn: Any, model: nn.Module | None = None) -> tuple[Any, Any, tor
     model, batch = model or nn.Linear(8, 8), torch.ones(8, 8)
     step = sgd_step(model, loss_fn, rate=0.0)
     return step, step(step.init(), batch)[0], batch
+
+
+def test_what_has_another_value_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 8)
+    model.beta, model.shift = 1.0, torch.zeros(8)  # pyright: ignore[reportAttributeAccessIssue]
+    loss = lambda model, batch: (model.beta * model(batch) + model.shift).square().mean()  # noqa: E731
+    step, state, batch = stepped(loss, model)
+    with caplog.at_level(logging.INFO, logger="torch_shard"):
+        for name, value in (("beta", 0.5), ("shift", torch.ones(8))):
+            setattr(model, name, value)
+            state, metrics = step(state, batch)
+            np.testing.assert_allclose(metrics["loss"], loss(model, batch).item(), rtol=1e-5)
+            assert f"the attribute {name} has another value" in caplog.text
 
 
 def calls_of(fn: Callable[[], object]) -> int:
@@ -454,11 +438,10 @@ def test_what_is_read_is_compared_without_python_for_each_value() -> None:
     many = [[float(i)] * 20 for i in range(900)]
     nested = {str(i): {"scale": 1.0} for i in range(100)}
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean() * sum(map(sum, many)) * nested["7"]["scale"]
-
     few, _, _ = stepped(plain)
-    step, state, batch = stepped(loss, nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))))
+    step, state, batch = stepped(
+        times(lambda: sum(map(sum, many)) * nested["7"]["scale"]), nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    )
     assert calls_of(step.programs[0].outdated) == calls_of(few.programs[0].outdated) < 40
     many[899][19] = 0.0
     before = step.num_compiles
@@ -468,11 +451,7 @@ def test_what_is_read_is_compared_without_python_for_each_value() -> None:
 
 def test_what_is_too_large_to_compare_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     large, table, small = [0.5] * 200_000, np.ones(1 << 20), [1.0]
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean() * large[0] * float(table[0]) * small[0]
-
-    step, state, batch = stepped(loss)
+    step, state, batch = stepped(times(lambda: large[0] * float(table[0]) * small[0]))
     small[0] = 2.0
     state, _ = step(state, batch)
     assert step.num_compiles == 2
@@ -486,12 +465,8 @@ def test_what_is_too_large_to_compare_is_named_once(caplog: pytest.LogCaptureFix
 
 def test_equal_values_in_new_objects_do_not_compile_again() -> None:
     cfg = types.SimpleNamespace(weights=[1.0, 2.0], inner=Settings(), shape=(1, 2), scale=1.5, table=np.ones(2))
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        total = sum(cfg.weights) * cfg.inner.factor * sum(cfg.shape) * cfg.scale * float(cfg.table[0])
-        return model(batch).square().mean() * total
-
-    step, state, batch = stepped(loss)
+    factor = lambda: sum(cfg.weights) * cfg.inner.factor * sum(cfg.shape) * cfg.scale * float(cfg.table[0])  # noqa: E731
+    step, state, batch = stepped(times(factor))
     for _ in range(2):
         cfg.weights, cfg.inner, cfg.shape, cfg.scale = [1.0, 2.0], Settings(), (1, 1 + 1), float("1.5")
         cfg.table = np.ones(2)
@@ -505,11 +480,7 @@ def test_equal_values_in_new_objects_do_not_compile_again() -> None:
 @pytest.mark.parametrize("values", [(1, 1.0), (0.0, -0.0), (1, True)])
 def test_values_that_are_equal_and_yet_others(values: tuple[Any, Any]) -> None:
     box = Plain(value=values[0])
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean() + (0.0 if box.value is None else 1.0)
-
-    step, state, batch = stepped(loss)
+    step, state, batch = stepped(times(lambda: 2.0 if box.value is None else 1.0))
     box.value = values[1]
     step(state, batch)
     assert step.num_compiles == 2
@@ -527,13 +498,9 @@ class Irreps(tuple):
 
 def test_containers_that_are_read_in_ways_of_their_own() -> None:
     box = Plain(irreps=Irreps([1.0, 2.0]), kinds={"a": {Plain, 2}})
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean() * box.irreps[1] + (2 in box.kinds["a"])
-
     model = nn.Linear(8, 8)
     model.irreps = box.irreps  # pyright: ignore[reportArgumentType]
-    step, state, batch = stepped(loss, model)
+    step, state, batch = stepped(times(lambda: box.irreps[1] + (2 in box.kinds["a"])), model)
     state, _ = step(state, batch)
     assert step.num_compiles == 1
     box.irreps = Irreps([1.0, 3.0])
@@ -605,10 +572,7 @@ def test_the_package_of_the_loss_is_the_users_own_where_it_is_installed(
 def test_two_threads_each_see_their_own_functions() -> None:
     def trained(scale: float) -> tuple[float, float]:
         box, model = Plain(scale=scale), nn.Linear(8, 8)
-
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).square().mean() * box.scale
-
+        loss = times(lambda: box.scale)
         step, state, batch = stepped(loss, model)
         box.scale = 3 * scale
         _, metrics = step(state, batch)

@@ -2,7 +2,6 @@
 
 # ruff: noqa: E501  (a table)
 
-import re
 from functools import partial
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.errors import assert_refused
 from tests.oracles.steps import sgd_step
 from tests.tables.cases import WHOLE, make_mesh
 
@@ -415,15 +415,7 @@ def two():
 
 
 def test_what_is_refused():
-    faults = []
-    for text, words in REFUSED.items():
-        try:
-            said = f"nothing: it gave {eval(text)}"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        if not re.match(words, said, re.DOTALL):
-            faults.append(f"{text}\n  must be {words}\n  is {said}")
-    assert not faults, "\n".join(faults)
+    assert_refused(REFUSED, lambda text: eval(text))
 
 
 def test_a_function_of_a_module_may_be_defined_anew():

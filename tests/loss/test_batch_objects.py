@@ -1,6 +1,5 @@
 """Batches that are objects: taken apart into arrays, and put together for the loss as they were."""
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -83,11 +82,6 @@ class Store:
     y = property(lambda self: self.inner.y)
 
 
-class User(collections.UserDict[str, torch.Tensor]):
-    x = property(lambda self: self["x"])
-    y = property(lambda self: self["y"])
-
-
 class Output(BaseModelOutput):
     x = property(lambda self: self.last_hidden_state)
     y = property(lambda self: self.hidden_states[0])
@@ -101,7 +95,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "named tuple": Pair,
     "subclass of dict": lambda x, y: Sub(x=x, y=y),
     "with a way back": Store,
-    "UserDict": lambda x, y: User(x=x, y=y),
     "BatchEncoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
     "ModelOutput": lambda x, y: Output(last_hidden_state=x, hidden_states=(y,)),
     "in containers": lambda x, y: {"of": [Plain(x, y)], "scale": 2.0},
@@ -112,7 +105,7 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     scale = 1.0
     if type(batch) is dict:
         batch, scale = batch["of"][0], batch["scale"]
-    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, User, Output, BatchEncoding))
+    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, Output, BatchEncoding))
     x = batch.inputs() if isinstance(batch, Plain) else batch["x"] if isinstance(batch, BatchEncoding) else batch.x
     return F.mse_loss(model(x), batch["y"] if isinstance(batch, BatchEncoding) else batch.y) * scale
 

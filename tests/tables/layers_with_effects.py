@@ -253,16 +253,16 @@ class Observed(Stack):
         return super().forward(x) + sum(t.mean() for t in self.seen)
 
 
-_TABLES: dict[int, torch.Tensor] = {}
+_TABLES: dict[nn.Module, torch.Tensor] = {}
 
 
 class Keeping(Block):
     """A table for each layer, made when it is first needed and kept for later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if id(self) not in _TABLES:
-            _TABLES[id(self)] = torch.arange(WIDTH).float().sin()
-        return super().forward(x) + _TABLES[id(self)]
+        if self not in _TABLES:
+            _TABLES[self] = torch.arange(WIDTH).float().sin()
+        return super().forward(x) + _TABLES[self]
 
 
 def _weight_normed() -> nn.Module:

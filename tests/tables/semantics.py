@@ -104,24 +104,6 @@ def requires_grad_toggled(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.b(slope) + x @ frozen
 
 
-class _Clip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bound: float) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.bound = bound
-        return x.clamp(-bound, bound)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # straight-through, and scaled so that it is no true gradient
-        (x,) = ctx.saved_tensors
-        return grad * 0.5 + x * 0.01, None
-
-
-@row(AUTOGRAD)
-def custom_function(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(_Clip.apply(m.a(x), 0.3))
-
-
 class _Several(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -143,13 +125,6 @@ def custom_function_of_several(m: Any, x: torch.Tensor) -> torch.Tensor:
     y, mask, best = _Several.apply(x, m.a(x))
     z, _, _ = _Several.apply(m.b(x), x)
     return y * mask + z + F.one_hot(best, WIDTH)
-
-
-@row(AUTOGRAD)
-def tensor_hook(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = m.a(x)
-    y.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    return m.b(y)
 
 
 @row(AUTOGRAD, built)
@@ -293,15 +268,6 @@ def copies(m: Any, x: torch.Tensor) -> torch.Tensor:
     h.fill_diagonal_(0.5)
     h.clamp_(-1, 1).add_(h.detach(), alpha=0.5)
     return h[:, ::2].contiguous()
-
-
-@row(WRITES)
-def list_of_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], WIDTH)
-    for i in range(4):
-        out[:, i] = m.a(x)[:, i] * i
-        out[:, i + 4] = out[:, i].clone() + m.b(x)[:, i]
-    return out
 
 
 # What forward keeps on the module ------------------------------------------------------------------------------------
