@@ -200,14 +200,14 @@ def test_compute_dtype_is_where_it_says() -> None:
 
 
 def test_evaluation_has_a_compute_dtype_too() -> None:
-    m, mesh, dtypes = model(), make_mesh((4, 2)), list[torch.dtype]()
+    m, dtypes = model(), list[torch.dtype]()
 
     def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
         dtypes.append(m[0](batch).dtype)
         return loss_fn(m, batch)
 
-    state = ts.make_train_step(m, loss_fn, optax.sgd(0.1), mesh=mesh, plan=PLAN).init()
-    evaluation = ts.make_eval_step(m, loss, mesh=mesh, plan=PLAN, compute_dtype=torch.bfloat16)
+    evaluation = ts.make_eval_step(m, loss, mesh=make_mesh((4, 2)), plan=PLAN, compute_dtype=torch.bfloat16)
+    state = sgd_step(m, loss_fn, (4, 2), plan=PLAN).init()
     found = float(evaluation(state, batch())["loss"])
     assert set(dtypes) == {torch.bfloat16}
     np.testing.assert_allclose(found, loss_fn(m, batch()).item(), rtol=BFLOAT16)

@@ -214,17 +214,16 @@ def test_what_layers_keep_serves_later_captures() -> None:
     case = Case("keeping", lambda: Stack(Keeping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model(), case.batches(1)
     step = sgd_step(model, case.loss_fn, plan=case.plan)
-    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((1, 1)), plan=case.plan)
     state, _ = step(step.init(seed=0), batch)
     wanted = case.loss_fn(step.export(state), batch).item()
-    np.testing.assert_allclose(evaluate(state, batch)["loss"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(step.evaluation()(state, batch)["loss"], wanted, rtol=1e-6)
 
 
 def test_an_evaluation_has_loops_too() -> None:
     case = Case("dropping", lambda: Stack(Dropping), regression(WIDTH, out=WIDTH), {})
     model, (batch,) = case.model().eval(), case.batches(1)
     step = sgd_step(model, case.loss_fn, (4, 2), plan=case.plan)
-    evaluate = ts.make_eval_step(model, case.loss_fn, mesh=make_mesh((4, 2)), plan=case.plan)
+    evaluate = step.evaluation()
     metrics = evaluate(step.init(seed=0), batch)
     assert _loops(evaluate) == ((DEPTH, 1),)
     np.testing.assert_allclose(metrics["loss"], case.loss_fn(model, batch).item(), rtol=1e-6)
