@@ -1,11 +1,13 @@
 """A capture leaves torch as it was, and sees what JAX is set to."""
 
+import jax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
 from tests.capture.test_data_dependence import Chooses
+from tests.oracles.derivatives import agrees
 
 X = torch.tensor([0.5, -1.0, 2.0])
 
@@ -30,3 +32,8 @@ def test_a_failed_capture_leaves_torch_as_it_was() -> None:
     assert torch.backends.mkldnn.enabled
     assert type(model[0].weight) is nn.Parameter
     torch.testing.assert_close(ts.jax_jit(model[0])(X).cpu(), model[0](X))
+
+
+def test_sixty_four_bits_when_jax_has_them() -> None:
+    with jax.enable_x64(True):
+        agrees(lambda x: (x**3).sum(), X.double())
