@@ -13,7 +13,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import record_grads
-from tests.tables.cases import chosen, make_mesh
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import make_mesh
 
 # bfloat16 has 8 bits: a rounding is up to 2^-9 of a value, and a result meets a handful of them.
 BFLOAT16 = 2e-2
@@ -48,25 +49,34 @@ def one_step(m: nn.Module, loss: Any, data: torch.Tensor, sizes: Any = (4, 2), *
     return step(step.init(), data)
 
 
-def assert_grads(state: ts.TrainState, m: nn.Module, tolerance: float) -> None:
-    for name, parameter in m.named_parameters():
-        grad, wanted = state.opt_state[0][name], parameter.grad
-        assert wanted is not None
-        assert grad.dtype == jax.numpy.dtype(str(parameter.dtype).removeprefix("torch."))
-        largest = wanted.abs().max().item()
-        found = np.asarray(grad, np.float32)
-        np.testing.assert_allclose(found, wanted.float().numpy(), atol=tolerance * largest, rtol=0, err_msg=name)
+LOW = {  # the loss, that of eager torch, the dtype of all parameters, and options
+    "cpu": (autocast_loss("cpu"), autocast_loss("cpu"), torch.float32, {}),
+    "cuda": (autocast_loss("cuda"), autocast_loss("cpu"), torch.float32, {}),
+    "jax": (autocast_loss("jax"), autocast_loss("cpu"), torch.float32, {}),
+    "one device": (autocast_loss("jax"), autocast_loss("cpu"), torch.float32, {"sizes": (1, 1)}),
+    "compute_dtype": (loss_fn, autocast_loss("cpu"), torch.float32, {"compute_dtype": torch.bfloat16}),
+    "bfloat16": (loss_fn, loss_fn, torch.bfloat16, {}),
+    "float16": (loss_fn, loss_fn, torch.float16, {}),
+}
 
 
-@pytest.mark.parametrize("sizes", chosen([(1, 1), (4, 2)], [(4, 2)]))
-@pytest.mark.parametrize("device", ["cpu", "cuda", "jax"])
-def test_autocast_regions(device: str, sizes: Any) -> None:
-    eager = model()
-    wanted = autocast_loss("cpu")(eager, batch())
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_equals_eager_torch(name: str) -> None:
+    """By autocast regions, by a step's compute_dtype, by a model of that dtype: parameters and moments keep theirs."""
+    loss, eager_loss, dtype, options = LOW[name]
+    eager, data = model().to(dtype), batch().to(dtype)
+    wanted = eager_loss(eager, data)
     wanted.backward()
-    state, metrics = one_step(model(), autocast_loss(device), batch(), sizes)
-    np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=BFLOAT16)
-    assert_grads(state, eager, BFLOAT16)
+    state, metrics = one_step(model().to(dtype), loss, data, **options)
+    np.testing.assert_allclose(np.float32(metrics["loss"]), wanted.item(), rtol=BFLOAT16)
+    held = {leaf.dtype for leaf in (metrics["loss"], *jax.tree.leaves((state.tensors, state.opt_state)))}
+    assert held == {jax.numpy.dtype(str(dtype).removeprefix("torch."))}
+    for name, parameter in eager.named_parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad.float().numpy()
+        # in a model of that dtype every operator rounds, not just the products
+        tolerance = np.abs(grad).max() * (BFLOAT16 if dtype is torch.float32 else 2 * BFLOAT16)
+        np.testing.assert_allclose(np.float32(state.opt_state[0][name]), grad, rtol=0, atol=tolerance, err_msg=name)
 
 
 MADE_BEFORE = {device: torch.autocast(device, dtype=torch.bfloat16) for device in ("cpu", "jax")}
@@ -119,7 +129,7 @@ def test_float16_autocast_is_taken_where_no_gradients_are() -> None:
         with torch.autocast("cuda"), torch.autocast("cpu", dtype=torch.float16), FLOAT16["made before"]():
             return loss_fn(m, batch).float()
 
-    step = ts.make_train_step(model(), loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=PLAN)
+    step = sgd_step(model(), loss_fn, (4, 2), plan=PLAN)
     evaluation = ts.make_eval_step(model(), loss, mesh=make_mesh((4, 2)), plan=PLAN)
     found = float(evaluation(step.init(), batch())["loss"])
     np.testing.assert_allclose(found, loss_fn(model(), batch()).item(), rtol=BFLOAT16)
@@ -179,22 +189,9 @@ def test_autocast_around_a_compiled_function() -> None:
     assert jitted(x).dtype is torch.float32
 
 
-def test_compute_dtype_is_autocast_with_float32_parameters() -> None:
-    eager = model()
-    wanted = autocast_loss("cpu")(eager, batch())
-    wanted.backward()
-    state, metrics = one_step(model(), loss_fn, batch(), compute_dtype=torch.bfloat16)
-    np.testing.assert_allclose(metrics["loss"], wanted.item(), rtol=BFLOAT16)
-    assert metrics["loss"].dtype == np.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.tensors, state.opt_state))} == {np.dtype("float32")}
-    assert_grads(state, eager, BFLOAT16)
-
-
 def test_compute_dtype_is_where_it_says() -> None:
     """Products in bfloat16, norm and softmax in float32: read off the program."""
-    step = ts.make_train_step(
-        model(), loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=PLAN, compute_dtype=torch.bfloat16
-    )
+    step = sgd_step(model(), loss_fn, plan=PLAN, compute_dtype=torch.bfloat16)
     lines = step.lower(step.init(), batch()).as_text().splitlines()
     products = [line for line in lines if "dot_general" in line]
     assert products
@@ -203,33 +200,17 @@ def test_compute_dtype_is_where_it_says() -> None:
 
 
 def test_evaluation_has_a_compute_dtype_too() -> None:
-    m, mesh, dtypes = model(), make_mesh((4, 2)), list[torch.dtype]()
+    m, dtypes = model(), list[torch.dtype]()
 
     def loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
         dtypes.append(m[0](batch).dtype)
         return loss_fn(m, batch)
 
-    state = ts.make_train_step(m, loss_fn, optax.sgd(0.1), mesh=mesh, plan=PLAN).init()
-    evaluation = ts.make_eval_step(m, loss, mesh=mesh, plan=PLAN, compute_dtype=torch.bfloat16)
+    evaluation = ts.make_eval_step(m, loss, mesh=make_mesh((4, 2)), plan=PLAN, compute_dtype=torch.bfloat16)
+    state = sgd_step(m, loss_fn, (4, 2), plan=PLAN).init()
     found = float(evaluation(state, batch())["loss"])
     assert set(dtypes) == {torch.bfloat16}
     np.testing.assert_allclose(found, loss_fn(m, batch()).item(), rtol=BFLOAT16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, "bfloat16"], ids=str)
-def test_other_compute_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"compute_dtype must be torch\.bfloat16 or None"):
-        one_step(model(), loss_fn, batch(), compute_dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_models_of_a_lower_precision(dtype: torch.dtype) -> None:
-    eager, data = model().to(dtype), batch().to(dtype)
-    wanted = loss_fn(eager, data)
-    wanted.backward()
-    state, metrics = one_step(model().to(dtype), loss_fn, data)
-    np.testing.assert_allclose(np.float32(metrics["loss"]), wanted.item(), rtol=BFLOAT16)
-    assert_grads(state, eager, 2 * BFLOAT16)  # every operator rounds, not just the products
 
 
 def test_float64_needs_x64_and_is_then_exact() -> None:

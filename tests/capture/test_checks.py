@@ -88,11 +88,6 @@ def raise_in_with(x: Any) -> None:
             raise ValueError("bad")
 
 
-def raise_of_any(x: Any) -> None:
-    if any([x, x]):
-        raise ValueError("bad")
-
-
 def raise_if_last(x: Any) -> None:
     also = True
     if also and not x.all():
@@ -131,12 +126,6 @@ def raise_afterwards(x: Any) -> int:
     if x:
         return 1
     raise ValueError("bad")
-
-
-def raise_in_loop(x: Any) -> None:
-    for _ in range(2):
-        if not x:
-            raise ValueError("bad")
 
 
 def raise_in_handler(x: Any) -> None:
@@ -250,7 +239,6 @@ CHECKS = [
     (raise_if_explicit, False),
     (raise_in_else, True),
     (raise_in_with, False),
-    (raise_of_any, False),
     (raise_if_last, True),
     (raise_if_either, False),
     (raise_unless_both, True),
@@ -258,7 +246,6 @@ CHECKS = [
     (raise_if_named, False),
     (raise_in_elif, False),
     (raise_afterwards, True),
-    (raise_in_loop, True),
     (raise_in_handler, False),
     (either, False),
 ]
@@ -273,10 +260,6 @@ def test_checks_pass(check: Any, passes: bool) -> None:
     asked = Asked()
     check(asked)  # and does not raise
     assert asked.answer is passes
-
-
-def choice(x: Any) -> int:
-    return 1 if x else 2
 
 
 def branch(x: Any) -> int:
@@ -374,7 +357,6 @@ DECISIONS = [
     warn_or_change,
     log_of_another,
     warn_of_what_it_keeps,
-    choice,
     branch,
     caught,
     sometimes,

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import optax
 import pytest
 import torch
 import transformers
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import chosen
 
 SAME = 1e-5  # the same numbers are drawn; float32 sums of some hundred terms are in another order
@@ -45,15 +45,8 @@ def _drops(kind: str, **more: Any) -> nn.Module:
 def _dropping_step(model: nn.Module, scan: Any, num_devices: int = 8) -> tuple[ts.TrainStep, Any]:
     torch.manual_seed(1)
     batch = torch.randn(8, 3, 32, 32), torch.randint(4, (8,))
-    step = ts.make_train_step(
-        model,
-        lambda model, batch: nn.functional.cross_entropy(model(batch[0]).logits, batch[1]),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(batch=num_devices),
-        plan=ts.plans.replicated(),
-        scan_layers=scan,
-    )
-    return step, batch
+    loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]).logits, batch[1])  # noqa: E731
+    return sgd_step(model, loss_fn, (num_devices, 1), scan_layers=scan), batch
 
 
 def _losses(step: ts.TrainStep, batch: Any, num_steps: int) -> list[float]:

@@ -172,58 +172,6 @@ def test_a_module_under_two_names_is_whole_afterwards() -> None:
     found.raise_if_different()
 
 
-class ReadsTheOther(nn.Module):
-    """One block writes what another reads in the next step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x) if self.memory is None else self.first(x) + self.memory
-        y = self.second(h)
-        self.memory = y.mean(0).detach()
-        return y
-
-
-class GrowsAParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.late = nn.Linear(WIDTH, WIDTH), None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.late is None:
-            self.late = nn.Linear(WIDTH, WIDTH)
-        return self.late(self.a(x))
-
-
-class BufferOfTheBatch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.register_buffer("mean", x.mean(0))
-        return self.a(x)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (ReadsTheOther, r"reads the plain attribute memory, a tensor, and writes it.*register_buffer\('memory'"),
-        (GrowsAParameter, r"adds late to a module, with parameters"),
-        (BufferOfTheBatch, r"registers the buffer mean.*register it in __init__"),
-    ],
-)
-def test_what_a_program_cannot_carry_is_refused_and_taken_back(build: type[nn.Module], message: str) -> None:
-    case = built(build)
-    model = case.model()
-    before = attributes(model)
-    with pytest.raises(NotImplementedError, match=f"(?s){message}"):
-        assert_follows(case, model, eager_trajectory(case, 1), (1, 1))
-    assert attributes(model) == before
-
-
 class Injected(Exception):
     """What a failure in the midst of the user's code is."""
 
@@ -244,7 +192,7 @@ class FailsAt(TorchFunctionMode):
 def _cases() -> Iterator[Case]:
     for value in [v for table in (models, semantics, odd, layers_with_effects, layered) for v in vars(table).values()]:
         yield from (case for case in (value if isinstance(value, list) else ()) if isinstance(case, Case))
-    yield from (built(build) for build in (RegistersAtFirst, UnderTwoNames, ReadsTheOther))
+    yield from (built(build) for build in (RegistersAtFirst, UnderTwoNames))
 
 
 ALL = {f"{number} {case.name}": case for number, case in enumerate(_cases())}

@@ -1,33 +1,24 @@
 """Functions of libraries that a capture runs in plain operators, beside the libraries' own in eager torch."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles import derivatives
 from tests.oracles.eager import agrees_with_torch
-from tests.tables.cases import WHOLE
+from tests.oracles.steps import sgd_step
 from validation.zoo.rows import declare_operators_of_torchvision
 
 pytestmark = pytest.mark.slow  # these packages are those of the zoo
 
 ROWS = 8
 
-
-def agrees(fn: Callable[..., torch.Tensor], *args: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Value, and gradient of the first argument, as in eager torch."""
-    x = args[0].clone().requires_grad_()
-    wanted = fn(x, *args[1:])
-    (wanted_grad,) = torch.autograd.grad(wanted, x)
-    found, grad = ts.jax_value_and_grad(fn)(*args)
-    torch.testing.assert_close(found.cpu(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
-    torch.testing.assert_close(grad.cpu(), wanted_grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+agrees = functools.partial(derivatives.agrees, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -49,7 +40,8 @@ def test_the_mean_between_bounds(reducers: Any, bounds: dict[str, float], dtype:
         return reducer(found, x, torch.arange(ROWS))
 
     torch.manual_seed(0)
-    agrees(loss, torch.randn(ROWS, 3, dtype=dtype), tolerance=1e-5 if dtype == torch.float32 else 1e-2)  # of 8 bits
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # of 8 bits
+    agrees(loss, torch.randn(ROWS, 3, dtype=dtype), rtol=tolerance, atol=tolerance)
 
 
 def test_the_mean_of_selected_losses(reducers: Any) -> None:
@@ -76,7 +68,7 @@ def test_a_threshold_that_is_changed_makes_another_program(reducers: Any) -> Non
 
     torch.manual_seed(0)
     x = torch.randn(ROWS, 3)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=ts.make_mesh(batch=8), plan=WHOLE)
+    step = sgd_step(model, loss_fn, (8, 1), rate=0.0)
     state = step.init()
     for low in (0.0, 0.3):
         reducer.low = low
@@ -174,7 +166,7 @@ def test_factors_of_matrices_that_are_hardly_positive() -> None:
     agrees(factor, x)
     x[1, 2:] = x[1, :2] * 3  # of rank 2, so that the diagonal is enlarged, of this one alone
     with jax.enable_x64(True), pytest.warns(utils.warnings.NumericalWarning, match="added jitter"):
-        agrees(factor, x.double(), tolerance=1e-5)  # a rounding of 1e-16 beside a pivot of 1e-8
+        agrees(factor, x.double())  # a rounding of 1e-16 beside a pivot of 1e-8
     negative = -torch.eye(3)
     with pytest.raises(utils.errors.NotPSDError), pytest.warns(utils.warnings.NumericalWarning):
         utils.cholesky.psd_safe_cholesky(negative)

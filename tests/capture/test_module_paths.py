@@ -6,15 +6,13 @@ import re
 from typing import Any
 
 import jax
-import optax
 import pytest
 import torch
 from jax.profiler import ProfileData
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.steps import sgd_step
 
 WIDTH = 16
 
@@ -44,8 +42,7 @@ class Stack(nn.Module):
 
 def make_step(**options: Any) -> ts.TrainStep:
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    plan = ts.ShardingPlan({}, default=P())
-    return ts.make_train_step(Stack(), loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
+    return sgd_step(Stack(), loss_fn, (4, 2), **options)
 
 
 def labels_of(step: ts.TrainStep) -> list[str]:

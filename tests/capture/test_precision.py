@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.steps import sgd_step
 
 ROWS, LENGTH, WIDTH = 4, 6, 16
 PLAN = ts.ShardingPlan({}, default=P())
@@ -89,12 +88,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Cal
 }
 
 
+CAST: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
+
+
 @functools.cache
 def make_step(name: str) -> tuple[ts.TrainStep, torch.Tensor]:
     make, loss_fn, batch = CASES[name]
     torch.manual_seed(0)
-    options = {"compute_dtype": torch.bfloat16, "mixed_precision": "params"}
-    return ts.make_train_step(make(), loss_fn, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=PLAN, **options), batch()
+    return sgd_step(make(), loss_fn, (2, 1), **CAST), batch()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,8 +138,7 @@ def test_no_activation_between_layers_is_wide() -> None:
     assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xbf16>" in text  # what the loop saves
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xf32>" not in text
-    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": "autocast"}
-    autocast = ts.make_train_step(Language(), next_token, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=PLAN, **options)
+    autocast = sgd_step(Language(), next_token, (2, 1), **{**CAST, "mixed_precision": "autocast"})
     assert f"tensor<3x{ROWS}x{LENGTH}x{WIDTH}xf32>" in autocast.lower(autocast.structs, batch).as_text()
 
 
@@ -152,28 +152,11 @@ def test_a_parameter_that_is_written_stays_as_it_is() -> None:
             self.count += 1.001
             return self.linear(x)
 
-    step = ts.make_train_step(
-        Counts(),
-        lambda model, x: model(x).float().square().mean(),
-        optax.sgd(0.1),
-        mesh=make_mesh((1, 1)),
-        plan=PLAN,
-        compute_dtype=torch.bfloat16,
-        mixed_precision="params",
-    )
+    step = sgd_step(Counts(), lambda model, x: model(x).float().square().mean(), **CAST)
     state, _ = step(step.init(), torch.ones(2, 4))
-    torch.testing.assert_close(
-        step.export(state).get_parameter("count").detach(), torch.full((3,), 1.001), rtol=0, atol=0
-    )
+    assert torch.equal(step.export(state).get_parameter("count"), torch.full((3,), 1.001))
 
 
 def test_another_cast_is_refused() -> None:
     with pytest.raises(ValueError, match='mixed_precision must be "autocast" or "params", got \'all\''):
-        ts.make_train_step(
-            Language(),
-            next_token,
-            optax.sgd(0.1),
-            mesh=make_mesh((1, 1)),
-            plan=PLAN,
-            mixed_precision="all",  # pyright: ignore
-        )
+        sgd_step(Language(), next_token, mixed_precision="all")

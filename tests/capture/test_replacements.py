@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.derivatives import X, agrees
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, make_mesh, squared_error
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import BATCH, squared_error
 from torch_shard._capture import replacements as _initialisers
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # float32 sums and logarithms of sums, in another order
@@ -65,13 +66,8 @@ def of_tensors(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tensor_of_a_list_of_tensors_has_their_values() -> None:
-    x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
-    wanted = of_tensors(x)
-    (wanted_grad,) = torch.autograd.grad(wanted.sum(), x)
-    found = ts.jax_jit(of_tensors)(x.detach())
-    grad = ts.jax_jit(ts.jax_grad(lambda x: of_tensors(x).sum()))(x.detach())
-    torch.testing.assert_close(found.cpu(), wanted.detach(), **CLOSE)
-    torch.testing.assert_close(grad.cpu(), wanted_grad, **CLOSE)
+    agrees(lambda x: of_tensors(x).sum(), X)
+    torch.testing.assert_close(ts.jax_jit(of_tensors)(X).cpu(), of_tensors(X), **CLOSE)
 
 
 ALL = {name: (fn, shape) for name, fn, shape in cases()}
@@ -152,7 +148,7 @@ def test_a_wrapper_that_a_loss_closes_over_runs_its_module(wrapper: type, caplog
     def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
         return squared_error(model, batch)
 
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
+    step = sgd_step(model, loss_fn, (4, 2), plan=plan)
     with caplog.at_level("INFO", "torch_shard"):
         state, _ = step(step.init(), batch)
     assert f"{wrapper.__name__} runs its module" in caplog.text

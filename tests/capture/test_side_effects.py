@@ -4,19 +4,21 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.capture.test_left_alone import attributes
 from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.tables.cases import WHOLE, make_mesh, squared_error
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import squared_error
 from tests.tables.semantics import WIDTH, built
 
 ALIKE = {"*.a.weight": P("model")}
@@ -75,9 +77,9 @@ class Windows(One):
 def test_harmless_writes_are_right_and_taken_back(build: type[One]) -> None:
     case = built(build)
     model = case.model()
-    before = {name: repr(value) for name, value in vars(model).items()}
+    before = attributes(model)
     assert_follows(case, model, eager_trajectory(case, 2), (4, 2))
-    assert {name: repr(value) for name, value in vars(model).items()} == before
+    assert attributes(model) == before
 
 
 def test_a_function_of_jax_that_is_made_anew_in_each_call_is_the_same() -> None:
@@ -211,6 +213,32 @@ class Remembers(One):
         return self.a(x) + self.hidden
 
 
+class ReadsTheOther(One):
+    """What one call writes, the next one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) if self.memory is None else self.a(x) + self.memory
+        self.memory = y.mean(0).detach()
+        return y
+
+
+class GrowsAParameter(One):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH)
+        return self.late(self.a(x))
+
+
+class BufferOfTheBatch(One):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("mean", x.mean(0))
+        return self.a(x)
+
+
 class Grows(One):
     def __init__(self) -> None:
         super().__init__()
@@ -226,6 +254,9 @@ REFUSED = [
     (WarmupByList, "changes the plain attribute seen on each call and depends on it"),
     (FirstBatch, "changes the plain attribute ready on each call and depends on it"),
     (Remembers, r"reads the plain attribute hidden, a tensor, and writes it.*register_buffer\('hidden'"),
+    (ReadsTheOther, r"reads the plain attribute memory, a tensor, and writes it.*register_buffer\('memory'"),
+    (GrowsAParameter, r"adds late to a module, with parameters"),
+    (BufferOfTheBatch, r"registers the buffer mean.*register it in __init__"),
     (Grows, r"buffer queue is \(1, 8\) torch.float32 and forward makes it \(2, 8\)"),
 ]
 
@@ -234,43 +265,36 @@ REFUSED = [
 def test_what_a_compiled_program_cannot_carry_is_refused_by_name(build: type[One], message: str) -> None:
     case = built(build)
     model = case.model()
-    before = {name: repr(value) for name, value in vars(model).items()}
+    before = attributes(model)
     with pytest.raises(NotImplementedError, match=f"(?s){message}"):
         assert_follows(case, model, eager_trajectory(case, 1), (1, 1))
-    assert {name: repr(value) for name, value in vars(model).items()} == before
+    assert attributes(model) == before
 
 
-def test_containers_of_numbers_may_change_between_steps() -> None:
-    class Scales(One):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = [1.0, 2.0]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.a(x) * sum(self.scales)
-
-    case = built(Scales)
-    model, mesh = case.model(), make_mesh((1, 1))
-    step = ts.make_train_step(model, case.loss_fn, optax.sgd(0.0), mesh=mesh, plan=case.plan)
-    state = step.init()
-    for change in ([1.0, 2.0], [1.0, 2.0], [3.0]):
-        model.scales[:] = change
-        state, metrics = step(state, case.batches(1)[0])
-        wanted = case.loss_fn(model, case.batches(1)[0])
-        torch.testing.assert_close(torch.tensor(float(metrics["loss"])), wanted.detach())
-    assert step.num_compiles == 2
+def by_adapter(model: nn.Module, x: torch.Tensor) -> None:
+    found = ts.jax_jit(model)(x).cpu()
+    assert not hasattr(model, "last")
+    torch.testing.assert_close(found, model(x).detach())
+    del model.last
 
 
-def test_adapters_take_writes_back_too(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [
+        by_adapter,
+        lambda model, x: ts.jax_jit(lambda x: model(x))(x),
+        lambda model, x: (step := sgd_step(model, squared_error))(step.init(), (x, x)),
+    ],
+    ids=["adapter", "function", "step"],
+)
+def test_writes_to_plain_attributes_are_taken_back_and_reported(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Keeps(One):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.last = self.a(x)
             return self.last
 
-    model, x = Keeps(), torch.ones(2, WIDTH)
-    torch.testing.assert_close(ts.jax_jit(model)(x).cpu(), model(x).detach())
-    del model.last
-    ts.jax_jit(lambda x: model(x))(x)
+    model = Keeps()
+    run(model, torch.ones(2, WIDTH))
     assert not hasattr(model, "last")
     assert "forward writes the plain attribute last" in caplog.text
 
@@ -305,16 +329,3 @@ def test_caches_that_a_capture_filled_serve_the_next() -> None:
     tables.cache_clear()
     for scale, out in zip((1.0, 2.0, 3.0), found, strict=True):
         torch.testing.assert_close(out, fn(x, scale))
-
-
-def test_writes_to_plain_attributes_are_taken_back_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    class Keeps(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last = super().forward(x)
-            return self.last
-
-    model = Keeps(8, 4)
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
-    step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
-    assert not hasattr(model, "last")
-    assert "forward writes the plain attribute last" in caplog.text

@@ -12,25 +12,6 @@ import torch_shard as ts
 from tests.oracles.derivatives import X, assert_close, torch_grad
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(64, 64), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.linear(x))
-
-
-def test_training_mode_is_read_at_each_call() -> None:
-    model, x = Noisy(), torch.ones(4, 64)
-    fn = ts.jax_jit(model)
-    assert (fn(x) == 0).any()
-    model.eval()
-    assert_close(fn(x), model(x))
-    model.train()
-    assert (fn(x) == 0).any()
-
-
 def test_closed_over_parameters_are_read_at_each_call() -> None:
     model = nn.Linear(3, 2)
     fn = ts.jax_jit(lambda x: model(x))

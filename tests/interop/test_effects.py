@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import sgd_step
 from torch_shard.collectives import axis_index
 
 
@@ -110,9 +110,8 @@ def test_prints_once_for_each_layer_of_a_step(remat: Any, capfd: pytest.CaptureF
         ts.debug_print("batch of {}", x.sum())
         return model(x).square().mean()
 
-    everywhere = ts.ShardingPlan({}, default=P())
     model = nn.Sequential(Loud(), Loud(), Loud())
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(batch=1), plan=everywhere, remat=remat)
+    step = sgd_step(model, loss_fn, remat=remat)
     step(step.init(seed=0), torch.ones(2, 4))
     assert lines(capfd) == {"batch of 8.0": 1, "least 0.0 of 2": 3}
 

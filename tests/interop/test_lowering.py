@@ -2,19 +2,17 @@
 
 # ruff: noqa: E501  (a table)
 
-import re
-
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.oracles.eager import agrees_with_torch
-from tests.tables.cases import WHOLE, make_mesh
+from tests.oracles.errors import assert_refused
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import make_mesh
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32, a few products
 
@@ -159,7 +157,7 @@ def test_layers_with_such_operators_are_one_loop(remat):
     model, plain = (nn.Sequential(nn.Linear(4, 4), *(kind() for _ in range(3))) for kind in (Block, PlainBlock))
     plain.load_state_dict(model.state_dict())
     x = torch.randn(8, 4)
-    step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=make_mesh((4, 1)), plan=WHOLE, remat=remat)
+    step = sgd_step(model, square, (4, 1), remat=remat)
     state, metrics = step(step.init(), x)
     loss = square(plain, x)
     loss.backward()
@@ -200,13 +198,7 @@ def test_autocast_is_that_of_the_operator():
 
 def test_an_operator_that_draws_takes_a_key():
     with ts.lowering(ops.noise)(lambda key, x: jax.random.uniform(key, x.shape)):
-        step = ts.make_train_step(
-            nn.Linear(3, 3),
-            lambda m, x: (m(x) * ops.noise(x)).mean(),
-            optax.sgd(0.1),
-            mesh=make_mesh((2, 1)),
-            plan=WHOLE,
-        )
+        step = sgd_step(nn.Linear(3, 3), lambda m, x: (m(x) * ops.noise(x)).mean(), (2, 1))
         losses = [float(step(step.init(seed=seed), X)[1]["loss"]) for seed in (0, 0, 1)]
         assert losses[0] == losses[1] != losses[2]
         with pytest.raises(NotImplementedError, match=r"tests::noise draws random numbers.*register_autograd"):
@@ -231,7 +223,7 @@ def test_on_a_mesh_each_device_has_its_part(mesh):
     gradient = torch.autograd.grad((2 * model(x) + 2 * x).square().mean(), model.weight)[0]
     LOWERED["tests::doubled"].remove()
     with ts.lowering(ops.doubled, in_specs=([P("batch"), P("batch")],), out_specs=P("batch"), mesh=mesh)(double):
-        step = ts.make_train_step(model, loss_fn, optax.sgd(1.0), mesh=make_mesh((4, 1)), plan=WHOLE)
+        step = sgd_step(model, loss_fn, (4, 1), rate=1.0)
         state, metrics = step(step.init(), x)
     assert shapes == {(2, 4)}
     torch.testing.assert_close(float(metrics["loss"]), wanted.item())
@@ -277,21 +269,9 @@ def run(name, fn):
 
 @pytest.mark.filterwarnings("ignore")  # what PyTorch warns of is an error by ourselves
 def test_what_is_refused():
-    faults = []
-    for text, words in REFUSED.items():
-        try:
-            said = f"nothing: it gave {eval(text)}"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        if not re.match(words, said, re.DOTALL):
-            faults.append(f"{text}\n  must be {words}\n  is {said}")
-    assert not faults, "\n".join(faults)
+    assert_refused(REFUSED, lambda text: eval(text))
 
 
 def test_without_a_lowering_the_error_says_how_to_give_one():
     with pytest.raises(NotImplementedError, match=r"tests.wide(?s:.*)torch_shard.lowering"):
         ts.jax_jit(ops.wide)(X)
-
-
-def test_agrees_over_several_steps():
-    agrees_with_torch(nn.Sequential(nn.Linear(4, 4)), lambda m, x: power(m(x), 0.1).square().mean(), [torch.ones(8, 4)])

@@ -2,7 +2,6 @@
 
 # ruff: noqa: E501  (a table)
 
-import re
 from functools import partial
 
 import jax
@@ -17,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.errors import assert_refused
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import WHOLE, make_mesh
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32, sums of some dozen terms
@@ -164,7 +165,7 @@ def square(model, x):
 
 
 def weights_after_a_step(model, x, sizes, **options):
-    step = ts.make_train_step(model, square, optax.sgd(1.0), mesh=make_mesh(sizes), plan=WHOLE, **options)
+    step = sgd_step(model, square, sizes, rate=1.0, **options)
     state, metrics = step(step.init(), x)
     return step, float(metrics["loss"]), {name: np.asarray(p) for name, p in state.params.items()}
 
@@ -210,9 +211,7 @@ def test_in_layers_on_a_mesh(sizes, specs, options):
 
 
 def test_programs_are_made_for_the_kernels_in_place():
-    step = ts.make_train_step(
-        nn.Linear(4, 4), lambda m, x: torch.tanh(m(x)).sum(), optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=WHOLE
-    )
+    step = sgd_step(nn.Linear(4, 4), lambda m, x: torch.tanh(m(x)).sum(), (2, 1))
     losses = []
     for fn in (None, jnp.tanh, lambda x: 0 * x, None):
         if fn is not None:
@@ -230,7 +229,7 @@ def test_programs_are_made_for_the_kernels_in_place():
 def test_a_wrong_kernel_is_found_by_its_proof():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
     with ts.override(torch.tanh)(lambda x: jnp.tanh(x) * 1.01):
-        step = ts.make_train_step(model, square, optax.sgd(0.1), mesh=make_mesh((2, 1)), plan=WHOLE)
+        step = sgd_step(model, square, (2, 1))
         for found in (
             step.prove(step.init(), x),
             ts.compare_with_torch(model, square, x, mesh=make_mesh((2, 1)), plan=WHOLE),
@@ -416,15 +415,7 @@ def two():
 
 
 def test_what_is_refused():
-    faults = []
-    for text, words in REFUSED.items():
-        try:
-            said = f"nothing: it gave {eval(text)}"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        if not re.match(words, said, re.DOTALL):
-            faults.append(f"{text}\n  must be {words}\n  is {said}")
-    assert not faults, "\n".join(faults)
+    assert_refused(REFUSED, lambda text: eval(text))
 
 
 def test_a_function_of_a_module_may_be_defined_anew():

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from torch import nn
 
 import torch_shard as ts
 from tests.oracles.derivatives import X, assert_close, torch_grad, wavy
@@ -100,36 +99,6 @@ def test_integers_have_gradient_zero() -> None:
     grads = ts.jax_grad(lambda t: (t["w"] ** 2 * t["count"]).sum())(tree)
     assert_close(grads["w"], 6 * X)
     assert int(grads["count"]) == 0
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(64, 64), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.linear(x))
-
-
-def test_dropout_differs_by_call_and_repeats_by_seed() -> None:
-    model, x = Noisy(), torch.ones(4, 64)
-    fn = ts.jax_jit(model)
-    torch.manual_seed(0)
-    first, second = fn(x).cpu(), fn(x).cpu()
-    torch.manual_seed(0)
-    again = fn(x).cpu()
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-    kept = first != 0
-    assert_close(first[kept], (2 * model.linear(x))[kept])
-    assert 0.35 < kept.float().mean() < 0.65  # 256 fair coins: 0.5 +- 5 standard errors
-
-
-def test_forward_and_backward_drop_the_same_elements() -> None:
-    x = torch.ones(1000)
-    value, grad = ts.jax_value_and_grad(lambda x: F.dropout(x, 0.3).sum())(x)
-    assert_close(value, grad.cpu().sum())  # the loss is linear: its gradient is the mask
-    assert 0.2 < (grad == 0).float().mean() < 0.4
 
 
 def test_nested_calls_draw_their_own_numbers() -> None:

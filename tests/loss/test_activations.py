@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import chosen, make_mesh
 
 ROWS, LENGTH, WIDTH = 8, 6, 16
@@ -70,7 +71,7 @@ def make_step(activations: dict[str, P], **options: Any) -> ts.TrainStep:
     torch.manual_seed(0)
     rules = {"**.up.weight": P("model", "batch"), "**.down.weight": P("batch", "model")}
     plan = ts.ShardingPlan(rules, default=P(), activations=activations)
-    return ts.make_train_step(Net(), mean_square, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
+    return sgd_step(Net(), mean_square, (4, 2), plan=plan, **options)
 
 
 def inputs(rows: int = ROWS) -> torch.Tensor:
@@ -186,5 +187,5 @@ def test_a_forward_that_calls_that_of_its_base_class_is_one_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Own(WIDTH, WIDTH), Base(WIDTH, 4))
     plan = ts.ShardingPlan({}, default=P(), activations={"0:x": SPEC, "0": SPEC, "1:input": SPEC})
-    step = ts.make_train_step(model, mean_square, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan)
+    step = sgd_step(model, mean_square, (4, 2), plan=plan)
     step.prove(step.init(), inputs()).raise_if_different()

@@ -3,15 +3,14 @@
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
 from tests.oracles.errors import refuses
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import CASE, WHOLE, make_mesh, make_step
 
 
@@ -26,9 +25,7 @@ def test_a_batch_that_does_not_divide() -> None:
 
 
 def test_integers_of_a_batch_must_fit() -> None:
-    step = ts.make_train_step(
-        nn.Embedding(8, 2), lambda model, x: model(x).mean(), optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE
-    )
+    step = sgd_step(nn.Embedding(8, 2), lambda model, x: model(x).mean(), (4, 2))
     with refuses("values from 0 to 1099511627776, which do not fit int32", OverflowError):
         step(step.init(), torch.tensor([0, 2**40] * 4))
 
@@ -44,7 +41,7 @@ def test_64_bit_floats_of_a_batch_are_rounded_and_named(caplog: pytest.LogCaptur
     rng = np.random.default_rng(0)
     batch = (rng.normal(size=(8, 8)), torch.from_numpy(rng.normal(size=(8, 2))), torch.ones(8, 1))
     model = nn.Linear(8, 2)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, (4, 2))
     state = step.init()
     for _ in range(2):
         state, _ = step(state, batch)
@@ -63,8 +60,8 @@ def test_dicts_of_a_batch_keep_their_order() -> None:
         assert list(batch["y"]) == ["b", "a"]
         return F.mse_loss(model(batch["x"]), torch.stack(list(batch["y"].values()), 1))
 
-    model, plan = nn.Linear(8, 2), ts.ShardingPlan({}, default=P())
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=plan)
+    model = nn.Linear(8, 2)
+    step = sgd_step(model, loss_fn, (8, 1))
     batch = {"y": {"b": torch.ones(8), "a": torch.zeros(8)}, "x": torch.randn(8, 8)}
     _, metrics = step(step.init(), batch)
     np.testing.assert_allclose(metrics["loss"], loss_fn(model, batch).item(), rtol=1e-6)

@@ -1,12 +1,10 @@
 """Batches that are objects: taken apart into arrays, and put together for the loss as they were."""
 
-import collections
 import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +12,9 @@ from torch import nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-import torch_shard as ts
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, WHOLE, make_mesh
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import BATCH
 
 
 class Plain:
@@ -84,11 +82,6 @@ class Store:
     y = property(lambda self: self.inner.y)
 
 
-class User(collections.UserDict[str, torch.Tensor]):
-    x = property(lambda self: self["x"])
-    y = property(lambda self: self["y"])
-
-
 class Output(BaseModelOutput):
     x = property(lambda self: self.last_hidden_state)
     y = property(lambda self: self.hidden_states[0])
@@ -102,7 +95,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "named tuple": Pair,
     "subclass of dict": lambda x, y: Sub(x=x, y=y),
     "with a way back": Store,
-    "UserDict": lambda x, y: User(x=x, y=y),
     "BatchEncoding": lambda x, y: BatchEncoding({"x": x, "y": y}),
     "ModelOutput": lambda x, y: Output(last_hidden_state=x, hidden_states=(y,)),
     "in containers": lambda x, y: {"of": [Plain(x, y)], "scale": 2.0},
@@ -113,7 +105,7 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
     scale = 1.0
     if type(batch) is dict:
         batch, scale = batch["of"][0], batch["scale"]
-    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, User, Output, BatchEncoding))
+    assert isinstance(batch, (Plain, Slots, Record, Frozen, Pair, Sub, Store, Output, BatchEncoding))
     x = batch.inputs() if isinstance(batch, Plain) else batch["x"] if isinstance(batch, BatchEncoding) else batch.x
     return F.mse_loss(model(x), batch["y"] if isinstance(batch, BatchEncoding) else batch.y) * scale
 
@@ -126,7 +118,7 @@ def test_each_kind_of_batch_counts_in_one_program() -> None:
         losses = {kind: loss_fn(model, part) for kind, part in batch.items()}
         return torch.stack(list(losses.values())).sum(), losses
 
-    step = ts.make_train_step(model, of_each, optax.sgd(0.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, of_each, (4, 2), rate=0.0)
     state = step.init()
     for put in (lambda batch: batch, lambda batch: batch, step.put):
         batch = {kind: make(torch.randn(BATCH, 8), torch.randn(BATCH, 4)) for kind, make in KINDS.items()}
@@ -138,7 +130,7 @@ def test_each_kind_of_batch_counts_in_one_program() -> None:
 
 def test_plain_values_of_an_object_are_a_part_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(8, 4)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, rate=0.0)
     state, batch = step.init(), Plain(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
     with caplog.at_level(logging.INFO):
         for batch.scale in (2, 3):
@@ -155,17 +147,15 @@ class WithIterator(Plain):
 
 def test_what_is_no_array_may_be_there_and_is_refused_where_it_is_read() -> None:
     model, batch = nn.Linear(8, 4), WithIterator(torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, rate=0.0)
     _, metrics = step(step.init(), batch)
     torch.testing.assert_close(torch.tensor(float(metrics["loss"])), loss_fn(model, batch).detach())
-    reads = ts.make_train_step(
-        model, lambda m, b: loss_fn(m, b) * next(b.rows), optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE
-    )
+    reads = sgd_step(model, lambda m, b: loss_fn(m, b) * next(b.rows), rate=0.0)
     with refuses(r"reads batch\.rows, of type list_iterator, which is neither an array nor", NotImplementedError):
         reads(reads.init(), batch)
 
 
 def test_what_cannot_be_taken_apart_is_refused_by_name() -> None:
-    step = ts.make_train_step(nn.Linear(8, 4), loss_fn, optax.sgd(0.0), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(nn.Linear(8, 4), loss_fn, rate=0.0)
     with refuses(r"batch\['x'\] is of type list_iterator, which is neither an array", TypeError):
         step(step.init(), {"x": iter([1])})

@@ -9,6 +9,7 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
 from tests.oracles.errors import refuses
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import BATCH, CASE, WHOLE, make_mesh, make_step, squared_error
 
 
@@ -24,22 +25,10 @@ def test_parameters_without_a_gradient_stay_as_torch_leaves_them() -> None:
     assert set(state.opt_state[0].mu) == set(state.params)
 
 
-def test_hooks_on_parameters_act() -> None:
-    model = nn.Linear(8, 4)
-    model.weight.register_hook(lambda grad: grad * 3)
-    plan = WHOLE
-    step = ts.make_train_step(model, squared_error, optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=plan)
-    batch = (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
-    state, _ = step(step.init(), batch)
-    squared_error(model, batch).backward()
-    wanted = (model.weight - model.weight.grad).detach()
-    np.testing.assert_allclose(state.params["weight"], wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_a_post_accumulate_hook() -> None:
     model = nn.Linear(8, 4)
     model.weight.register_post_accumulate_grad_hook(lambda p: None)
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE)
+    step = sgd_step(model, squared_error, (8, 1))
     with refuses(r"weight has a post-accumulate-grad hook.*register_hook", NotImplementedError):
         step(step.init(), (torch.ones(8, 8), torch.ones(8, 4)))
 

@@ -4,13 +4,11 @@ import gc
 import weakref
 from typing import Any
 
-import optax
 import pytest
 import torch
 from torch import nn
 
-import torch_shard as ts
-from tests.tables.cases import WHOLE, make_mesh
+from tests.oracles.steps import sgd_step
 
 
 class Trainer:
@@ -18,14 +16,10 @@ class Trainer:
 
     def __init__(self) -> None:
         self.model = nn.Linear(8, 8)
-        self.step = made_step(self.model, self.loss)
+        self.step = sgd_step(self.model, self.loss)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return self.model(batch).square().mean()
-
-
-def made_step(model: nn.Module, loss_fn: Any) -> Any:
-    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=WHOLE)
 
 
 def run(step: Any) -> None:
@@ -42,14 +36,14 @@ def by_method() -> list[object]:
 
 def by_closure() -> list[object]:
     model = nn.Linear(8, 8)
-    step = made_step(model, lambda given, batch: model(batch).square().mean())
+    step = sgd_step(model, lambda given, batch: model(batch).square().mean())
     run(step)
     return [model, step]
 
 
 def by_global() -> list[object]:
     vars(HELD)["model"] = nn.Linear(8, 8)
-    step = made_step(HELD.model, lambda given, batch: HELD.model(batch).square().mean())
+    step = sgd_step(HELD.model, lambda given, batch: HELD.model(batch).square().mean())
     run(step)
     return [vars(HELD).pop("model"), step]
 
@@ -76,8 +70,8 @@ def test_steps_of_one_loss_share_a_capture() -> None:
         return model(batch).square().mean()
 
     model = nn.Linear(8, 8)
-    first = made_step(model, loss)
+    first = sgd_step(model, loss)
     run(first)
     before = len(captures)
-    run(made_step(model, loss))
+    run(sgd_step(model, loss))
     assert len(captures) == before > 1

@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import torch_shard as ts
+from tests.oracles.steps import sgd_step
 from tests.tables.cases import BATCH, WHOLE, make_mesh
 
 Named = collections.namedtuple("Named", ["error", "loss", "logits"])
@@ -49,7 +49,7 @@ def test_each_form_trains_like_the_loss_alone(form: str) -> None:
     torch.manual_seed(0)
     model, batch = nn.Linear(8, 4), (torch.randn(BATCH, 8), torch.randn(BATCH, 4))
     loss_fn = lambda m, b: make(*parts(m, b))  # noqa: E731
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=WHOLE)
+    step = sgd_step(model, loss_fn)
     state, metrics = step(step.init(), batch)
     loss, error, _ = parts(model, batch)
     loss.backward()

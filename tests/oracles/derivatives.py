@@ -1,8 +1,11 @@
 """A function whose derivatives tell torch's from JAX's, and torch's own derivative."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import torch_shard as ts
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32, sums in another order
 
@@ -19,6 +22,17 @@ def wavy(x: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.tensor([0.3, -1.2, 2.0])
+
+
+def agrees(fn: Callable[..., torch.Tensor], *args: torch.Tensor, **tolerance: float) -> None:
+    """Value of a function, and its gradient by the first argument, as in eager torch."""
+    x = args[0].clone().requires_grad_()
+    wanted = fn(x, *args[1:])
+    (wanted_grad,) = torch.autograd.grad(wanted, x)
+    found, grad = ts.jax_value_and_grad(fn)(*args)
+    tolerance = tolerance or CLOSE
+    torch.testing.assert_close(found.cpu(), wanted.detach(), equal_nan=True, **tolerance)
+    torch.testing.assert_close(grad.cpu(), wanted_grad, equal_nan=True, **tolerance)
 
 
 def torch_grad(fn: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,27 @@
 """Steps that are taken one after the other, and the states of two such runs compared."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import optax
 import torch
 
 import torch_shard as ts
+from tests.tables.cases import WHOLE, make_mesh
+
+
+def sgd_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    sizes: tuple[int, int] = (1, 1),
+    *,
+    rate: float = 0.1,
+    plan: ts.ShardingPlan = WHOLE,
+    **options: Any,
+) -> ts.TrainStep:
+    """A step of plain SGD on a mesh of these sizes; every device holds all, unless a plan says otherwise."""
+    return ts.make_train_step(model, loss_fn, optax.sgd(rate), mesh=make_mesh(sizes), plan=plan, **options)
 
 
 def run_steps(

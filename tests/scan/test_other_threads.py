@@ -2,12 +2,10 @@
 
 import threading
 
-import optax
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
-import torch_shard as ts
+from tests.oracles.steps import sgd_step
 
 SEEN, ERRORS = [], []  # a capture puts back what it changes of modules
 
@@ -42,14 +40,7 @@ class Talkative(nn.Module):
 def test_hooks_of_another_thread_are_not_hooks_of_the_layer(monkeypatch):
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off
     model = nn.Sequential(*(Talkative() for _ in range(4)))
-    step = ts.make_train_step(
-        model,
-        lambda model, batch: model(batch).square().mean(),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(batch=8, model=1),
-        plan=ts.ShardingPlan({}, default=P()),
-        scan_layers=True,
-    )
+    step = sgd_step(model, lambda model, batch: model(batch).square().mean(), (8, 1), scan_layers=True)
     step(step.init(seed=0), torch.ones(8, 8))
     assert ERRORS == []
     assert len(SEEN) >= 2 * len(model)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from torch_shard._sharding.mesh import check_mesh, find_spec_faults, make_mesh
@@ -57,17 +57,9 @@ def test_make_mesh_gives_minus_one_the_rest(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [
-        ({}, ValueError, "make_mesh: at least one axis is required, as in make_mesh(batch=4, model=2)."),
-        ({"batch": 4.0}, TypeError, "make_mesh: every axis size must be an int, got batch=4.0."),
         ({"a": True, "b": "2"}, TypeError, "make_mesh: every axis size must be an int, got a=True, b='2'."),
         ({"a": 0, "b": -2, "c": 2}, ValueError, "must be positive, or -1 for the rest, got a=0, b=-2."),
-        ({"a": -1, "b": -1}, ValueError, "make_mesh: one axis size at most may be -1, got a and b."),
-        ({"a": -1, "b": 3}, ValueError, "product 3 does not divide the 8 devices available."),
-        (
-            {"a": -1, "b": 16},
-            ValueError,
-            "a=-1 takes what the other axes leave, but their product 16 does not",
-        ),
+        ({"a": -1, "b": 16}, ValueError, "their product 16 does not divide the 8 devices available."),
         ({"a": 4, "b": 4}, ValueError, "make_mesh: a=4, b=4 needs 16 devices, but 8 are available."),
         ({"a": 9}, ValueError, 'jax.config.update("jax_num_cpu_devices", 9) before JAX starts'),
     ],
@@ -83,16 +75,9 @@ def test_make_mesh_counts_the_devices_that_it_is_given():
         make_mesh(jax.devices()[:2], batch=4)
 
 
-def test_check_mesh_returns_an_auto_mesh_itself():
-    for mesh in (make_mesh(batch=4, model=2), Mesh(np.array(jax.devices()), ("batch",))):
-        assert check_mesh(mesh) is mesh
-
-
-@pytest.mark.parametrize("thing", [{"batch": 4}, None, AbstractMesh((8,), ("batch",))], ids=str)
-def test_check_mesh_refuses_what_is_no_mesh(thing):
-    name = type(thing).__name__
-    with pytest.raises(TypeError, match=rf"torch_shard: mesh must be a jax.sharding.Mesh, got {name}. Build one with"):
-        check_mesh(thing)
+def test_check_mesh_refuses_an_abstract_mesh():
+    with pytest.raises(TypeError, match=r"torch_shard: mesh must be a jax.sharding.Mesh, got AbstractMesh. Build one"):
+        check_mesh(AbstractMesh((8,), ("batch",)))
 
 
 @pytest.mark.parametrize(
@@ -132,18 +117,7 @@ def test_every_remedy_helps(spec, shape):
 @pytest.mark.parametrize(
     ("spec", "shape", "pairs"),
     [
-        (
-            P(P.UNCONSTRAINED),
-            (8,),
-            [("P(UNCONSTRAINED) names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")],
-        ),
         (P("x"), (8,), [("P('x') names an axis that the mesh lacks", "Its axes are 'batch', 'model'.")]),
-        (
-            P("model", "model"),
-            (8, 8),
-            [("P('model', 'model') names 'model' more than once", "Keep one: an axis splits one dim.")],
-        ),
-        (P(None, "model"), (8,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P('model').")]),
         (P(None, "model"), (7,), [("P(None, 'model') is longer than the rank, 2 > 1", "Use P().")]),
         (
             P("model"),

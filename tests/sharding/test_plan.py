@@ -58,13 +58,7 @@ def refuse(rules, source, mesh, default=None) -> str:
     ("rule", "names", "others"),
     [
         ("a.b", ["a.b"], ["a.b.c", "x.a.b", "axb", "a"]),
-        ("a.*", ["a.b", "a.0"], ["a", "a.b.c", "b.a"]),
-        ("*.w", ["a.w", "0.w"], ["w", "a.b.w", "a.ww"]),
         ("layers.*.q*.weight", ["layers.0.q.weight", "layers.11.qkv.weight"], ["layers.0.1.q.weight"]),
-        ("**", ["a", "a.b", "a.b.c"], []),
-        ("**.w", ["w", "a.w", "a.b.w"], ["a.ww", "w.a"]),
-        ("a.**", ["a", "a.b", "a.b.c"], ["ab", "b.a"]),
-        ("a.**.w", ["a.w", "a.b.w", "a.b.c.w"], ["a.b", "aw"]),
         ("a[0].*+", ["a[0].b+"], ["a0.b+", "a[0].bb"]),
         (re.compile(r"layers\.\d+\.w"), ["layers.3.w"], ["layers.3.w.x", "x.layers.3.w", "layers.a.w"]),
     ],
@@ -180,11 +174,7 @@ def test_of_many_wrong_rules_the_first_have_hints(mesh):
 @pytest.mark.parametrize(
     ("rules", "default", "error", "message"),
     [
-        ([("a", P())], None, TypeError, "ShardingPlan: rules must map names to specs, got list."),
-        ({1: P()}, None, TypeError, "rule 1: a rule is a name, a glob or a compiled regex, got int."),
-        ({None: P()}, None, TypeError, "a rule is a name, a glob or a compiled regex, got NoneType."),
         ({re.compile(b"a"): P()}, None, TypeError, "a name, a glob or a compiled regex, got Pattern."),
-        ({"a": ("model",)}, None, TypeError, "rule \"a\": expected a PartitionSpec, got ('model',)."),
         ({"a": None, "b": 1}, None, TypeError, '2 rules cannot be read.\n\n  rule "a": expected a'),
         ({}, "x", TypeError, "rule default: expected a PartitionSpec, got 'x'. To replicate, say P()."),
         ({"a": P(reduced={"x"})}, None, TypeError, "asks for a reduction. Name axes only by the dims"),
@@ -218,13 +208,6 @@ def test_a_plan_is_a_value(mesh):
         plan.default = None
 
 
-def test_a_mesh_that_is_not_auto_is_refused(mesh):
-    with pytest.raises(ValueError, match=r"ShardingPlan.resolve: every mesh axis must be Auto"):
-        ShardingPlan({"a": P()}).resolve({"a": (8,)}, jax.make_mesh((4, 2), ("batch", "model")))
-    with pytest.raises(TypeError, match=r"ShardingPlan.resolve: mesh must be a jax.sharding.Mesh, got dict"):
-        ShardingPlan({"a": P()}).resolve({"a": (8,)}, {"batch": 4})
-
-
 def test_a_module_gives_parameters_then_buffers_also_on_meta(mesh):
     plan = ShardingPlan({"**.bias": MODEL, "block.weight": P(None, "model"), "cache": BATCH}, default=P())
     with torch.device("meta"):
@@ -248,21 +231,15 @@ def test_every_kind_of_shape_resolves_alike(mesh):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([("a", (8,))], "ShardingPlan.resolve: expected a module or a mapping, got list."),
         ({"a": 3, "b": (8,), "c": {}}, "2 values cannot be read.\n\n  a: int has no shape. Give a"),
         ({"a": (8, -1)}, "a: tuple has no shape. Give a tensor, an array or a shape tuple."),
-        ({1: (8,)}, "1 value cannot be read.\n\n  1: a name must be a string, got int."),
+        (torch.nn.LazyLinear(4), "weight: a lazy parameter has no shape yet. Call the module"),
     ],
     ids=str,
 )
 def test_a_source_without_names_or_shapes_is_refused(source, message, mesh):
     with pytest.raises(TypeError, match=re.escape(message)):
         ShardingPlan({}, default=P()).resolve(source, mesh)
-
-
-def test_a_lazy_parameter_is_refused_by_name(mesh):
-    with pytest.raises(TypeError, match=r"weight: a lazy parameter has no shape yet\. Call the module"):
-        ShardingPlan({}, default=P()).resolve(torch.nn.LazyLinear(4), mesh)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])

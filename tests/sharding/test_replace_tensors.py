@@ -1,13 +1,12 @@
 """Other tensors in the places of a module's own: whoever puts them there, nothing else of the module changes."""
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import save_file
 
 import torch_shard as ts
-from torch_shard._sharding import replace_tensors
+from tests.oracles.steps import sgd_step
 
 
 class Marked(torch.nn.Module):
@@ -34,7 +33,7 @@ def loss_fn(model, batch):
 
 
 def exported(model, tmp_path):
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=MESH, plan=PLAN)
+    step = sgd_step(model, loss_fn, (4, 2))
     return step.export(step.init(seed=0))
 
 
@@ -78,11 +77,3 @@ def test_recurrent_modules_run_with_what_they_hold(way, tmp_path):
     model = WAYS[way](torch.nn.LSTM(3, 5), tmp_path)
     held = [getattr(model, name) for name in model._flat_weights_names]
     assert all(found is wanted for found, wanted in zip(model._flat_weights, held, strict=True))
-
-
-def test_the_new_tensors_are_given_back():
-    model, value = Marked(), torch.zeros(4, 4)
-    (found,) = replace_tensors(model, [(model.a.weight, value)])
-    assert found is model.a.weight
-    assert found is model.b.weight
-    assert found.data_ptr() == value.data_ptr()

@@ -11,7 +11,8 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import CASE, Case, make_mesh, regression
+from tests.oracles.steps import sgd_step
+from tests.tables.cases import CASE, WHOLE, Case, make_mesh, regression
 from tests.tables.layers import WIDTH, Stack
 from torch_shard._state import state as _state
 
@@ -93,13 +94,12 @@ def test_what_comes_after() -> None:
 @pytest.mark.parametrize("donate", [True, False])
 def test_entries_that_lie_in_one_place_get_one_each(donate: bool) -> None:
     """On the jax device `load_state_dict` shares arrays, which XLA must not be given twice."""
-    mesh, everywhere = make_mesh((4, 2)), ts.ShardingPlan({}, default=P())
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    ts.place(model, mesh, everywhere)[1].load_state_dict(model[0].state_dict())
+    ts.place(model, make_mesh((4, 2)), WHOLE)[1].load_state_dict(model[0].state_dict())
     model.register_buffer("before", model[0].weight.detach())
     plain = ts.gather(copy.deepcopy(model))
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=everywhere)
+    step = sgd_step(model, loss_fn, (4, 2))
     state, batch = step.init(seed=0, donate=donate), torch.randn(8, 8)
     for _ in range(2):
         state, _ = step(state, batch)

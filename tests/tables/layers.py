@@ -26,8 +26,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks one after the other."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = DEPTH) -> None:
+    Layer: Callable[[], nn.Module] = Block
+
+    def __init__(self, block: Callable[[], nn.Module] | None = None, depth: int = DEPTH) -> None:
         super().__init__()
+        block = block or self.Layer
         self.start, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -64,9 +64,6 @@ class HandingOver(Stack):
             first = shared.setdefault("first", self.norm(x))
             return super().forward(x) + first.sin() * self.norm(x)
 
-    def __init__(self) -> None:
-        super().__init__(self.Layer)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, shared = self.start(x), {}
         for block in self.blocks:
@@ -115,9 +112,6 @@ class Listing(Stack):
                 seen[0] = seen[0] * 0.5
             return super().forward(x), seen
 
-    def __init__(self) -> None:
-        super().__init__(self.Layer)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
         x, returned = self.start(x), None
@@ -137,7 +131,7 @@ class LeavingRules(Stack):
             return x
 
     def __init__(self) -> None:
-        super().__init__(self.Layer)
+        super().__init__()
         for i, block in enumerate(self.blocks):
             block.backward_scale = float(i)  # pyright: ignore
 
@@ -155,9 +149,6 @@ class Recorded(Stack):
     class Layer(Block):
         def forward(self, given: Any) -> Any:
             return Recorded.Record(super().forward(_Scaled.apply(given.x, 0.5)))  # pyright: ignore
-
-    def __init__(self) -> None:
-        super().__init__(self.Layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.start(x)
@@ -195,9 +186,6 @@ class Casting(Stack):
     class Layer(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + _Product.apply(torch.tanh(_Product.apply(x, self.up.weight)), self.down.weight)  # pyright: ignore
-
-    def __init__(self) -> None:
-        super().__init__(self.Layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.start(x)
@@ -265,16 +253,16 @@ class Observed(Stack):
         return super().forward(x) + sum(t.mean() for t in self.seen)
 
 
-_TABLES: dict[int, torch.Tensor] = {}
+_TABLES: dict[nn.Module, torch.Tensor] = {}
 
 
 class Keeping(Block):
     """A table for each layer, made when it is first needed and kept for later."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if id(self) not in _TABLES:
-            _TABLES[id(self)] = torch.arange(WIDTH).float().sin()
-        return super().forward(x) + _TABLES[id(self)]
+        if self not in _TABLES:
+            _TABLES[self] = torch.arange(WIDTH).float().sin()
+        return super().forward(x) + _TABLES[self]
 
 
 def _weight_normed() -> nn.Module:
@@ -296,7 +284,7 @@ class Branching(Stack):
             return super().forward(x), self.side(x).sin()
 
     def __init__(self, *, second: Sequence[int] = (), third: Sequence[int] = (), detached: Sequence[int] = ()) -> None:
-        super().__init__(self.Layer, depth=6)
+        super().__init__(depth=6)
         self.second, self.third, self.detached = second, third, detached
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

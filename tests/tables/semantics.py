@@ -69,44 +69,10 @@ def no_grad_region(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @row(AUTOGRAD)
-def no_grad_decorator(m: Any, x: torch.Tensor) -> torch.Tensor:
-    @torch.no_grad()
-    def target(x: torch.Tensor) -> torch.Tensor:
-        return m.a(x).sigmoid()
-
-    return target(x) * m.b(x) + m.a(x)
-
-
-@row(AUTOGRAD)
-def set_grad_enabled(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.set_grad_enabled(False):
-        y = m.a(x)
-    return m.b(y)
-
-
-@row(AUTOGRAD)
-def inference_mode_outside(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        scale = (x * x).mean()
-    return m.b(m.a(x)) * scale.clone()
-
-
-@row(AUTOGRAD)
 def inference_mode_of_layers(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         y = m.a(x)
     return m.b(y.clone())
-
-
-@row(AUTOGRAD)
-def detached(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = m.a(x)
-    return m.b(y - y.detach() + y.detach().sigmoid())
-
-
-@row(AUTOGRAD)
-def data_read(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(m.a(x).data) + x @ m.a.weight.data
 
 
 @row(AUTOGRAD)
@@ -138,24 +104,6 @@ def requires_grad_toggled(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.b(slope) + x @ frozen
 
 
-class _Clip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bound: float) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.bound = bound
-        return x.clamp(-bound, bound)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # straight-through, and scaled so that it is no true gradient
-        (x,) = ctx.saved_tensors
-        return grad * 0.5 + x * 0.01, None
-
-
-@row(AUTOGRAD)
-def custom_function(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(_Clip.apply(m.a(x), 0.3))
-
-
 class _Several(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -179,13 +127,6 @@ def custom_function_of_several(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y * mask + z + F.one_hot(best, WIDTH)
 
 
-@row(AUTOGRAD)
-def tensor_hook(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = m.a(x)
-    y.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    return m.b(y)
-
-
 @row(AUTOGRAD, built)
 def module_hooks() -> nn.Module:
     m = Two(lambda m, x: m.b(m.a(x)))
@@ -195,20 +136,6 @@ def module_hooks() -> nn.Module:
     m.b.register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 3,))
     m.b.weight.register_hook(lambda grad: grad + 0.1)
     return m
-
-
-@row(AUTOGRAD)
-def grad_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
-    with torch.enable_grad():
-        x = x.clone().requires_grad_()
-        energy = m.a(x).tanh().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    return m.b(force)
-
-
-@row(AUTOGRAD)
-def func_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(torch.func.grad(lambda z: m.a(z).sin().sum())(x))
 
 
 @row(AUTOGRAD)
@@ -225,12 +152,6 @@ def func_jacrev(m: Any, x: torch.Tensor) -> torch.Tensor:
 @row(AUTOGRAD)
 def func_jacfwd(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.b(torch.func.jvp(lambda z: m.a(z).tanh(), (x,), (x.cos(),))[1])
-
-
-@row(AUTOGRAD)
-def func_functional_call(m: Any, x: torch.Tensor) -> torch.Tensor:
-    fast = {"weight": m.a.weight * 0.5, "bias": m.a.bias + 1}
-    return torch.func.functional_call(m.b, fast, (m.b(x),))
 
 
 @row(AUTOGRAD)
@@ -253,19 +174,14 @@ def checkpoint_both_ways(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda h: h.view(WIDTH, -1),
-    "reshape": lambda h: h.reshape(-1, 4),
     "flatten": lambda h: h.flatten(),
-    "t": lambda h: h.t(),
     "transpose": lambda h: h.transpose(0, 1),
     "permute": lambda h: h.permute(1, 0),
-    "movedim": lambda h: h.movedim(0, 1),
-    "squeeze": lambda h: h[None].squeeze(0),
     "unsqueeze": lambda h: h.unsqueeze(1),
     "select": lambda h: h.select(1, 2),
     "narrow": lambda h: h.narrow(1, 2, 3),
     "diagonal": lambda h: h.diagonal(),
     "slice": lambda h: h[::2, 1:-1],
-    "swapaxes": lambda h: h.swapaxes(0, 1),
     "as_strided": lambda h: h.as_strided((3, 2), (2, 1), 1),
     "unflatten": lambda h: h.unflatten(1, (2, 4)),
     "unfold": lambda h: h.unfold(1, 2, 2),
@@ -352,28 +268,6 @@ def copies(m: Any, x: torch.Tensor) -> torch.Tensor:
     h.fill_diagonal_(0.5)
     h.clamp_(-1, 1).add_(h.detach(), alpha=0.5)
     return h[:, ::2].contiguous()
-
-
-@row(WRITES)
-def list_of_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], WIDTH)
-    for i in range(4):
-        out[:, i] = m.a(x)[:, i] * i
-        out[:, i + 4] = out[:, i].clone() + m.b(x)[:, i]
-    return out
-
-
-@row(WRITES)
-def operator_writes(m: Any, x: torch.Tensor) -> torch.Tensor:
-    h = m.a(x) * 1
-    h += 1
-    h -= x
-    h *= 2
-    h /= 3
-    h[0] += 1
-    torch.relu_(h)
-    F.dropout(h, 0.5, training=False, inplace=True)
-    return m.b(h)
 
 
 # What forward keeps on the module ------------------------------------------------------------------------------------
