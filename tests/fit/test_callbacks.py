@@ -6,13 +6,12 @@ from pathlib import Path
 import optax
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 
-PLAN = ts.ShardingPlan({}, default=P())
 DATA = list(torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(0)))
 
 
@@ -24,7 +23,7 @@ def make(lr=0.1, optimizer=None):
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    return ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=2), plan=PLAN)
+    return step_of(model, loss_fn, optimizer, mesh=(2, 1))
 
 
 class Heard(ts.Callback):

@@ -5,13 +5,12 @@ import logging
 import random
 
 import numpy as np
-import optax
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.cases import chosen
 from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, squares, values
 from torch_shard._fit.data import Batches
@@ -57,14 +56,7 @@ def test_state_alone_goes_on_where_it_was(step):
 
 
 def test_evaluation_in_bfloat16_adds_up_in_float():
-    model = nn.Linear(FEATURES, 2).bfloat16()
-    step = ts.make_train_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(batch=8),
-        plan=ts.ShardingPlan({}, default=P()),
-    )
+    step = step_of(nn.Linear(FEATURES, 2).bfloat16())
     state, batches = step.init(seed=0), [part.bfloat16() for part in DATA[:40].split(8)]
     evaluate = step.evaluation()
     wanted = np.mean([float(evaluate(state, batch)["loss"]) for batch in batches])

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.cases import chosen
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -80,10 +81,9 @@ VARIANTS = {
 }
 
 
-def make(model, loss_fn, mesh=(4, 2), **options):
+def make(model, loss_fn=mean, **options):
     plan = ts.ShardingPlan({"layers.*.inner.weight": P("model")}, default=P())
-    sizes = {"batch": mesh[0], "model": mesh[1]}
-    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(**sizes), plan=plan, **options)
+    return step_of(model, loss_fn, plan=plan, **options)
 
 
 @pytest.mark.parametrize("name", chosen(PLANTED | VARIANTS, PLANTED))
@@ -140,10 +140,7 @@ def test_what_only_bfloat16_breaks_says_so():
 
 
 def test_the_update_is_looked_at_too():
-    model = Net()
-    huge = optax.sgd(1e38)
-    mesh, plan = ts.make_mesh(batch=2), ts.ShardingPlan({}, default=P())
-    step = ts.make_train_step(model, lambda m, x: m(x).sum() * 1e6, huge, mesh=mesh, plan=plan)
+    step = make(Net(), lambda m, x: m(x).sum() * 1e6, optimizer=optax.sgd(1e38))
     report = ts.find_nan(step, step.init(seed=0), X)
     assert report.place == "update"
 

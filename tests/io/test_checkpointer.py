@@ -43,16 +43,7 @@ def test_save_leaves_the_state_to_be_donated(step, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"mesh": (2, 4)}, marks=pytest.mark.slow),
-        {"mesh": (1, 2)},
-        pytest.param({"mesh": (8, 1)}, marks=pytest.mark.slow),
-        pytest.param({"plan": OTHER_PLAN}, marks=pytest.mark.slow),
-        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
-        {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 2)},
-    ],
-    ids=str,
+    "options", [{"mesh": (1, 2)}, {"scan_layers": False, "plan": OTHER_PLAN, "mesh": (2, 4)}], ids=str
 )
 def test_restores_onto_another_mesh_and_plan(saved, options):
     other = make_step(**options)

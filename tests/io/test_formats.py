@@ -206,7 +206,7 @@ def test_parts_without_their_index_are_no_whole(kind: str, tmp_path: pathlib.Pat
 
 # From one format to the other.
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    same = all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in wanted.items())
+    same = all(torch.equal(found[n], t.cpu()) and found[n].dtype == t.dtype for n, t in wanted.items())
     return found.keys() == wanted.keys() and same
 
 

@@ -1,7 +1,6 @@
 """Optimizers of torch in a step: each by torch's own numbers, in groups, on stacks, with its state both ways."""
 
 import copy
-import dataclasses
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn, optim
 
 import torch_shard as ts
-from tests.tables.cases import chosen
+from tests.oracles.steps import mean_square, step_of
 from torch_shard._optim import TorchOptimizer
 from torch_shard._sharding import Layout, Stacks, stack_dicts
 
@@ -159,47 +158,21 @@ def decayed(model: nn.Module) -> list[dict[str, Any]]:
 SPLIT = ts.ShardingPlan(
     {"**.up.weight": P("model"), "**.up.bias": P("model"), "**.down.weight": P(None, "model")}, default=P()
 )
-WHOLE = ts.ShardingPlan({}, default=P())
+ZERO_1 = ts.ShardingPlan({"**.up.weight": P("batch")}, default=P())
+OPTIONS = {
+    "split, in a loop": {"plan": SPLIT},
+    "ZeRO-1, two microbatches": {"mesh": (4, 1), "optimizer_plan": ZERO_1, "accumulate_steps": 2},
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    axes: dict[str, int]
-    plan: ts.ShardingPlan = WHOLE
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-CASES = [
-    Case("one device", {"batch": 1}, options={"scan_layers": False}),
-    Case("split, in a loop", {"batch": 4, "model": 2}, SPLIT),
-    Case(
-        "ZeRO-1, two microbatches",
-        {"batch": 4},
-        options={"optimizer_plan": ts.ShardingPlan({"**.up.weight": P("batch")}, default=P()), "accumulate_steps": 2},
-    ),
-]
-
-
-@pytest.mark.parametrize("case", chosen(CASES, CASES[1:]))
-def test_training_with_a_schedule_is_that_of_torch(case: Case) -> None:
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_training_with_a_schedule_is_that_of_torch(options: dict[str, Any]) -> None:
     """OneCycleLR, which moves beta1 too, and clipping; one program. Rounding of float32, which Adam magnifies."""
     model = Net()
     alone = copy.deepcopy(model)
     optimizer, theirs = (optim.AdamW(decayed(m), lr=1e-3, weight_decay=0.1) for m in (model, alone))
     schedule, other = (optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=12) for o in (optimizer, theirs))
-    step = ts.make_train_step(
-        model,
-        loss_fn,
-        optimizer,
-        mesh=ts.make_mesh(**case.axes),
-        plan=case.plan,
-        clip_grad_norm=0.1,
-        **case.options,
-    )
+    step = step_of(model, loss_fn, optimizer, clip_grad_norm=0.1, **options)
     state = step.init(seed=0)
     with warnings.catch_warnings(action="error"):  # of schedulers that see no step of the optimizer
         for batch in batches(10):
@@ -225,9 +198,9 @@ def test_training_with_a_schedule_is_that_of_torch(case: Case) -> None:
 def test_sgd_without_momentum_keeps_no_state_as_in_torch() -> None:
     model = nn.Linear(4, 4)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    step = ts.make_train_step(model, lambda m, x: m(x).sum(), optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+    step = step_of(model, optimizer=optimizer, mesh=(1, 1))
     state, _ = step(step.init(), x := torch.ones(2, 4))
-    model(x).sum().backward()
+    mean_square(model, x).backward()
     optimizer.step()
     assert step.export_optimizer(state) == optimizer.state_dict()
 
@@ -239,7 +212,7 @@ def test_a_state_goes_on_from_that_of_torch() -> None:
     first, *rest = batches(4)
     loss_fn(model, first).backward()
     optimizer.step()
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=4), plan=WHOLE, clip_grad_value=0.01)
+    step = step_of(model, loss_fn, optimizer, mesh=(4, 1), clip_grad_value=0.01)
     state = step.init(seed=0)
     rates = list[float]()
     for batch in rest:
@@ -262,9 +235,8 @@ def test_a_state_goes_on_from_that_of_torch() -> None:
 
 def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
-    step_of = ts.make_train_step
     with caplog.at_level("INFO"):
-        step = step_of(model, loss_fn, optim.AdamW(model.head.parameters()), mesh=ts.make_mesh(batch=2), plan=WHOLE)
+        step = step_of(model, loss_fn, optim.AdamW(model.head.parameters()), mesh=(2, 1))
     assert "in no parameter group of the optimizer" in caplog.text
     state, _ = step(step.init(seed=0), batches(1)[0])
     out = step.export(state)
@@ -275,7 +247,7 @@ def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture
 def test_the_proof_compares_with_torchs_own_step() -> None:
     model = Net()
     optimizer = optim.NAdam(decayed(model), lr=1e-2)
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=2), plan=WHOLE, clip_grad_norm=0.1)
+    step = step_of(model, loss_fn, optimizer, mesh=(2, 1), clip_grad_norm=0.1)
     state = step.init(seed=0)
     for batch in batches(2):
         state, _ = step(state, batch)
@@ -288,7 +260,7 @@ def test_the_proof_compares_with_torchs_own_step() -> None:
 
 
 def make(optimizer: Any, **options: Any) -> Any:
-    return ts.make_train_step(Net(), loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE, **options)
+    return step_of(Net(), loss_fn, optimizer, mesh=(1, 1), **options)
 
 
 def test_parameters_of_another_model_are_refused() -> None:
@@ -311,7 +283,7 @@ def test_other_classes_are_refused_by_name() -> None:
 def test_groups_that_change_are_refused() -> None:
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+    step = step_of(model, loss_fn, optimizer, mesh=(1, 1))
     state = step.init(seed=0)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match="have changed since the step was made"):
@@ -323,7 +295,7 @@ def test_step_hooks_are_refused() -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *args: None)
     with pytest.raises(NotImplementedError, match="the optimizer has step hooks"):
-        ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=1), plan=WHOLE)
+        step_of(model, loss_fn, optimizer)
 
 
 @pytest.mark.parametrize(

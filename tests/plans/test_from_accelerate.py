@@ -4,13 +4,13 @@ import types
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.plans.test_from_hf import tiny
 
 CASES = [
@@ -69,9 +69,7 @@ def test_a_step_of_it_gives_what_eager_torch_gives():
     expected = model(x).square().mean()
     expected.backward()
     weight = model[0].weight.detach() - 0.1 * model[0].weight.grad
-    step = ts.make_train_step(
-        model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan, batch_spec=batch_spec
-    )
+    step = step_of(model, mesh=mesh, plan=plan, batch_spec=batch_spec)
     state, metrics = step(step.init(), x)
     np.testing.assert_allclose(metrics["loss"], expected.item(), rtol=1e-6)  # sums in another order
     np.testing.assert_allclose(jax.device_get(state.params["0.weight"]), weight, rtol=1e-5, atol=1e-7)

@@ -5,7 +5,6 @@
 import logging
 
 import numpy as np
-import optax
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_shard as ts
 from tests.oracles.dtensor import make_model, parallelize, tokens
+from tests.oracles.steps import step_of
 
 MESH = ts.make_mesh(batch=4, model=2)
 
@@ -76,7 +76,7 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
     model, mesh = make_model(), ts.make_mesh(batch=1, model=2)
     plan = ts.plans.from_dtensor(model, mesh, styles)
     ranks = parallelize(styles, tmp_path)
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.0), mesh=mesh, plan=plan)
+    step = step_of(model, mesh=mesh, plan=plan)
     state = step.init()
     for name, array in state.params.items():
         for shard in array.addressable_shards:
@@ -89,11 +89,10 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
-def test_torch_itself_runs_what_is_written(sequence, tmp_path):
+def test_torch_itself_runs_what_is_written(tmp_path):
     model, mesh = make_model(), ts.make_mesh(batch=1, model=2)
-    plan = ts.plans.fsdp_tp(model, mesh, sequence=True) if sequence else ts.plans.tp(model, mesh)
-    styles, _ = ts.plans.to_dtensor(plan, model, mesh, fsdp="batch" if sequence else None)
+    plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
+    styles, _ = ts.plans.to_dtensor(plan, model, mesh, fsdp="batch")
     ranks = parallelize(styles, tmp_path, implicit=True)
     torch.testing.assert_close(ranks[0]["output"], model(tokens()))
 
@@ -180,7 +179,7 @@ def test_a_whole_argument_of_another_rank_stays_as_it_is():
     assert plan.activations["attention:x"] == P("batch", None, None)
     assert "attention:table" not in plan.activations
     x = torch.randn(4, 6, 8)
-    step = ts.make_train_step(model, lambda m, x: m(x, table).square().mean(), optax.sgd(0.0), mesh=MESH, plan=plan)
+    step = step_of(model, lambda m, x: m(x, table).square().mean(), plan=plan)
     _, metrics = step(step.init(), x)
     wanted = model(x, table).square().mean().item()
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)  # sums in another order

@@ -1,12 +1,12 @@
 """Leaves of a batch that are split in other ways than its rows, or not at all (`batch_spec` by name)."""
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 
 PLAN = ts.ShardingPlan({"0.weight": P("model")}, default=P())
 
@@ -31,8 +31,7 @@ def loss_fn(net, batch):
 
 
 def make(spec, **options):
-    mesh = ts.make_mesh(batch=4, model=2)
-    return ts.make_train_step(model(), loss_fn, optax.sgd(0.1), mesh=mesh, plan=PLAN, batch_spec=spec, **options)
+    return step_of(model(), loss_fn, plan=PLAN, batch_spec=spec, **options)
 
 
 def test_ragged_targets_train_as_in_torch():

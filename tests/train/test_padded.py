@@ -68,7 +68,6 @@ def run(step: ts.TrainStep, state: ts.TrainState | None = None, num: int = 3) ->
     [
         pytest.param(None, True, id="adamw, tied"),
         pytest.param(optax.adafactor(1e-2, min_dim_size_to_factor=4), False, id="adafactor"),
-        pytest.param(optax.contrib.muon(1e-2), True, id="muon, tied", marks=pytest.mark.slow),
     ],
 )
 def test_padded_trains_as_whole(optimizer: optax.GradientTransformation | None, tied: bool):
