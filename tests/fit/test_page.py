@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
+from torch_shard._fit import read_metrics
 from torch_shard.cli import app
 
 
@@ -51,7 +52,7 @@ def test_the_page_says_what_the_run_was(log):
     run = json.loads((log / "run.json").read_text())
     assert run["memory"]["parameters"] == 4 * (8 * 8 // 2 + 8) * 4  # half of each weight, all of each bias
     assert run["memory"]["optimizer"] >= 2 * run["memory"]["parameters"]
-    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(log / "metrics.jsonl")
     (compiled,) = [record for record in records if record["kind"] == "compile"]
     assert compiled["batch"] == 1
     assert [r["lr_1"] for r in records if r["kind"] == "train"] == [0.05] * 6

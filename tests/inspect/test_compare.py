@@ -32,7 +32,7 @@ def linear(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 2), *more)
 
 
-@pytest.mark.parametrize("name", ["tied", "buffers", pytest.param("resnet_train", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tied", "buffers"])
 def test_what_is_right_holds(name: str) -> None:
     c = CASE[name]
     model = c.model()

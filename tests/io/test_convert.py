@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import torch_shard as ts
 from tests.io.test_formats import WEIGHTS, equal
+from tests.oracles.errors import said
 from tests.oracles.steps import step_of
 from torch_shard._io.convert import convert_weights
 from torch_shard.cli import app
@@ -74,8 +75,7 @@ def test_what_cannot_be_converted(saved, tmp_path):
     ):
         refused = call(*arguments)
         assert refused.exit_code == 2
-        said = " ".join(refused.stderr.replace("│", " ").split())
-        assert message in said
+        assert message in said(refused)
     assert not any(tmp_path.iterdir())
 
 

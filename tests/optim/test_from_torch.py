@@ -14,6 +14,7 @@ from torch import nn, optim
 
 import torch_shard as ts
 from tests.oracles.steps import mean_square, step_of
+from tests.train.test_pipeline import Block
 from torch_shard._optim import TorchOptimizer
 from torch_shard._sharding import Layout, Stacks, stack_dicts
 
@@ -39,9 +40,31 @@ SHAPES = {"0.w": (4, 3), "1.w": (4, 3), "2.w": (4, 3), "0.b": (3,), "1.b": (3,),
 STACKED = (("0.w", "1.w", "2.w"), ("0.b", "1.b", "2.b"), ("head",))
 
 
-def arrays(seed: int, *, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+def arrays(seed: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
-    return {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+    return {name: random.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def follow(
+    params: dict[str, nn.Parameter], optimizer: optim.Optimizer, layout: Layout, num: int
+) -> tuple[TorchOptimizer, Any, Stacks]:
+    """Take so many steps by torch's own optimizer, and by ours on stacks: ours, its state and its parameters."""
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    ours = TorchOptimizer(optimizer, params, list(params))
+    held = Stacks.from_dict({name: jnp.array(param.detach().numpy()) for name, param in params.items()}, layout)
+    state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
+    update = jax.jit(lambda *given: ours.update(*given, layout=layout))
+    for step in range(num):
+        grads = arrays(step + 1, shapes)
+        for group in optimizer.param_groups:  # as a scheduler would
+            group["lr"] *= 0.9
+        ours.read()
+        stored = Stacks.from_dict({name: jnp.asarray(grad) for name, grad in grads.items()}, layout)
+        held, state = update(stored, state, held, jnp.asarray(ours.inputs.numpy().copy()))  # a copy: JAX reads it later
+        for name, param in params.items():
+            param.grad = torch.from_numpy(grads[name]).to(param.dtype)
+        optimizer.step()
+    return ours, state, held
 
 
 def in_groups(params: dict[str, nn.Parameter], *, plain: bool) -> list[dict[str, Any]]:
@@ -55,25 +78,9 @@ def in_groups(params: dict[str, nn.Parameter], *, plain: bool) -> list[dict[str,
 def test_updates_are_those_of_torch(kind: str) -> None:
     """float64, so that what differs is the formula: 1e-12 of the largest entry; what torch keeps in float32, 1e-7."""
     with jax.enable_x64(True):
-        params = {name: nn.Parameter(torch.from_numpy(value)) for name, value in arrays(0).items()}
+        params = {name: nn.Parameter(torch.from_numpy(value)) for name, value in arrays(0, SHAPES).items()}
         optimizer = KINDS[kind](in_groups(params, plain=kind in ("Rprop",)))
-        ours = TorchOptimizer(optimizer, params, list(params))
-        layout = Layout.of(STACKED)
-        held = Stacks.from_dict({name: jnp.asarray(value) for name, value in arrays(0).items()}, layout)
-        state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
-        update = jax.jit(lambda *given: ours.update(*given, layout=layout))
-        for step in range(12):
-            grads = arrays(step + 1)
-            for group in optimizer.param_groups:  # as a scheduler would
-                group["lr"] *= 0.9
-            ours.read()
-            stored = Stacks.from_dict({name: jnp.asarray(grad) for name, grad in grads.items()}, layout)
-            held, state = update(
-                stored, state, held, jnp.asarray(ours.inputs.numpy().copy())
-            )  # a copy: JAX reads it later
-            for name, param in params.items():
-                param.grad = torch.from_numpy(grads[name])
-            optimizer.step()
+        ours, state, held = follow(params, optimizer, Layout.of(STACKED), 12)
         tolerance = 1e-7 if kind in ("NAdam", "ASGD") else 1e-12  # mu_product and eta are float32 tensors in torch
         for name, param in params.items():
             wanted = param.detach().numpy()
@@ -94,23 +101,11 @@ def test_muon_is_that_of_torch() -> None:
     """To 5 % of the largest update: torch rounds each product to bfloat16, and XLA only some of them, which five
     iterations magnify. Without the decay of weights alone it would be 30 %.
     """
-    torch.manual_seed(0)
     shapes = {"0.w": (8, 4), "1.w": (8, 4), "wide": (4, 16)}
-    params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    params = {name: nn.Parameter(torch.from_numpy(value).float()) for name, value in arrays(0, shapes).items()}
     before = {name: param.detach().clone() for name, param in params.items()}
     optimizer = optim.Muon(list(params.values()), lr=0.1, weight_decay=0.1)
-    ours = TorchOptimizer(optimizer, params, list(params))
-    layout = Layout.of((("0.w", "1.w"), ("wide",)))
-    held = Stacks.from_dict({name: jnp.asarray(value.numpy()) for name, value in before.items()}, layout)
-    state: Any = stack_dicts(ours.init(dict(held)), layout, jnp.stack)
-    update = jax.jit(lambda *given: ours.update(*given, layout=layout))
-    for _ in range(3):
-        grads = {name: torch.randn(shape) for name, shape in shapes.items()}
-        stored = Stacks.from_dict({name: jnp.asarray(grad.numpy()) for name, grad in grads.items()}, layout)
-        held, state = update(stored, state, held, jnp.asarray(ours.inputs.numpy().copy()))
-        for name, param in params.items():
-            param.grad = grads[name]
-        optimizer.step()
+    _, _, held = follow(params, optimizer, Layout.of((("0.w", "1.w"), ("wide",))), 3)
     for name, param in params.items():
         change = (param.detach() - before[name]).abs().max()
         assert np.abs(np.asarray(held[name]) - param.detach().numpy()).max() < 0.05 * float(change)
@@ -119,20 +114,11 @@ def test_muon_is_that_of_torch() -> None:
 # In a step
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(3))), nn.Linear(8, 4)
+        self.blocks, self.head = nn.Sequential(*(Block(8) for _ in range(3))), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(x))

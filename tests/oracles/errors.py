@@ -7,3 +7,8 @@ import pytest
 
 def refuses(match: str, error: type[Exception] = ValueError) -> Any:
     return pytest.raises(error, match=match)
+
+
+def said(result: Any) -> str:
+    """What a command's error box says, without its frame and line breaks."""
+    return " ".join(result.stderr.replace("│", " ").split())

@@ -238,15 +238,6 @@ def test_what_a_recipe_cannot_do_is_refused(call, message: str) -> None:
         call(nn.Sequential(nn.Linear(8, 8)))
 
 
-def test_convolutions_and_attention_of_torch() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.MultiheadAttention(8, 2))
-    plan = ts.plans.tp(model, make_mesh((4, 2)))
-    assert plan.rules["0.weight"] == P()
-    assert plan.rules["1.weight"] == P()
-    assert plan.rules["3.in_proj_weight"] == P("model", None)
-    assert plan.rules["3.out_proj.weight"] == P(None, "model")
-
-
 def vision_transformer(labels: int) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
     without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -307,7 +298,7 @@ def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
 def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
     mesh = ts.make_mesh(batch=4, model=2)
     plan = ts.plans.tp(nn.MultiheadAttention(8, 2), mesh)
-    assert plan.rules["in_proj_weight"] == P("model", None)
+    assert (plan.rules["in_proj_weight"], plan.rules["out_proj.weight"]) == (P("model", None), P(None, "model"))
     assert plan.stored == {"in_proj_weight": ts.Pieces(3, dim=0), "in_proj_bias": ts.Pieces(3, dim=0)}
     apart = ts.plans.tp(nn.MultiheadAttention(8, 2, kdim=4, vdim=6), mesh)
     assert [apart.rules[f"{name}_proj_weight"] for name in "qkv"] == [P("model", None)] * 3

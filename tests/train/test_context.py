@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import torch_shard as ts
-from tests.tables.cases import chosen
 from torch_shard._sharding import ContextMode
 
 WORDS, ROWS, LENGTH, WIDTH = 96, 4, 32, 64
@@ -123,8 +122,6 @@ CASES = {
     "heads, causal, alone": Case(sizes=ALONE, mode="heads"),
     "llama": Case("llama", THREE, kind="padding"),
     "written": Case("written", THREE),
-}
-MORE = {
     **{
         f"net, {mode}, {kind or 'causal'}": Case("net", sizes, mode, kind)
         for mode in get_args(ContextMode)
@@ -194,9 +191,9 @@ def wide() -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", chosen(CASES | MORE, CASES))
-def test_equals_eager_torch(name: str) -> None:
-    check((CASES | MORE)[name])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_eager_torch(case: Case) -> None:
+    check(case)
 
 
 def test_batches_and_parameters_are_split_over_the_context() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
-from tests.tables.cases import CASE, chosen, make_mesh, make_step
+from tests.tables.cases import CASE, make_mesh, make_step
 
 
 def decays(params: dict) -> dict:
@@ -25,7 +25,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("multi_transform", "plateau")))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax_do_what_they_do_unsharded(name: str) -> None:
     case = CASE["mlp"]
     model, batches = case.model(), case.batches(3)

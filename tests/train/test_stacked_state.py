@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.steps import step_of
-from tests.tables.cases import BATCH, chosen, make_mesh, squared_error
+from tests.tables.cases import BATCH, make_mesh, squared_error
 
 
 class Deep(nn.Module):
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(OPTIMIZERS, ("adafactor", "masked")))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_entries_stored_alone(name: str) -> None:
     model, found = deep(), []
     for scan_layers in (False, True):
