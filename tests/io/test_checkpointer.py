@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.processes import Family, run_processes
-from tests.tables.checkpointed import WIDTH, Model, assert_same, batch, by_name, make_step, train
+from tests.tables.checkpointed import WIDTH, Model, assert_same, by_name, make_step, train
 from torch_shard._io.integrity import seal
 
 OTHER_PLAN = ts.ShardingPlan({"blocks.*.up.*": P("batch"), "blocks.1.down.weight": P("model")}, default=P())
@@ -195,13 +195,6 @@ def test_states_of_all_kinds_of_optimizers_resume_to_the_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, words(restored.opt_state), words(state.opt_state))
     assert jax.tree.structure(unrolled) == jax.tree.structure(second.shardings)
     assert train(first, restored, range(2, 4))[1] == train(first, state, range(2, 4))[1]
-
-
-def test_donated_state_is_not_saved(step, tmp_path):
-    state = step.init(seed=0)
-    step(state, batch(0))
-    with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="was donated to a step"):
-        checkpointer.save(state)
 
 
 def test_one_checkpointer_serves_several_threads(step, tmp_path):

@@ -183,8 +183,6 @@ def test_paths_without_a_file_or_with_too_many(kind: str, tmp_path: pathlib.Path
     loads, save, file, index = KINDS[kind]
     with pytest.raises(FileNotFoundError, match=r"holds no .*index.json or "):
         load(tmp_path, loads)
-    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
-        load(tmp_path / "nowhere", loads)
     for number in (1, 2):
         save(WEIGHTS, tmp_path / file.format(number))
     with pytest.raises(ValueError, match=rf"holds {file.format(1)}, {file.format(2)}, and nothing says which"):

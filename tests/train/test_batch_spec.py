@@ -66,7 +66,6 @@ def test_a_name_that_finds_none_is_refused():
         ({"targets.**": P()}, {"local_batches": True}, NotImplementedError, "batch_spec by name is for batches"),
         ({"targets.**": "batch"}, {}, TypeError, r"batch_spec\['targets\.\*\*'\] must be a P, got str"),
         ({"targets.**": P("rows")}, {}, ValueError, "batch_spec on mesh"),
-        (3, {}, TypeError, "batch_spec must be"),
     ],
 )
 def test_bad_specs_are_refused(spec, options, error, says):

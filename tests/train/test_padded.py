@@ -138,7 +138,6 @@ def test_the_stream_may_be_split_along_its_sequence():
 
 def test_what_does_not_fit_is_refused():
     model, mesh = Tied(), ts.make_mesh(batch=4, model=2)
-    for form, says in ((ts.Padded(12, dim=0), "dim 0 = 13 is larger"), (ts.Padded(15, dim=0), "15 is not a multiple")):
-        plan = ts.ShardingPlan({"words.weight": P("model")}, default=P(), stored={"words.weight": form})
-        with pytest.raises(ValueError, match=says):
-            plan.resolve(model, mesh)
+    plan = ts.ShardingPlan({"words.weight": P("model")}, default=P(), stored={"words.weight": ts.Padded(15, dim=0)})
+    with pytest.raises(ValueError, match="15 is not a multiple"):
+        plan.resolve(model, mesh)

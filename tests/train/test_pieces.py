@@ -142,8 +142,8 @@ def test_weights_are_written_in_torchs_form(tmp_path, trained: Any):
 @pytest.mark.parametrize(
     ("is_frozen", "options"),
     [
-        pytest.param(False, {"remat": "block", "accumulate_steps": 2}, id="remat, accumulate"),
-        pytest.param(True, {}, id="frozen", marks=pytest.mark.slow),
+        pytest.param(False, {"remat": "block"}, id="remat"),
+        pytest.param(True, {"accumulate_steps": 2}, id="frozen, accumulate", marks=pytest.mark.slow),
     ],
 )
 def test_pieces_train_as_in_torch_and_nothing_moves(is_frozen: bool, options: dict[str, Any]):
@@ -176,7 +176,6 @@ def test_an_operator_that_does_not_know_pieces_is_right_and_warned_of(caplog: py
     [
         ({"0.0.qkv.weight": ts.Pieces(5, dim=0)}, "dim 0 = 24 is not 5 pieces"),
         ({"0.0.qkv.weight": ts.Pieces(24, dim=0)}, "dim 1 = 1 is not a multiple of model=2"),
-        ({"0.0.qkv.weight": ts.Pieces(3, dim=2)}, "the entry has 2 dims"),
         ({"*.*.qkv.weight": ts.Pieces(3, dim=0), "0.0.*.weight": ts.Pieces(4, dim=0)}, "in different forms"),
         ({"0.0.qvk.weight": ts.Pieces(3, dim=0)}, 'The closest name is "0.0.qkv.weight"'),
     ],

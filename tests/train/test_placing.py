@@ -10,7 +10,7 @@ import torch_shard as ts
 from tests.oracles.errors import refuses
 from tests.tables.host_data import ROWS, X, batch_of, make_step
 from torch_shard._common.last_used import KEPT
-from torch_shard._device import HostRows
+from torch_shard._device import BatchLayout, GatheredLayout, HostRows, LocalLayout
 from torch_shard._train.facts import FirstRows
 from torch_shard._train.same_batches import _describe, compare_given
 
@@ -25,6 +25,20 @@ def test_in_one_process_own_rows_are_all_rows():
         np.testing.assert_array_equal(mine, theirs)
     placed = local.put({"x": X, "rows": torch.arange(8)})  # as always, leaves may have different sizes
     assert [array.shape for array in placed.arrays] == [(8,), (ROWS, 4)]
+
+
+def test_layouts_of_own_rows_place_what_those_of_whole_batches_do():
+    layout = BatchLayout(MESH, None)
+    leaves = [X, np.float32(3.0), torch.zeros(0, 4)]
+    for mine, theirs in zip(LocalLayout(layout).put(leaves), layout.put(leaves), strict=True):
+        assert mine.sharding == theirs.sharding
+        np.testing.assert_array_equal(mine, theirs)
+    gathered = GatheredLayout(layout)
+    odd = [X[:3], np.float32(3.0)]
+    for array, leaf, struct in zip(gathered.put(odd), odd, gathered.structs(odd), strict=True):
+        assert array.sharding.is_fully_replicated
+        assert (struct.shape, struct.sharding) == (array.shape, array.sharding)
+        np.testing.assert_array_equal(array, leaf)
 
 
 def _parts(leaves):
