@@ -74,7 +74,9 @@ def test_the_next_batch_is_on_the_mesh_while_the_step_still_runs(step: Any) -> N
     state, _ = step(state, (x, 0))
     jax.block_until_ready(state)
     state, running = step(state, (x, LONG))
-    arrays = step.put((2 * x, 0)).arrays
+    given = 2 * x
+    arrays = step.put((given, 0)).arrays
+    given.zero_()  # which is the caller's again
     jax.block_until_ready(arrays)
     assert not running["loss"].is_ready()
     np.testing.assert_array_equal(arrays[0], 2 * x)
