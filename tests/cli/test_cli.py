@@ -9,18 +9,15 @@ import torch
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.oracles.errors import said
 from torch_shard._demo import proof as proving
 from torch_shard._demo import run as running
 from torch_shard._demo.files import load_weights
 from torch_shard._demo.model import loss_fn
 from torch_shard._demo.run import Settings, draw_validation
 from torch_shard._demo.text import read_corpus
+from torch_shard._fit import read_metrics
 from torch_shard.cli import app
-
-
-def said(result):
-    """What an error box says, without its frame and line breaks."""
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +32,6 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_shard._demo.report._prove", lambda run: proving.Proof((1.0,), 0.0, 0.0, "x"))
         return CliRunner().invoke(app, ["demo", "--quick", "--steps", "5", "--seed", "3", "--out", str(out)]), out
-
-
-def read_records(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_summary(out):
@@ -59,7 +52,7 @@ def test_demo_writes_metrics_of_every_step(finished):
     written = {"loss.png", "metrics.jsonl", "model.safetensors", "report.html", "run.json", "summary.json"}
     assert names == written | {"checkpoints", "demo.json"}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    train = [record for record in read_records(out) if record["kind"] == "train"]
+    train = [record for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["batch"] for record in train] == [1, 2, 3, 4, 5]
     assert train[-1]["loss"] < train[0]["loss"]
     assert read_summary(out)["proof"]["holds"]
@@ -97,7 +90,7 @@ def test_interrupted_demo_goes_on_to_the_bit(finished, quickly, tmp_path, monkey
     assert "has seed 3, not 4. Resume it with the same options." in said(other)
     resumed = CliRunner().invoke(app, [*quickly, "--resume", "--out", str(tmp_path)])
     assert resumed.exit_code == 0, resumed.stdout
-    found, wanted = ([r["loss"] for r in read_records(out)] for out in (tmp_path, finished[1]))
+    found, wanted = ([r["loss"] for r in read_metrics(out / "metrics.jsonl")] for out in (tmp_path, finished[1]))
     assert found == wanted
 
 
@@ -112,7 +105,7 @@ def test_demo_touches_no_checkpoints_but_its_own(quickly, tmp_path):
 
 def test_weights_load_into_torch_and_give_the_reported_loss(finished, corpus):
     _, out = finished
-    model, records = load_weights(out / "model.safetensors"), read_records(out)
+    model, records = load_weights(out / "model.safetensors"), read_metrics(out / "metrics.jsonl")
     assert model.head.weight is model.tokens.weight
     head = read_summary(out)["settings"]
     settings = Settings(steps=5, out=out, num_eval_batches=head["num_eval_batches"])
@@ -133,8 +126,6 @@ def test_version_and_help():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("4x2", "Invalid value for --mesh: expected a positive size for each of the axes batch and model"),
-        ("batch=4,modle=2", "got 'batch=4,modle=2'"),
         ("batch=8,model=2", "batch=8, model=2 needs 16 devices, but 8 are available"),
         ("batch=1,model=3", "blocks.0.q.weight (128, 128): dim 0 = 128 is not a multiple of model=3"),
     ],
@@ -146,33 +137,24 @@ def test_mesh_that_does_not_fit_is_refused(mesh, message, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
-    (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file" / "run")])
-    assert result.exit_code == 2
-    assert "Invalid value for --out: cannot write to" in said(result)
-    assert "Not a directory" in said(result)
-
-
 def test_exit_code_says_that_the_proof_does_not_hold(tmp_path, monkeypatch):
     monkeypatch.setattr("torch_shard._demo.report.run_demo", lambda run, console: False)
     assert CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)]).exit_code == 1
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
-def test_stopped_demo_says_how_to_go_on(error, code, tmp_path, monkeypatch):
+def test_stopped_demo_says_how_to_go_on(tmp_path, monkeypatch):
     def stopped(*_):
-        raise error
+        raise SystemExit(143)
 
     monkeypatch.setattr("torch_shard._demo.report.run_demo", stopped)
     found = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path)])
-    assert found.exit_code == code
+    assert found.exit_code == 143
     assert "The same command with --resume goes on" in found.output
 
 
 def test_settings_that_cannot_be_read_are_said_so(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "demo.json").write_text("x")
-    found = CliRunner().invoke(app, ["demo", "--quick", "--resume", "--out", str(tmp_path)], terminal_width=200)
+    found = CliRunner().invoke(app, ["demo", "--quick", "--resume", "--out", str(tmp_path)])
     assert found.exit_code == 2
-    assert "cannot be read" in " ".join(found.output.split())
+    assert "cannot be read" in said(found)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard as ts
+from tests.oracles.steps import mean_square, step_of
 from tests.tables.cases import BATCH, make_mesh
 
 RULES = {"0.weight": P("model"), "2.weight": P(None, "model")}
@@ -42,10 +42,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_wrapped_module_trains_and_is_written_as_itself(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
@@ -53,7 +49,7 @@ def test_a_wrapped_module_trains_and_is_written_as_itself(
     mesh, plan, x = make_mesh((4, 2)), ts.ShardingPlan(RULES, default=P()), torch.randn(BATCH, 8)
     model, bare = wrap(plain()), plain()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    steps = [ts.make_train_step(m, squares, optax.sgd(0.1), mesh=mesh, plan=plan) for m in (model, bare)]
+    steps = [step_of(m, plan=plan) for m in (model, bare)]
     states = [step.init() for step in steps]
     for _ in range(2):
         found, wanted = ((step(state, x)) for step, state in zip(steps, states, strict=True))
@@ -64,7 +60,7 @@ def test_a_wrapped_module_trains_and_is_written_as_itself(
     assert states[0].params["0.weight"].sharding.spec == P("model")
     steps[0].prove(states[0], x).raise_if_different()
     assert list(steps[0].export(states[0]).state_dict()) == names
-    evaluate = ts.make_eval_step(model, squares, mesh=mesh, plan=plan)
+    evaluate = ts.make_eval_step(model, mean_square, mesh=mesh, plan=plan)
     wanted_loss = steps[1].evaluation()(states[1], x)["loss"]
     np.testing.assert_array_equal(evaluate(states[0], x)["loss"], wanted_loss)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -89,18 +85,11 @@ def test_plans_files_and_placement_take_the_module_within(
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=0, check_dtype=False)
     assert ts.place(model, mesh, plan) is model
     assert {parameter.device.type for parameter in model.parameters()} == {"jax"}
-    assert ts.explain_capture(other, squares, torch.ones(BATCH, 8)).refused == ()
+    assert ts.explain_capture(other, mean_square, torch.ones(BATCH, 8)).refused == ()
 
 
 def test_a_loss_that_asks_for_the_wrapped_module_is_told() -> None:
-    model = DistributedDataParallel(plain())
-    step = ts.make_train_step(
-        model,
-        lambda m, x: m.module(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=make_mesh((4, 2)),
-        plan=ts.ShardingPlan({}, default=P()),
-    )
+    step = step_of(DistributedDataParallel(plain()), lambda m, x: m.module(x).square().mean())
     with pytest.raises(AttributeError) as error:
         step(step.init(), torch.ones(BATCH, 8))
     assert any("write model for model.module" in note for note in error.value.__notes__)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from torch_shard._cost.fitting import TooLarge, compile_or_refuse, memory_of_program
 from torch_shard._sharding import memory_of
 from torch_shard._train import programs
@@ -49,14 +50,7 @@ def test_another_error_stays_one() -> None:
 def test_what_the_compiler_refuses_does_not_fit_into_any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = iter([TooLarge("no", 2**35), TooLarge("no", None)])
     monkeypatch.setattr(programs, "compile_or_refuse", lambda lowered: next(refusals, None) or lowered.compile())
-    step = ts.make_train_step(
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
-        lambda model, x: model(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(batch=1),
-        plan=ts.ShardingPlan({}, default=P()),
-        remat=2**40,
-    )
+    step = step_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), mesh=(1, 1), remat=2**40)
     step.preview(torch.empty(8, 8))
     assert "remat='block' takes" in step.report()
     refusals = iter([TooLarge("no", 2**35), TooLarge("no", None), TooLarge("no", 2**34)])

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.runs import DATA, FEATURES, loader, values
 from torch_shard.cli import app
 
@@ -106,8 +106,7 @@ FAILS = [
 
 def refused(said, model, loss_fn=lambda m, x: m(x).sum(), **options):
     """The error of a run whose first step is bad."""
-    options |= {"mesh": ts.make_mesh(batch=4), "plan": ts.ShardingPlan({}, default=P())}
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), **options)
+    step = step_of(model, loss_fn, mesh=(4, 1), **options)
     with pytest.raises(ts.BadStepError, match=said) as found:
         ts.fit(step, None, [DATA[:8]], steps=1, progress=False)
     return found.value
@@ -155,8 +154,7 @@ def root_loss(model, batch):
 
 
 def test_a_bad_step_is_explained_and_can_be_repeated(tmp_path, monkeypatch):
-    mesh, plan = ts.make_mesh(batch=4, model=2), ts.ShardingPlan({"c.weight": P("model")}, default=P())
-    step = ts.make_train_step(Model(), root_loss, optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = step_of(Model(), root_loss, plan=ts.ShardingPlan({"c.weight": P("model")}, default=P()))
     batch = {"x": DATA[:8], "scale": 1.0}
     with ts.Checkpointer(tmp_path) as checkpointer, pytest.raises(ts.BadStepError) as found:
         ts.fit(step, None, [batch], steps=1, checkpointer=checkpointer, on_bad_step="explain", progress=False)
@@ -165,12 +163,13 @@ def test_a_bad_step_is_explained_and_can_be_repeated(tmp_path, monkeypatch):
     assert "The gradients of modules before it" in str(found.value)
     (tmp_path / "run.py").write_text(ROOTED)
     monkeypatch.syspath_prepend(".")
-    done = CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path), "--mesh", "batch=2"])
+    command, batch_file = ["replay", str(tmp_path / "run.py"), str(tmp_path)], tmp_path / "bad_batch.safetensors"
+    done = CliRunner().invoke(app, [*command, "--mesh", "batch=2"])
     assert done.exit_code == 0, done.output
     assert said in done.output
-    (tmp_path / "bad_batch.safetensors").write_bytes(b"nothing")
-    done = CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path)])
+    batch_file.write_bytes(b"nothing")
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "is damaged" in done.output
-    (tmp_path / "bad_batch.safetensors").unlink()
-    assert "writes it" in CliRunner().invoke(app, ["replay", str(tmp_path / "run.py"), str(tmp_path)]).output
+    batch_file.unlink()
+    assert "writes it" in CliRunner().invoke(app, command).output

@@ -1,18 +1,17 @@
 """Callbacks of `fit`, and schedulers that go by epoch or by a metric."""
 
-import json
 from pathlib import Path
 
 import optax
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
+from torch_shard._fit import read_metrics
 
-PLAN = ts.ShardingPlan({}, default=P())
 DATA = list(torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(0)))
 
 
@@ -24,7 +23,7 @@ def make(lr=0.1, optimizer=None):
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    return ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=2), plan=PLAN)
+    return step_of(model, loss_fn, optimizer, mesh=(2, 1))
 
 
 class Heard(ts.Callback):
@@ -57,7 +56,7 @@ def test_callbacks_hear_of_everything_in_its_order(tmp_path):
         *[("step", 1, 1), ("step", 2, 2), ("eval", 2, ["loss"]), ("save", 2)],
         *[("step", 3, 3), ("eval", 3, ["loss"]), ("end", 3)],
     ]
-    records = map(json.loads, (tmp_path / "log" / "metrics.jsonl").read_text().splitlines())
+    records = read_metrics(tmp_path / "log" / "metrics.jsonl")
     assert [r["twice"] for r in records if "twice" in r] == [2.0, 4.0, 6.0]
 
 
@@ -118,7 +117,7 @@ def test_utilization_counts_the_products_of_the_program(tmp_path):
     step = make()
     used = ts.Utilization(1.0, every=1)  # so that it is the number of flops per second
     ts.fit(step, None, DATA, steps=3, callbacks=[used], log=tmp_path, progress=False)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [r["batch"] for r in records if "mfu" in r] == [2, 3]
     # of 4 rows on a device: forward and the gradient of the weight, a multiply and an add for each of its 3 entries
     assert step.programs[-1].num_flops == 2 * (4 * 3 * 2)

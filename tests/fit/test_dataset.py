@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
 import torch_shard as ts
-from tests.oracles.errors import refuses
 from tests.tables.runs import DATA, ROWS, run, values
 from torch_shard._device import HostRows
 from torch_shard._fit.dataset import EvaluationRows, Rows, TrainingRows, order_of
@@ -175,10 +174,3 @@ def test_the_mean_of_an_evaluation_is_that_of_all_rows(step, tmp_path):
     model = step.export(state).eval()
     (record,) = [r for r in ts._fit.read_metrics(tmp_path / "log" / "metrics.jsonl") if r["kind"] == "eval"]
     assert record["loss"] == pytest.approx(model(DATA).square().mean().item(), rel=1e-5)
-
-
-def test_batches_that_do_not_divide_are_refused(step, processes):
-    with refuses(r"batch_size=6 is not a multiple of 4: mesh \(batch=4, model=2\) splits a batch into 4 shards"):
-        ts.fit(step, None, DATA, batch_size=6, steps=1)
-    with refuses("the dataset has 44 rows, fewer than batch_size=48"):
-        ts.fit(step, None, DATA, batch_size=48, steps=1)

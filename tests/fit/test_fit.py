@@ -1,19 +1,18 @@
 """The loop: to the bit after any stop, with an orderly refusal of what it cannot do."""
 
-import json
 import logging
 import random
 
 import numpy as np
-import optax
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 from tests.tables.cases import chosen
 from tests.tables.runs import DATA, FEATURES, LOADERS, STEPS, loader, losses, run, squares, values
+from torch_shard._fit import read_metrics
 from torch_shard._fit.data import Batches
 from torch_shard._fit.fit import Evaluation
 
@@ -35,19 +34,6 @@ def test_stopped_and_resumed_is_uninterrupted_to_the_bit(kind, step, tmp_path):
         np.testing.assert_array_equal(values(state)[name], value, err_msg=name)
 
 
-def test_trains_as_a_loop_of_ones_own(step):
-    """fit adds nothing to the numbers: the same steps by hand give the same state; and it compiles one program."""
-    batches, programs = list(DATA[:40].split(8)), step.num_compiles
-    state = ts.fit(step, step.init(seed=0), batches, steps=7, progress=False)
-    assert step.num_compiles <= programs + 1
-    by_hand = step.init(seed=0)
-    for number in range(7):
-        by_hand, _ = step(by_hand, batches[number % 5])
-    for name, value in values(by_hand).items():
-        np.testing.assert_allclose(values(state)[name], value, rtol=1e-6, atol=1e-7, err_msg=name)  # another program
-    assert (int(state.step), int(state.num_batches)) == (7, 7)
-
-
 def test_state_alone_goes_on_where_it_was(step):
     whole = ts.fit(step, step.init(seed=0), loader(), steps=9, progress=False)
     state = ts.fit(step, step.init(seed=0), loader(), steps=4, progress=False)
@@ -57,14 +43,7 @@ def test_state_alone_goes_on_where_it_was(step):
 
 
 def test_evaluation_in_bfloat16_adds_up_in_float():
-    model = nn.Linear(FEATURES, 2).bfloat16()
-    step = ts.make_train_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(batch=8),
-        plan=ts.ShardingPlan({}, default=P()),
-    )
+    step = step_of(nn.Linear(FEATURES, 2).bfloat16())
     state, batches = step.init(seed=0), [part.bfloat16() for part in DATA[:40].split(8)]
     evaluate = step.evaluation()
     wanted = np.mean([float(evaluate(state, batch)["loss"]) for batch in batches])
@@ -78,9 +57,7 @@ def test_the_last_batch_of_an_evaluation_may_have_any_size(step, tmp_path, caplo
         state = ts.fit(
             step, None, loader(), steps=2, eval_loader=batches, eval_step=evaluate, log=tmp_path, progress=False
         )
-    (found,) = (
-        r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "eval"
-    )
+    (found,) = (r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "eval")
     model = step.export(state).eval()
     with torch.no_grad():
         wanted, each = (squares(model, batch)[0].item() for batch in (DATA[:37], DATA[32:37]))

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from torch.utils.data import DataLoader
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 DOCUMENTS = [torch.randint(1, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 3, 12, 4, 7, 2, 11)]
@@ -23,9 +24,9 @@ def loss_fn(model, batch):
     return model(**batch).loss
 
 
-def step_of(model, optimizer):
-    mesh, plan = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"**.q_proj.weight": P("model")}, default=P())
-    return ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=plan)
+def make_step(model, optimizer):
+    plan = ts.ShardingPlan({"**.q_proj.weight": P("model")}, default=P())
+    return step_of(model, loss_fn, optimizer, mesh=(2, 2), plan=plan)
 
 
 def alone(model):
@@ -42,7 +43,7 @@ def test_packed_documents_train_as_alone():
     assert packed.num_slots == 4 * 16
     expected = alone(model)
     expected.backward()
-    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state, metrics = step(step.init(seed=0), batch)
     assert float(metrics["loss"]) == pytest.approx(expected.item(), rel=1e-5)
@@ -65,7 +66,7 @@ def test_padded_batches_have_the_losses_of_eager_torch_and_few_shapes():
     model = llama()
     loader = ts.bucket(DataLoader(DOCUMENTS, batch_size=2, collate_fn=collate), lengths=[10, 16])
     assert len(loader) == 4
-    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
     state, found = step.init(seed=0), []
     for batch in [*loader, *loader]:  # it begins anew with each epoch
         state, metrics = step(state, batch)

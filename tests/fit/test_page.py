@@ -3,7 +3,6 @@
 import html.parser
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
+from torch_shard._fit import read_metrics
 from torch_shard.cli import app
 
 
@@ -39,13 +40,7 @@ def log(tmp_path_factory) -> Path:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     groups = [{"params": [p for p in model.parameters() if p.ndim == n], "lr": 0.1 / n} for n in (1, 2)]
     plan = ts.ShardingPlan({"*.weight": P("model")}, default=P())
-    step = ts.make_train_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.AdamW(groups),
-        mesh=ts.make_mesh(batch=4, model=2),
-        plan=plan,
-    )
+    step = step_of(model, optimizer=torch.optim.AdamW(groups), plan=plan)
     rows = list(torch.randn(4, 8, 8))
     ts.fit(step, None, rows, steps=6, eval_loader=rows, eval_every=3, log=directory, progress=False)
     return directory
@@ -57,7 +52,7 @@ def test_the_page_says_what_the_run_was(log):
     run = json.loads((log / "run.json").read_text())
     assert run["memory"]["parameters"] == 4 * (8 * 8 // 2 + 8) * 4  # half of each weight, all of each bias
     assert run["memory"]["optimizer"] >= 2 * run["memory"]["parameters"]
-    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(log / "metrics.jsonl")
     (compiled,) = [record for record in records if record["kind"] == "compile"]
     assert compiled["batch"] == 1
     assert [r["lr_1"] for r in records if r["kind"] == "train"] == [0.05] * 6
@@ -96,18 +91,3 @@ def test_what_is_no_log_is_refused(damage, log, tmp_path):
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 2
     assert not (tmp_path / "report.html").exists()
-
-
-@pytest.mark.slow
-def test_a_browser_shows_it(log, tmp_path):
-    """In light and in dark, at the width of a phone too: nothing of the page is wider than the page."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no Chromium")
-    ts.write_report(log)
-    page = tmp_path / "page.html"
-    page.write_text((log / "report.html").read_text())
-    picture = tmp_path / "page.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", "--window-size=1100,1600"]
-    subprocess.run([browser, *options, f"file://{page}"], capture_output=True, timeout=120, check=True)
-    assert picture.stat().st_size > 20_000

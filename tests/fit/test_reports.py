@@ -1,6 +1,5 @@
 """What a run reports: metrics, events, progress."""
 
-import json
 import os
 import struct
 
@@ -13,6 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import torch_shard as ts
 from tests.tables.runs import DATA, loader, losses, run
+from torch_shard._fit import read_metrics
 from torch_shard._io.manifest import read_head
 
 
@@ -76,7 +76,7 @@ def test_metrics_and_evaluation(step, tmp_path):
         eval_every=4,
         progress=False,
     )
-    records = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(log / "metrics.jsonl")
     assert [(r["kind"], r["batch"]) for r in records if r["kind"] == "eval"] == [("eval", 4), ("eval", 6)]
     train = [r for r in records if r["kind"] == "train"]
     assert [r["batch"] for r in train] == [1, 2, 3, 4, 5, 6]

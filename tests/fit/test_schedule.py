@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import torch_shard as ts
+from tests.oracles.steps import mean_square, step_of
 
-PLAN = ts.ShardingPlan({}, default=P())
 DATA = [torch.full((2, 3), float(i)) for i in range(6)]
 
 
@@ -21,19 +20,15 @@ def make() -> tuple[nn.Module, Any, Any, Any]:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = LambdaLR(optimizer, lambda step: 0.5 if step % 3 == 1 else math.cos(step / 9))  # Python, with its `if`
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=ts.make_mesh(batch=2), plan=PLAN, clip_grad_norm=1.0)
+    step = step_of(model, optimizer=optimizer, mesh=(2, 1), clip_grad_norm=1.0)
     return model, optimizer, schedule, step
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def in_torch(num_steps: int) -> nn.Module:
     model, optimizer, schedule, _ = make()
     for x in DATA[:num_steps]:
         optimizer.zero_grad()
-        loss_fn(model, x).backward()
+        mean_square(model, x).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

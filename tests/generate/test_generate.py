@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
 import transformers as hf
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.steps import step_of
 from torch_shard._generate.generate import _OF_STEPS
 from torch_shard._generate.sample import allowed
 
@@ -21,7 +20,6 @@ FAMILIES = {
     "llama": hf.LlamaConfig(**LLAMA),
     "gpt2": hf.GPT2Config(**GPT2),
     "gemma2": hf.Gemma2Config(**LLAMA, head_dim=8, sliding_window=4),
-    "phi": hf.PhiConfig(**LLAMA),
     "opt": hf.OPTConfig(**SMALL, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=32),
     "gpt_neox": hf.GPTNeoXConfig(**NEOX),
     "qwen3": hf.Qwen3Config(**LLAMA, head_dim=8),
@@ -30,9 +28,9 @@ IDS = torch.tensor([[0, 0, 5, 9, 33], [7, 21, 4, 40, 12]])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 
 
-def decoder(name="llama"):
+def decoder(config=FAMILIES["llama"]):
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(FAMILIES[name]).eval()
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -61,18 +59,17 @@ def of_ours(model, *state, **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_transformers(name):
-    model = decoder(name)
+    model = decoder(FAMILIES[name])
     assert of_ours(model).tolist() == of_hf(model).tolist()
 
 
 def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
     """Keys and values are split as the batch is and, where their weights are, by their heads."""
-    model, mesh = decoder(), make_mesh((2, 2))
+    model = decoder(hf.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
     attention = "model.layers.*.self_attn"
     rules = {f"{attention}.{name}_proj.weight": P("model") for name in "qkv"}
     plan = ts.ShardingPlan({**rules, f"{attention}.o_proj.weight": P(None, "model")}, default=P())
-    loss_fn = lambda model, ids: model(input_ids=ids, labels=ids).loss  # noqa: E731
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = step_of(model, lambda model, ids: model(input_ids=ids, labels=ids).loss, mesh=(2, 2), plan=plan)
     state, _ = step(step.init(), IDS)
     found = of_ours(step, state, max_new_tokens=7)
     assert found.tolist() == of_hf(step.export(state).eval(), max_new_tokens=7).tolist()
@@ -89,7 +86,7 @@ def test_a_trained_state_generates_on_its_mesh_and_compiles_once():
 
 def test_a_model_in_bfloat16():
     """Its most probable tokens by eager torch in float32, up to the rounding of logits."""
-    model = decoder("gpt2").bfloat16()
+    model = decoder(FAMILIES["gpt2"]).bfloat16()
     found = of_ours(model)
     mask = torch.cat([MASK, torch.ones(2, 9, dtype=torch.int64)], 1)
     with torch.no_grad():

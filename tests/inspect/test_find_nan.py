@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import chosen
+from tests.oracles.steps import step_of
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 HALF = torch.cat([X[:4], torch.full((4, 6), 1e30)])  # the later rows overflow in squares
@@ -71,24 +71,20 @@ PLANTED = {  # model, loss, batch, options, what is to be named
     "parameter": (filled(Net(), "layers.2.inner.weight", math.nan), mean, X, {},
                   {"place": "parameter", "name": "layers.2.inner.weight"}),
     "norm of gradients": (Net(), lambda m, x: m(x).sum() * 1e25, X, {}, {"place": "norm"}),
-}  # fmt: skip
-VARIANTS = {
     "softmax": (Net("softmax"), mean, X, {}, {"place": "forward", "name": "softmax", "value": "NaN", **AT_2}),
     "remat, backward": (Net("sqrt"), mean, X, {"remat": "block"}, {"place": "backward", **AT_2}),
     "microbatch, backward": (Net("sqrt"), mean, X, {"accumulate_steps": 2}, {"place": "backward", "microbatch": 0}),
     "buffer": (filled(Net(), "layers.1.scale", math.inf), mean, X, {}, {"place": "buffer", "name": "layers.1.scale"}),
-}
+}  # fmt: skip
 
 
-def make(model, loss_fn, mesh=(4, 2), **options):
+def make(model, loss_fn=mean, **options):
     plan = ts.ShardingPlan({"layers.*.inner.weight": P("model")}, default=P())
-    sizes = {"batch": mesh[0], "model": mesh[1]}
-    return ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=ts.make_mesh(**sizes), plan=plan, **options)
+    return step_of(model, loss_fn, plan=plan, **options)
 
 
-@pytest.mark.parametrize("name", chosen(PLANTED | VARIANTS, PLANTED))
-def test_what_was_planted_is_named(name):
-    model, loss_fn, batch, options, wanted = (PLANTED | VARIANTS)[name]
+@pytest.mark.parametrize(("model", "loss_fn", "batch", "options", "wanted"), PLANTED.values(), ids=PLANTED)
+def test_what_was_planted_is_named(model, loss_fn, batch, options, wanted):
     step = make(model, loss_fn, **options)
     report = ts.find_nan(step, step.init(seed=0), batch)
     assert report
@@ -140,10 +136,7 @@ def test_what_only_bfloat16_breaks_says_so():
 
 
 def test_the_update_is_looked_at_too():
-    model = Net()
-    huge = optax.sgd(1e38)
-    mesh, plan = ts.make_mesh(batch=2), ts.ShardingPlan({}, default=P())
-    step = ts.make_train_step(model, lambda m, x: m(x).sum() * 1e6, huge, mesh=mesh, plan=plan)
+    step = make(Net(), lambda m, x: m(x).sum() * 1e6, optimizer=optax.sgd(1e38))
     report = ts.find_nan(step, step.init(seed=0), X)
     assert report.place == "update"
 

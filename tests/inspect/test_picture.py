@@ -78,11 +78,6 @@ def test_saved_twice_is_the_same_file(tmp_path):
     assert drawing._repr_svg_() == (tmp_path / "first.svg").read_text()
 
 
-def test_other_suffix_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"the suffix must be \.svg or \.png, got '\.pdf' in 'w\.pdf'"):
-        visualize_sharding(layout((4, 2), P())).save("w.pdf")
-
-
 def test_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     file = tmp_path / "w.png"
     file.write_bytes(b"old")

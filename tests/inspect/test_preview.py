@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.oracles.errors import said
 from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
 from torch_shard._demo.model import GPT, loss_fn
@@ -190,6 +191,6 @@ def test_the_command_previews_files_and_functions(tmp_path: Any, monkeypatch: py
     for target, message in wrong.items():
         found = CliRunner().invoke(app, ["preview", target, "--mesh", "batch=4"])
         assert found.exit_code == 2
-        assert message in " ".join(found.output.replace("│", " ").split())
+        assert message in said(found)
     assert CliRunner().invoke(app, ["preview", "train.py", "--mesh", "batch"]).exit_code == 2
     assert "there is no topology" in CliRunner().invoke(app, ["preview", "train.py", "--topology", "v9:2x2"]).output

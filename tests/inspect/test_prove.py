@@ -47,26 +47,6 @@ def test_a_tied_language_model_holds_along_its_sequence_and_in_stages() -> None:
     ts.prove(case.model(), case.loss_fn, case.batches(1)[0], plans=["context", "stage_tp"]).raise_if_different()
 
 
-class Seen(nn.Module):
-    """Each of its layers has a part in the loss, as routers of experts have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, seen = self.first(x), []
-        for layer in self.layers:
-            seen.append(x := layer(x))
-        return x + torch.cat(seen, 1).square().mean(1, keepdim=True)
-
-
-def test_stages_hand_on_what_the_loss_reads_of_each_layer() -> None:
-    torch.manual_seed(0)
-    proofs(Seen(), plans=["stage"]).raise_if_different()
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_models_that_the_command_knows_run(name: str) -> None:
     model, loss_fn, batch = tiny(name)

@@ -153,9 +153,9 @@ def test_a_damaged_folder(tried, what):
 
 
 def test_the_words(tried):
-    (tried.refresh() / "state.json").write_text("[]")
-    with pytest.raises(
-        ValueError, match=r"step_00000002 is damaged: state.json: 2 bytes, must have \d+\. Step 1 is whole"
-    ):
-        ts.Checkpointer(tried.copy).restore(tried.step, step=2)
+    state = tried.refresh() / "state.json"
+    for change, said in ((lambda: state.write_text("[]"), r"2 bytes, must have \d+"), (state.unlink, "missing")):
+        change()
+        with pytest.raises(ValueError, match=rf"step_00000002 is damaged: state.json: {said}\. Step 1 is whole"):
+            ts.Checkpointer(tried.copy).restore(tried.step, step=2)
     assert int(ts.Checkpointer(tried.copy).restore(tried.step).step) == 1

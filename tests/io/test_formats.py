@@ -183,8 +183,6 @@ def test_paths_without_a_file_or_with_too_many(kind: str, tmp_path: pathlib.Path
     loads, save, file, index = KINDS[kind]
     with pytest.raises(FileNotFoundError, match=r"holds no .*index.json or "):
         load(tmp_path, loads)
-    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist"):
-        load(tmp_path / "nowhere", loads)
     for number in (1, 2):
         save(WEIGHTS, tmp_path / file.format(number))
     with pytest.raises(ValueError, match=rf"holds {file.format(1)}, {file.format(2)}, and nothing says which"):
@@ -206,7 +204,7 @@ def test_parts_without_their_index_are_no_whole(kind: str, tmp_path: pathlib.Pat
 
 # From one format to the other.
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    same = all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in wanted.items())
+    same = all(torch.equal(found[n], t.cpu()) and found[n].dtype == t.dtype for n, t in wanted.items())
     return found.keys() == wanted.keys() and same
 
 

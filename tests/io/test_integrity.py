@@ -10,29 +10,16 @@ from tests.tables.checkpointed import flip_a_bit, train
 from torch_shard._io import checkpointer as _checkpoint
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (flip_a_bit, "its checksum differs, so some of its bits have changed"),
-        (truncate, "bytes, must have"),
-        (lambda file: file.unlink(), "missing"),
-    ],
-    ids=["bit flipped", "truncated", "missing"],
-)
-def test_damaged_checkpoint_is_passed_over(copied, step, damage, said, caplog):
+def test_damaged_checkpoint_is_passed_over(copied, step, caplog):
     shards = [file for file in (copied / "step_00000004").rglob("*") if file.is_file() and file.parent.name == "d"]
-    damage(max(shards, key=lambda file: file.stat().st_size))
+    flip_a_bit(max(shards, key=lambda file: file.stat().st_size))
     with ts.Checkpointer(copied, keep=2) as checkpointer:
         with caplog.at_level(logging.WARNING):
             state = checkpointer.restore(step)
         assert int(state.step) == 3
         (warning,) = (record.getMessage() for record in caplog.records if "damaged" in record.getMessage())
         assert "step_00000004 is damaged" in warning
-        assert said in warning
+        assert "its checksum differs, so some of its bits have changed" in warning
         with pytest.raises(ValueError, match="step_00000004 is damaged"):
             checkpointer.restore(step, step=4)
         # Training goes on, comes to step 4 again, and what replaces it is whole.
@@ -41,19 +28,6 @@ def test_damaged_checkpoint_is_passed_over(copied, step, damage, said, caplog):
         checkpointer.wait()
         assert checkpointer.steps() == [3, 4]
         assert int(checkpointer.restore(step, step=4).step) == 4
-
-
-def test_every_file_counts(copied, step):
-    """Whichever file is damaged, it is found."""
-    checkpoint = copied / "step_00000004"
-    files = [file for file in checkpoint.rglob("*") if file.is_file()]
-    assert len(files) > 5
-    for file in files:
-        kept = file.read_bytes()
-        file.write_bytes(kept[:-1])
-        with pytest.raises(ValueError, match="is damaged"):
-            ts.Checkpointer(copied).restore(step, step=4)
-        file.write_bytes(kept)
 
 
 def test_no_whole_checkpoint(tmp_path, copied, step):

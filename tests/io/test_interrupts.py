@@ -3,13 +3,12 @@
 import os
 import signal
 
-import optax
 import pytest
 import torch
 
 import torch_shard as ts
 from tests.oracles.processes import run_alone
-from tests.tables.cases import WHOLE
+from tests.oracles.steps import step_of
 
 PROGRAM = """
 import os, signal, sys, optax, torch, torch_shard as ts
@@ -37,9 +36,7 @@ def test_a_program_that_does_not_close_leaves_a_whole_checkpoint(end, tmp_path):
 
 @pytest.fixture
 def step():
-    return ts.make_train_step(
-        torch.nn.Linear(4, 4), lambda model, x: model(x).sum(), optax.adam(0.1), mesh=ts.make_mesh(batch=1), plan=WHOLE
-    )
+    return step_of(torch.nn.Linear(4, 4), mesh=(1, 1))
 
 
 @pytest.fixture

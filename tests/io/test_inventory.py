@@ -51,12 +51,6 @@ def test_inspect_shows_what_is_inside(copied):
     assert "damaged: " in damaged.stdout
 
 
-def test_inspect_of_no_checkpoint(tmp_path):
-    refused = CliRunner().invoke(app, ["inspect", str(tmp_path)])
-    assert refused.exit_code == 2
-    assert "is not a checkpoint and holds none" in " ".join(refused.stderr.replace("│", " ").split())
-
-
 def test_a_checkpoint_is_not_a_directory_of_them_nor_the_run_above(copied):
     with pytest.raises(ValueError, match=rf"step_00000004 is a checkpoint; .* {copied}, and `restore"):
         ts.Checkpointer(copied / "step_00000004")

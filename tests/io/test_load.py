@@ -14,11 +14,11 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.processes import run_processes
-from tests.tables.cases import CASES, WHOLE, make_mesh
+from tests.tables.cases import CASE, WHOLE, make_mesh
 from torch_shard._io import formats as _tensor_files
 from torch_shard._io import load as _weights
 
-GPT, TIED, BUFFERS = (next(case for case in CASES if case.name == name) for name in ("gpt", "tied", "buffers"))
+GPT, TIED, BUFFERS = CASE["gpt"], CASE["tied"], CASE["buffers"]
 LINEAR = ts.ShardingPlan({"weight": P("batch", "model")}, default=P())
 
 
@@ -373,8 +373,7 @@ def test_modules_that_change_what_they_load_are_refused(tmp_path: pathlib.Path) 
     scaled = nn.Linear(2, 2, bias=False)
     path = ts.export_safetensors(scaled, tmp_path)
     scaled.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: state[prefix + "weight"].mul_(2))
-    plan = ts.ShardingPlan({}, default=P())
     with pytest.raises(NotImplementedError, match="Linear have hooks that change a state_dict before it is loaded"):
-        ts.load_safetensors(path, scaled, ts.make_mesh(batch=1), plan)
+        ts.load_safetensors(path, scaled, make_mesh((1, 1)), WHOLE)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    ts.load_safetensors(ts.export_safetensors(normed, tmp_path), normed, ts.make_mesh(batch=1), plan)
+    ts.load_safetensors(ts.export_safetensors(normed, tmp_path), normed, make_mesh((1, 1)), WHOLE)

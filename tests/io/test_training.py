@@ -8,9 +8,10 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import mean_square, step_of
 
 DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-PLAN = ts.ShardingPlan({"0.weight": P("model")}, default=P())
+MESH, PLAN = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"0.weight": P("model")}, default=P())
 
 
 def make(seed=0):
@@ -22,16 +23,12 @@ def make(seed=0):
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
 
-def loss_fn(model, batch):
-    return model(batch).square().mean()
-
-
 def train(model, optimizer, scheduler, steps):
     """Eager torch."""
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = loss_fn(model, DATA)
+        loss = mean_square(model, DATA)
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -71,11 +68,10 @@ def test_a_run_goes_on_as_in_torch(write, on_meta, tmp_path):
     path = write(tmp_path / "kept", parts)
     expected = train(*parts, 4)
 
-    mesh = ts.make_mesh(batch=2, model=2)
     with torch.device("meta" if on_meta else "cpu"):
         model, optimizer, scheduler = make(1)
-    ts.load_torch(path, model, mesh, PLAN, optimizer=optimizer, scheduler=scheduler)
-    step = ts.make_train_step(model, loss_fn, optimizer, mesh=mesh, plan=PLAN)
+    ts.load_torch(path, model, MESH, PLAN, optimizer=optimizer, scheduler=scheduler)
+    step = step_of(model, optimizer=optimizer, mesh=MESH, plan=PLAN)
     state, losses = step.init(seed=0), []
     for _ in range(4):
         state, metrics = step(state, DATA)
@@ -99,7 +95,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)  # one group, where the file has two
     before = copy.deepcopy(optimizer.state_dict()), list(optimizer.param_groups[0]["params"])
     with pytest.raises(ValueError, match=r"load_torch: the state of the optimizer .* does not fit: loaded state dict"):
-        ts.load_torch(path, model, ts.make_mesh(batch=2, model=2), PLAN, optimizer=optimizer)
+        ts.load_torch(path, model, MESH, PLAN, optimizer=optimizer)
     assert optimizer.state_dict() == before[0]
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], before[1], strict=True))
     assert all(p.device.type == "cpu" for p in model.parameters())
@@ -114,7 +110,7 @@ def test_weights_that_do_not_fit_leave_the_optimizer_alone(tmp_path):
         [{"params": [model[0].weight, model[2].weight]}, {"params": [model[0].bias, model[2].bias]}]
     )
     with pytest.raises(ValueError, match=r"2\.weight"):
-        ts.load_torch(path, model, ts.make_mesh(batch=2, model=2), PLAN, optimizer=optimizer)
+        ts.load_torch(path, model, MESH, PLAN, optimizer=optimizer)
     assert not optimizer.state
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
@@ -127,22 +123,21 @@ def test_states_of_other_shapes_are_refused(tmp_path):
     torch.save(held, tmp_path / "kept")
     model, optimizer, _ = make()
     with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\) for a parameter of shape \(6, 4\)"):
-        ts.load_torch(tmp_path / "kept", model, ts.make_mesh(batch=2, model=2), PLAN, optimizer=optimizer)
+        ts.load_torch(tmp_path / "kept", model, MESH, PLAN, optimizer=optimizer)
 
 
 def test_files_without_such_parts_are_refused(tmp_path):
     model, optimizer, scheduler = make()
-    mesh = ts.make_mesh(batch=2, model=2)
-    torch.save({"model": model.state_dict()}, tmp_path / "weights")
-    with pytest.raises(ValueError, match=r"has no state of the optimizer: no optimizer\.pt in a directory"):
-        ts.load_torch(tmp_path / "weights", model, mesh, PLAN, optimizer=optimizer)
-    torch.save({"net": model.state_dict()}, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"holds 'net', but no weights under one of 'model', 'state_dict'"):
-        ts.load_torch(tmp_path / "other", model, mesh, PLAN, optimizer=optimizer)
-    torch.save({"state_dict": model.state_dict(), "optimizer_states": [{}, {}]}, tmp_path / "two")
-    with pytest.raises(ValueError, match=r"\['optimizer_states'\] holds 2 states"):
-        ts.load_torch(tmp_path / "two", model, mesh, PLAN, optimizer=optimizer)
+    weights, kept = model.state_dict(), tmp_path / "kept"
+    for held, said in (
+        ({"model": weights}, r"has no state of the optimizer: no optimizer\.pt in a directory"),
+        ({"net": weights}, "holds 'net', but no weights under one of 'model', 'state_dict'"),
+        ({"state_dict": weights, "optimizer_states": [{}, {}]}, r"\['optimizer_states'\] holds 2 states"),
+    ):
+        torch.save(held, kept)
+        with pytest.raises(ValueError, match=said):
+            ts.load_torch(kept, model, MESH, PLAN, optimizer=optimizer)
     with pytest.raises(TypeError, match="The scheduler's optimizer is needed too"):
-        ts.load_torch(tmp_path / "two", model, mesh, PLAN, scheduler=scheduler)
+        ts.load_torch(kept, model, MESH, PLAN, scheduler=scheduler)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        ts.load_torch(tmp_path / "none", model, mesh, PLAN, optimizer=optimizer)
+        ts.load_torch(tmp_path / "none", model, MESH, PLAN, optimizer=optimizer)

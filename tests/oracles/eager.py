@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import WHOLE, Case, make_mesh
+from tests.oracles.steps import step_of
+from tests.tables.cases import Case, make_mesh
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
 
@@ -112,10 +113,11 @@ def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
 
 
 def agrees_with_torch(
-    model: nn.Module, loss_fn: Any, batches: list[Any], sizes: tuple[int, int] = (4, 2)
-) -> ts.TrainStep:
+    model: nn.Module, loss_fn: Any, batches: list[Any], mesh: Any = (4, 2), *, rtol: float = 1e-4, atol: float = 1e-5,
+    **options: Any,
+) -> ts.TrainStep:  # fmt: skip
     """SGD with momentum, several steps: every parameter against eager torch; gives the step."""
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=make_mesh(sizes), plan=WHOLE)
+    step = step_of(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=mesh, **options)
     state, wanted = step.init(), copy.deepcopy(model)
     sgd = torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9)
     for batch in batches:
@@ -124,8 +126,8 @@ def agrees_with_torch(
         loss = loss_fn(wanted, batch)
         loss.backward()
         sgd.step()
-        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=rtol / 10)
     for name, parameter in wanted.named_parameters():
         found = state.tensors[name]
-        np.testing.assert_allclose(found, parameter.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found, parameter.detach(), rtol=rtol, atol=atol, err_msg=name)
     return step

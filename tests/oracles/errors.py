@@ -22,3 +22,8 @@ def assert_refused(table: dict[str, str], call: Callable[[str], object]) -> None
 
 def refuses(match: str, error: type[Exception] = ValueError) -> Any:
     return pytest.raises(error, match=match)
+
+
+def said(result: Any) -> str:
+    """What a command's error box says, without its frame and line breaks."""
+    return " ".join(result.stderr.replace("│", " ").split())

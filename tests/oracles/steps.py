@@ -6,22 +6,10 @@ from typing import Any
 import numpy as np
 import optax
 import torch
+from torch import nn
 
 import torch_shard as ts
 from tests.tables.cases import WHOLE, make_mesh
-
-
-def sgd_step(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    sizes: tuple[int, int] = (1, 1),
-    *,
-    rate: float = 0.1,
-    plan: ts.ShardingPlan = WHOLE,
-    **options: Any,
-) -> ts.TrainStep:
-    """A step of plain SGD on a mesh of these sizes; every device holds all, unless a plan says otherwise."""
-    return ts.make_train_step(model, loss_fn, optax.sgd(rate), mesh=make_mesh(sizes), plan=plan, **options)
 
 
 def run_steps(
@@ -39,3 +27,29 @@ def check_same(found: ts.TrainState, wanted: ts.TrainState) -> None:
     """Parameters are equal, but for what another order of sums makes of them in a few steps of Adam."""
     for name in wanted.params:
         np.testing.assert_allclose(found.params[name], wanted.params[name], rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss for models of one tensor."""
+    return model(x).square().mean()
+
+
+def step_of(
+    model: nn.Module,
+    loss_fn: Any = mean_square,
+    optimizer: Any = None,
+    *,
+    mesh: Any = (4, 2),
+    plan: ts.ShardingPlan = WHOLE,
+    **options: Any,
+) -> ts.TrainStep:
+    """A step of SGD on a mesh, or its sizes; every device holds all, if no plan says otherwise."""
+    mesh = make_mesh(mesh) if isinstance(mesh, tuple) else mesh
+    return ts.make_train_step(model, loss_fn, optimizer or optax.sgd(0.1), mesh=mesh, plan=plan, **options)
+
+
+def sgd_step(
+    model: nn.Module, loss_fn: Any, sizes: tuple[int, int] = (1, 1), *, rate: float = 0.1, **options: Any
+) -> ts.TrainStep:
+    """A step of plain SGD at this rate on a mesh of these sizes."""
+    return step_of(model, loss_fn, optax.sgd(rate), mesh=sizes, **options)

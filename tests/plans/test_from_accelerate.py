@@ -2,15 +2,14 @@
 
 import types
 
-import jax
-import numpy as np
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.eager import agrees_with_torch
+from tests.oracles.steps import mean_square
 from tests.plans.test_from_hf import tiny
 
 CASES = [
@@ -66,15 +65,8 @@ def test_a_step_of_it_gives_what_eager_torch_gives():
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(8, 4, 8)
     config = types.SimpleNamespace(dp_replicate_size=2, dp_shard_size=2, cp_size=2)
     mesh, plan, batch_spec = ts.plans.from_accelerate(model, config)
-    expected = model(x).square().mean()
-    expected.backward()
-    weight = model[0].weight.detach() - 0.1 * model[0].weight.grad
-    step = ts.make_train_step(
-        model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan, batch_spec=batch_spec
-    )
-    state, metrics = step(step.init(), x)
-    np.testing.assert_allclose(metrics["loss"], expected.item(), rtol=1e-6)  # sums in another order
-    np.testing.assert_allclose(jax.device_get(state.params["0.weight"]), weight, rtol=1e-5, atol=1e-7)
+    close = {"rtol": 1e-5, "atol": 1e-7}  # sums in another order
+    agrees_with_torch(model, mean_square, [x], mesh, plan=plan, batch_spec=batch_spec, **close)
 
 
 def test_all_sizes_that_cannot_be_read_are_said_together(monkeypatch):

@@ -5,7 +5,6 @@
 import logging
 
 import numpy as np
-import optax
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_shard as ts
 from tests.oracles.dtensor import make_model, parallelize, tokens
+from tests.oracles.steps import step_of
 
 MESH = ts.make_mesh(batch=4, model=2)
 
@@ -76,7 +76,7 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
     model, mesh = make_model(), ts.make_mesh(batch=1, model=2)
     plan = ts.plans.from_dtensor(model, mesh, styles)
     ranks = parallelize(styles, tmp_path)
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.0), mesh=mesh, plan=plan)
+    step = step_of(model, mesh=mesh, plan=plan)
     state = step.init()
     for name, array in state.params.items():
         for shard in array.addressable_shards:
@@ -89,11 +89,10 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
-def test_torch_itself_runs_what_is_written(sequence, tmp_path):
+def test_torch_itself_runs_what_is_written(tmp_path):
     model, mesh = make_model(), ts.make_mesh(batch=1, model=2)
-    plan = ts.plans.fsdp_tp(model, mesh, sequence=True) if sequence else ts.plans.tp(model, mesh)
-    styles, _ = ts.plans.to_dtensor(plan, model, mesh, fsdp="batch" if sequence else None)
+    plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
+    styles, _ = ts.plans.to_dtensor(plan, model, mesh, fsdp="batch")
     ranks = parallelize(styles, tmp_path, implicit=True)
     torch.testing.assert_close(ranks[0]["output"], model(tokens()))
 
@@ -143,44 +142,29 @@ def test_layouts_of_arguments_parts_and_ranks(style, options, expected):
 
 
 class Rotated(nn.Module):
-    """A block as of PyTorch's fsdp_tp_example.py: attention takes a table of rotations, of rank 2, beside the stream."""
+    """As attention of PyTorch's fsdp_tp_example.py: it takes a table of rotations, of rank 2, beside the stream."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(8), RotatedAttention()
+        self.wq, self.wo = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
     def forward(self, x, table):
-        return x + self.attention(self.norm(x), table)
-
-
-class RotatedAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(4))
-
-    def forward(self, x, table):
-        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        turned = (
-            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * table).flatten(-2) for t in (q, k)
-        )
-        return self.wo(
-            nn.functional.scaled_dot_product_attention(*turned, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        turned = torch.view_as_complex(self.wq(x).unflatten(-1, (-1, 2))) * table
+        return self.wo(torch.view_as_real(turned).flatten(-2))
 
 
 def test_a_whole_argument_of_another_rank_stays_as_it_is():
     torch.manual_seed(0)
     model = Rotated()
-    table = torch.polar(torch.ones(6, 2), torch.arange(12.0).reshape(6, 2))  # 6 rows do not divide over batch=4
-    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
-    styles = {"norm": SequenceParallel(), "attention": PrepareModuleInput(
+    table = torch.polar(torch.ones(6, 4), torch.arange(24.0).reshape(6, 4))  # 6 rows do not divide over batch=4
+    styles = {"": PrepareModuleInput(
         input_layouts=(Shard(1), Replicate()), desired_input_layouts=(Replicate(), Replicate()),
-    ), "attention.w[qkv]": column, "attention.wo": row}  # fmt: skip
+    ), "wq": ColwiseParallel(), "wo": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
     plan = ts.plans.from_dtensor(model, MESH, styles)
-    assert plan.activations["attention:x"] == P("batch", None, None)
-    assert "attention:table" not in plan.activations
+    assert plan.activations[":x"] == P("batch", None, None)
+    assert ":table" not in plan.activations
     x = torch.randn(4, 6, 8)
-    step = ts.make_train_step(model, lambda m, x: m(x, table).square().mean(), optax.sgd(0.0), mesh=MESH, plan=plan)
+    step = step_of(model, lambda m, x: m(x, table).square().mean(), plan=plan)
     _, metrics = step(step.init(), x)
     wanted = model(x, table).square().mean().item()
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)  # sums in another order

@@ -52,20 +52,12 @@ def simulate(**sizes):
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def qwen3(**sizes):
-    return transformers.Qwen3Config(
-        **{
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            **sizes,
-        }
-    )
+QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+
+
+def qwen3(num_hidden_layers=28):
+    return transformers.Qwen3Config(**QWEN3, num_hidden_layers=num_hidden_layers)
 
 
 def gpt_oss():

@@ -4,7 +4,6 @@ import logging
 import math
 import re
 
-import optax
 import peft
 import pytest
 import torch
@@ -14,6 +13,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
+from tests.oracles.steps import step_of
+from tests.plans.test_from_hf import tiny
 from tests.tables.cases import make_mesh
 from tests.tables.hf_models import HF_MODELS, HFModel
 from torch_shard._plans import quietly
@@ -21,8 +22,7 @@ from torch_shard._plans import quietly
 
 def on_meta(case: HFModel) -> nn.Module:
     with torch.device("meta"):
-        config = getattr(transformers, case.config)(**case.fields)
-        return getattr(transformers, case.model)._from_config(config)
+        return case.build(case.attention[0])
 
 
 def trimmed(spec: P) -> tuple[object, ...]:
@@ -106,11 +106,11 @@ def test_adapters_of_a_fused_projection_are_stored_in_pieces_too() -> None:
     assert stored[f"{layer}.base_layer.weight"] == ts.Pieces(3, dim=1)
     assert stored[f"{layer}.lora_B.default.weight"] == ts.Pieces(3, dim=0)
     assert not any("lora_A" in name for name in stored)
-    step = ts.make_train_step(model, _language_loss, optax.adam(1e-2), mesh=mesh, plan=plan)
+    step = step_of(model, language_loss, plan=plan)
     step.prove(step.init(seed=0), torch.arange(32).view(8, 4) % 16).raise_if_different()
 
 
-def _language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens, labels=tokens).loss
 
 
@@ -219,32 +219,13 @@ def test_a_model_with_experts_is_told_of_their_recipe(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda m: ts.plans.tp(m, ts.make_mesh(batch=8)),
-            r'plans.tp: on the mesh \(batch=8\): tp="model" names no axis',
-        ),
-        (lambda m: ts.plans.fsdp(m, ts.make_mesh(data=8)), r'plans.fsdp: .*fsdp="batch" names no axis of it'),
         (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), tp="batch"), r'axis "batch" is given twice'),
-        (lambda m: ts.plans.hsdp(m, make_mesh((4, 2)), replicate="batch"), r'axis "batch" is given twice'),
-        (
-            lambda m: ts.plans.expert(m, make_mesh((4, 2))),
-            r"no entry of Sequential holds several experts",
-        ),
         (lambda m: ts.plans.fsdp_tp(m, make_mesh((4, 2)), sequence=True), r"Sequential has no ModuleList of layers"),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(nn.Sequential(nn.Linear(8, 8)))
-
-
-def test_convolutions_and_attention_of_torch() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.MultiheadAttention(8, 2))
-    plan = ts.plans.tp(model, make_mesh((4, 2)))
-    assert plan.rules["0.weight"] == P()
-    assert plan.rules["1.weight"] == P()
-    assert plan.rules["3.in_proj_weight"] == P("model", None)
-    assert plan.rules["3.out_proj.weight"] == P(None, "model")
 
 
 def vision_transformer(labels: int) -> nn.Module:
@@ -272,14 +253,8 @@ def test_a_vision_transformer_gathers_its_matrices_alone() -> None:
     torch.manual_seed(0)
     model, mesh = vision_transformer(4), make_mesh((4, 2))
     batch = torch.randn(16, 3, 8, 8), torch.arange(16) % 4
-    step = ts.make_train_step(
-        model,
-        lambda model, batch: nn.functional.cross_entropy(model(pixel_values=batch[0]).logits, batch[1]),
-        optax.sgd(0.1),
-        mesh=mesh,
-        plan=ts.plans.fsdp_tp(model, mesh),
-        scan_layers=False,
-    )
+    loss_fn = lambda model, batch: model(batch[0], labels=batch[1]).loss  # noqa: E731
+    step = step_of(model, loss_fn, plan=ts.plans.fsdp_tp(model, mesh), scan_layers=False)
     found = count_collectives(step.lower(step.structs, batch).compile())
     assert set(found) == {"all-gather", "all-reduce"}
     assert found["all-gather"] <= 2 * sum(p.ndim > 1 for p in model.parameters())  # for each pass
@@ -290,7 +265,7 @@ def test_an_embedding_under_fsdp_keeps_its_rows_of_the_batch() -> None:
     model, mesh = nn.Sequential(nn.Embedding(1024, 32), nn.Linear(32, 24)), make_mesh((8, 1))
     plan, tokens = ts.plans.fsdp(model, mesh), torch.randint(0, 1024, (8, 16))
     assert plan.rules["0.weight"] == P(None, "batch")
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = step_of(model, mesh=mesh, plan=plan)
     text = step.lower(step.structs, tokens).compile().as_text() or ""
     assert "f32[16,32]" in text
     assert not re.search(r"f32\[(128|8,16),32\]", text)  # of all rows
@@ -298,8 +273,7 @@ def test_an_embedding_under_fsdp_keeps_its_rows_of_the_batch() -> None:
 
 
 def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
-    model = on_meta(next(case for case in HF_MODELS if case.name == "Llama"))
-    mesh = make_mesh((4, 2))
+    model, mesh = tiny("Llama"), make_mesh((4, 2))
     asked = ts.plans.fsdp_tp(model, mesh, sequence=True).activations
     stream, whole, inner = P("batch", "model", None), P("batch", None, None), P("batch", None, "model")
     assert asked["model.embed_tokens"] == stream
@@ -314,19 +288,13 @@ def test_the_stream_of_a_recipe_is_split_along_its_sequence() -> None:
 def test_torchs_own_attention_is_stored_in_pieces_by_whole_heads() -> None:
     mesh = ts.make_mesh(batch=4, model=2)
     plan = ts.plans.tp(nn.MultiheadAttention(8, 2), mesh)
-    assert plan.rules["in_proj_weight"] == P("model", None)
+    assert (plan.rules["in_proj_weight"], plan.rules["out_proj.weight"]) == (P("model", None), P(None, "model"))
     assert plan.stored == {"in_proj_weight": ts.Pieces(3, dim=0), "in_proj_bias": ts.Pieces(3, dim=0)}
     apart = ts.plans.tp(nn.MultiheadAttention(8, 2, kdim=4, vdim=6), mesh)
     assert [apart.rules[f"{name}_proj_weight"] for name in "qkv"] == [P("model", None)] * 3
     assert not any(ts.plans.tp(nn.MultiheadAttention(6, 3), mesh).rules["in_proj_weight"])  # a head would be cut
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    step = ts.make_train_step(
-        model,
-        lambda model, x: model(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=mesh,
-        plan=ts.plans.fsdp_tp(model, mesh),
-    )
+    step = step_of(model, plan=ts.plans.fsdp_tp(model, mesh))
     step.lower(step.structs, torch.empty(8, 4, 8, device="meta"))
     assert "pieces" not in step.report()  # which says what each pass moves
     step.prove(step.init(), torch.randn(8, 4, 8)).raise_if_different()
@@ -346,30 +314,20 @@ def test_a_layer_that_makes_one_dim_of_rows_and_sequence_is_given_a_split_stream
     config = transformers.OPTConfig(
         **sizes, vocab_size=64, num_hidden_layers=1, dropout=0.0, max_position_embeddings=32
     )
-    model, mesh = transformers.OPTForCausalLM(config), make_mesh((4, 2))
-    plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
-    step = ts.make_train_step(
-        model, lambda model, ids: model(ids, labels=ids).loss, optax.sgd(0.1), mesh=mesh, plan=plan
-    )
+    model = transformers.OPTForCausalLM(config)
+    step = step_of(model, language_loss, plan=ts.plans.fsdp_tp(model, make_mesh((4, 2)), sequence=True))
     step.prove(step.init(), torch.randint(3, 64, (8, 16))).raise_if_different()
 
 
-@pytest.mark.parametrize(
-    ("name", "ep"), [("Qwen3Moe", "batch"), pytest.param("Mixtral", "model", marks=pytest.mark.slow)]
-)
-def test_experts_are_given_a_stream_that_is_split_along_its_sequence(name: str, ep: str) -> None:
+@pytest.mark.parametrize("ep", ["batch", pytest.param("model", marks=pytest.mark.slow)])
+def test_experts_are_given_a_stream_that_is_split_along_its_sequence(ep: str) -> None:
     torch.manual_seed(0)
-    kinds = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32}}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = getattr(transformers, f"{name}Config")(
-        **sizes, **kinds[name], num_experts_per_tok=2, num_hidden_layers=1, vocab_size=64
-    )
-    model, mesh = getattr(transformers, f"{name}ForCausalLM")(config), ts.make_mesh(batch=4, model=2)
-    plan = ts.plans.expert(model, mesh, ep=ep, tp="model", sequence=True)
+    sizes |= {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_hidden_layers=1, vocab_size=64))
+    plan = ts.plans.expert(model, make_mesh((4, 2)), ep=ep, tp="model", sequence=True)
     assert plan.activations["model.layers.0.input_layernorm"] == P("batch", "model", None)
     assert plan.activations["model.layers.0.mlp:hidden_states"] == P("batch", None, None)
     assert plan.rules["model.layers.0.mlp.experts.down_proj"][0] == ep
-    step = ts.make_train_step(
-        model, lambda model, ids: model(ids, labels=ids).loss, optax.sgd(0.1), mesh=mesh, plan=plan
-    )
+    step = step_of(model, language_loss, plan=plan)
     step.prove(step.init(), torch.randint(0, 64, (8, 16))).raise_if_different()

@@ -153,10 +153,11 @@ def weigh(out: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
-    """Value and gradients of each case, from one compiled program."""
+def by_mesh(sizes: tuple[int, int], check_vma: bool, half: int) -> dict[str, Any]:
+    """Value and gradients of the first or the second half of the cases, from one compiled program."""
     options = {"mesh": ts.make_mesh(i=sizes[0], j=sizes[1]), "in_specs": (X, P(), P()), "check_vma": check_vma}
-    fns = {name: ts.jax_shard_map(case.local, out_specs=case.out, **options) for name, case in CASES.items()}
+    cases = {name: CASES[name] for name in HALVES[half]}
+    fns = {name: ts.jax_shard_map(case.local, out_specs=case.out, **options) for name, case in cases.items()}
 
     def weighed(fn: Any) -> Any:
         def loss(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +171,9 @@ def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
     return {name: (value, grads) for name, ((_, value), grads) in found.items()}
 
 
+HALVES = [list(CASES)[:8], list(CASES)[8:]]
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("sizes", "check_vma"),
@@ -180,7 +184,7 @@ def by_mesh(sizes: tuple[int, int], check_vma: bool) -> dict[str, Any]:
     ids=str,
 )
 def test_values_and_gradients_are_those_of_the_unsharded(sizes: tuple[int, int], check_vma: bool, name: str) -> None:
-    found, found_grads = by_mesh(sizes, check_vma)[name]
+    found, found_grads = by_mesh(sizes, check_vma, half=int(name in HALVES[1]))[name]
     value, grads = by_torch(CASES[name], sizes)
     assert_close(found, value)
     for grad, wanted in zip(found_grads, grads, strict=True):
@@ -207,11 +211,10 @@ def gradient(transform: Any, fn: Any, order: int) -> Any:
     return first if order == 1 else transform(lambda w, x: sum((g * g).sum() for g in first(w, x)), (0, 1))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_within_shard_map_are_those_of_jax(check_vma: bool) -> None:
-    """Of each function, of first and second order, and of one that was adapted before: two programs have them all."""
+@pytest.mark.parametrize(("check_vma", "order"), [(True, 1), (True, 2), (False, 1)])
+def test_gradients_within_shard_map_are_those_of_jax(check_vma: bool, order: int) -> None:
+    """Of each function, and of one that was adapted before."""
     x, w = torch.arange(1.0, 9.0) / 8, torch.tensor([0.5, 2.0])
-    orders = (1, 2) if check_vma else (1,)
 
     def mapped(shard_map: Any, fns: dict[Any, Any]) -> Any:
         def each(w: Any, x: Any) -> Any:
@@ -221,12 +224,11 @@ def test_gradients_within_shard_map_are_those_of_jax(check_vma: bool) -> None:
         options = {"mesh": ts.make_mesh(i=4), "in_specs": (P(), P("i")), "out_specs": P("i"), "check_vma": check_vma}
         return shard_map(each, **options)
 
-    ours = {f"{n}, {k}": gradient(ts.jax_grad, fn, k) for n, (fn, _) in JAX_INSIDE.items() for k in orders}
-    theirs = {f"{n}, {k}": gradient(jax.grad, fn, k) for n, (_, fn) in JAX_INSIDE.items() for k in orders}
-    adapted = {f"{n}, 1": gradient(ts.jax_grad, ts.jax_jit(fn), 1) for n, (fn, _) in JAX_INSIDE.items()}
+    theirs = {name: gradient(jax.grad, fn, order) for name, (_, fn) in JAX_INSIDE.items()}
     wanted = ts.torch_view(jax.jit(mapped(jax.shard_map, theirs)))(w, x)
-    for found in [mapped(ts.jax_shard_map, fns)(w, x) for fns in (ours, adapted)[: len(orders)]]:
-        for key, grads in found.items():
+    for adapt in (lambda fn: fn, ts.jax_jit)[: 3 - order]:
+        ours = {name: gradient(ts.jax_grad, adapt(fn), order) for name, (fn, _) in JAX_INSIDE.items()}
+        for key, grads in mapped(ts.jax_shard_map, ours)(w, x).items():
             for f, j in zip(grads, wanted[key], strict=True):
                 torch.testing.assert_close(f.cpu(), j.cpu(), **CLOSE, msg=lambda said, key=key: f"{key}: {said}")
 
@@ -278,59 +280,26 @@ def test_one_function_on_meshes_of_other_sizes_is_captured_for_each() -> None:
 
 
 BAD = {
-    "several kinds of axis": (lambda x: psum(x, 0), TypeError, 'psum: an axis is a name, such as "i", or a tuple'),
-    "axis twice": (lambda x: psum(x, ("i", "i")), ValueError, "names an axis twice"),
     "unbound": (lambda x: psum(x, "k"), NameError, "psum: axis 'k' is not bound here ('i', 'j' of the mesh are)"),
-    "not a tensor": (lambda x: psum("x", "i"), TypeError, "psum: expected torch tensors, or a pytree of them, got str"),
     "a number to gather": (lambda x: all_gather(1.0, "i"), TypeError, "all_gather: expected torch tensors"),
-    "mean of integers": (
-        lambda x: pmean(x.long(), "i"),
-        TypeError,
-        "a mean needs floating-point numbers, got (1,) int64",
-    ),
-    "maximum of complex": (lambda x: pmax(x + 1j, "i"), TypeError, "complex numbers have no order"),
-    "gather along": (
-        lambda x: all_gather(x, "i", dim=1),
-        ValueError,
-        "all_gather: dim=1 is not a dim of a tensor of local",
-    ),
     "gather to": (lambda x: all_gather(x, "i", to="same"), ValueError, 'to must be "varying" or "invarying"'),
     "scatter": (
         lambda x: psum_scatter(x, ("i", "j")),
         ValueError,
         "psum_scatter: dim=0 has local size 1, which is not a multiple of i=4 * j=2 = 8",
     ),
-    "to all": (
-        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=0),
-        ValueError,
-        "all_to_all: split_dim=0 has local size 1, which is not a multiple of i=4",
-    ),
-    "to all, dim": (
-        lambda x: all_to_all(x, "i", split_dim=0, concat_dim=2),
-        ValueError,
-        "split_dim=0 has local size 1",
-    ),
-    "pair out of range": (
-        lambda x: ppermute(x, "i", [(0, 4)]),
-        ValueError,
-        "ppermute: pair (0, 4) leaves the axis, whose indices are 0 to 3",
-    ),
     "pair below": (lambda x: ppermute(x, "i", [(-1, 0)]), ValueError, "pair (-1, 0) leaves the axis"),
-    "source twice": (lambda x: ppermute(x, "i", [(0, 1), (0, 2)]), ValueError, "device 0 sends twice"),
     "destination twice": (lambda x: ppermute(x, "i", [(0, 1), (2, 1)]), ValueError, "device 1 receives twice"),
     "stack along": (
         lambda x: all_gather(x, "i", dim=2, tiled=False),
         ValueError,
         "all_gather: dim=2 is not a dim of a tensor of local",
     ),
-    "no pairs": (lambda x: ppermute(x, "i", None), TypeError, "pairs are (source, destination) indices, got None"),
-    "no pair": (lambda x: ppermute(x, "i", [0, 1]), TypeError, "pairs are (source, destination) indices, got [0, 1]"),
     "key": (
         lambda x: fold_in_axis(x, "i"),
         TypeError,
         "a key is the two words of a JAX key, (2,) uint32, got (1,) float32",
     ),
-    "folded axis": (lambda x: fold_in_axis("k"), NameError, "fold_in_axis: axis 'k' is not bound here"),
     "Python depends on the index": (
         lambda x: x if axis_index("i") == 0 else -x,
         NotImplementedError,

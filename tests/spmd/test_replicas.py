@@ -53,21 +53,6 @@ def test_unshard_lets_gradients_through() -> None:
     assert x.grad.tolist() == [0, 0, 12, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({}, "unshard: the tree holds no tensor"),
-        (None, "unshard: the tree holds no tensor"),
-        ({"a": torch.ones(8), "b": torch.tensor(1.0)}, r"leading dim of devices, and \['b'\] \(\) has none"),
-        ([1.0], r"leading dim of devices, and \[0\] \(\) has none"),
-        ({"a": torch.ones(8, 1), "b": [torch.ones(4)]}, r"must have one size.*got \['a'\]: 8, \['b'\]\[0\]: 4"),
-    ],
-)
-def test_unshard_refuses(tree: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ts.unshard(tree)
-
-
 # assert_replica_integrity
 
 
@@ -126,22 +111,11 @@ def test_rows_of_mapped_results_are_replicas() -> None:
         ts.assert_replica_integrity({"a": own}, device_axis=True)
 
 
-def test_bad_trees_are_refused() -> None:
-    with pytest.raises(ValueError, match="holds no tensor"):
-        ts.assert_replica_integrity({"a": None})
-    with pytest.raises(ValueError, match=r"\['a'\] is a scalar, and device_axis=True needs a leading dim"):
-        ts.assert_replica_integrity({"a": 1.0}, device_axis=True)
-    with pytest.raises(TypeError, match=r"\['a'\] is 'x'; the tree must hold tensors"):
-        ts.assert_replica_integrity({"a": "x"})
+def test_a_bad_tree_and_a_bad_tolerance_are_refused() -> None:
+    with pytest.raises(ValueError, match="rtol must be a number of at least 0, got nan"):
+        ts.assert_replica_integrity({"a": 1.0}, rtol=float("nan"))
     with pytest.raises(TypeError, match=r"the tree must hold tensors and numbers\. Give its state_dict\(\)"):
         ts.assert_replica_integrity(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), "1"])
-@pytest.mark.parametrize("name", ["rtol", "atol"])
-def test_bad_tolerances_are_refused(name: str, tolerance: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a number of at least 0, got"):
-        ts.assert_replica_integrity({"a": 1.0}, **{name: tolerance})
 
 
 # Several processes

@@ -44,9 +44,8 @@ def test_each_device_sees_its_shard_and_the_whole_of_what_is_broadcast() -> None
     assert_close(found, torch.tanh(DATA @ MATRIX).view(8, 2, 5))
 
 
-@pytest.mark.parametrize("wrap_return", [lambda r: r.reshape(-1, *r.shape[2:]), "shard"], ids=["callable", "kind"])
-def test_noisy_product(wrap_return: Any) -> None:
-    @functools.partial(ts.tpmap, axis_name="i", argtypes=["rng", "shard", "broadcast"], wrap_return=wrap_return)
+def test_noisy_product() -> None:
+    @functools.partial(ts.tpmap, axis_name="i", argtypes=["rng", "shard", "broadcast"], wrap_return="shard")
     def noisy_product(key: torch.Tensor, data: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         return data @ matrix + torch.randn(2, 5)
 
@@ -264,13 +263,8 @@ def test_one_compile_per_signature(compiles: type[Compiles]) -> None:
 def test_static_values_of_other_types_are_other_programs() -> None:
     fn = ts.tpmap(lambda x, n: x * n, "i", ["shard", "static"], wrap_return="shard")
     x = torch.arange(8, dtype=torch.int32)
-    for n in (2, 2.0, True, 1, 1.0, (3,)[0]):
-        wanted = x * n
-        found = fn(x, n).cpu()
-        assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
-    divide = ts.tpmap(lambda x, n: x / n, "i", ["shard", "static"])
-    assert divide(torch.ones(8), 0.0)[0].item() == float("inf")
-    assert divide(torch.ones(8), -0.0)[0].item() == -float("inf")
+    for n in (2, 2.0, True, 1, 1.0):
+        assert fn(x, n).dtype == (x * n).dtype
 
 
 def test_no_device_is_touched_before_the_first_call() -> None:
@@ -286,31 +280,9 @@ assert fn(torch.zeros(6), 0).shape == (6,)
 # What is refused.
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown kind": (
-        lambda: ts.tpmap(torch.sin, "i", ["brodcast"]),
-        r"argtypes\[0\] is 'brodcast', which is not a kind of argument\. Did you mean 'broadcast'? The kinds are",
-    ),
-    "unknown kind of a keyword": (
-        lambda: ts.tpmap(torch.sin, "i", [], {"x": 3}),
-        r"kwargtypes\['x'\] is 3, which is not a kind",
-    ),
-    "one kind as argtypes": (
-        lambda: ts.tpmap(torch.sin, "i", "shard"),
-        r"for each positional argument, as \['shard'\]; got 'shard'",
-    ),
-    "no argtypes": (lambda: ts.tpmap(torch.sin, "i", None), r"as \['shard', 'broadcast'\]; got None"),
     "a kind in a list": (
         lambda: ts.tpmap(torch.sin, "i", [["shard"]]),
         r"argtypes\[0\] is \['shard'\], which is not a kind",
-    ),
-    "kwargtypes without names": (
-        lambda: ts.tpmap(torch.sin, "i", [], ["shard"]),
-        r"kwargtypes must map names to kinds, .*; got \['shard'\]",
-    ),
-    "no devices": (lambda: ts.tpmap(torch.sin, "i", ["shard"], devices=[])(DATA), r"different JAX devices, .*got \[\]"),
-    "a device twice": (
-        lambda: ts.tpmap(torch.sin, "i", ["shard"], devices=jax.devices()[:1] * 2)(DATA),
-        "devices must be a sequence of different JAX devices",
     ),
     "on other devices": (
         lambda: ts.tpmap(lambda x: x, "i", ["shard"])(jax.device_put(DATA.numpy(), jax.devices()[3])),
@@ -319,10 +291,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows of a kind": (
         lambda: ts.tpmap(lambda x: x, "i", [ts.ArgKind(spread=lambda x, n: x)])({"a": torch.ones(3)}),
         r"the `spread` of the kind of x\['a'\] must give a leading dim of 8, .* gave shape \(3,\)",
-    ),
-    "wrap_return that cannot be": (
-        lambda: ts.tpmap(torch.sin, "i", ["shard"], wrap_return="rng"),
-        "wrap_return='rng' cannot be undone; 'shard', 'thru' can",
     ),
     "too many arguments": (
         lambda: ts.tpmap(spread, "i", ["shard", "broadcast"])(DATA, MATRIX, 1),
@@ -366,11 +334,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ts.tpmap(lambda k: k, "i", ["broadcast"])(jax.random.key(0)),
         'k is a key of JAX: its kind is "rng"',
     ),
-    "a string": (
-        lambda: ts.tpmap(lambda x: x, "i", ["broadcast"])("x"),
-        "x is 'x', which is not a tensor: the kind of",
-    ),
-    "empty tree": (lambda: ts.tpmap(lambda x: x, "i", ["shard"])({}), "x is {}: it holds no tensor"),
     "empty key": (lambda: ts.tpmap(lambda k: k, "i", ["rng"])(None), "k is None: it holds no tensor"),
     "no tensor comes out": (
         lambda: ts.tpmap(lambda x: {"a": "b"}, "i", ["shard"])(DATA),
@@ -384,11 +347,6 @@ def test_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"^tpmap: [\\s\\S]*{message.replace('{', '[{]').replace('?', '[?]')}"):
         call()
-
-
-def test_the_axis_needs_a_name() -> None:
-    with pytest.raises(TypeError, match="tpmap: axis_name must be a string, got 3"):
-        ts.tpmap(torch.sin, 3, ["shard"])  # pyright: ignore[reportArgumentType]
 
 
 def test_all_faults_together() -> None:

@@ -4,14 +4,14 @@ import copy
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.steps import step_of
+from tests.tables.cases import WHOLE, make_mesh
 
 PLAN = ts.ShardingPlan({"0.weight": P("model"), "0.bias": P("model"), "4.weight": P(None, "model")}, default=P())
 ATOL = 1e-5  # float32; sums over devices are in another order
@@ -41,7 +41,7 @@ def test_outputs_are_those_of_eager_torch_in_eval_mode_and_stay_split():
 
 def test_own_values_are_read_at_each_call_and_a_state_is_of_a_step():
     model, mesh = net(), make_mesh((4, 2))
-    step = ts.make_train_step(model, lambda model, x: model(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=PLAN)
+    step = step_of(model, plan=PLAN)
     apply, batch = ts.make_apply(model, mesh=mesh, plan=PLAN), torch.randn(8, 8)
     state, _ = step(step.init(), batch)
     expected = step.export(state).eval()(batch).detach()
@@ -75,7 +75,7 @@ def test_mappings_and_tuples_are_arguments():
         def forward(self, a, b):
             return a - b
 
-    apply = ts.make_apply(Two(), mesh=make_mesh((4, 2)), plan=ts.ShardingPlan({}, default=P()))
+    apply = ts.make_apply(Two(), mesh=make_mesh((4, 2)), plan=WHOLE)
     a, b = torch.randn(8), torch.randn(8)
     np.testing.assert_array_equal(apply((a, b)), a - b)
     np.testing.assert_array_equal(apply({"b": b, "a": a}), a - b)

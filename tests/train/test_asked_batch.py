@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import agrees_with_torch
-from tests.tables.cases import WHOLE, chosen, make_mesh
+from tests.oracles.steps import step_of
 from torch_shard._train.programs import PAID_OFF, Causes
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -52,13 +51,6 @@ def sorted_selection(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (chosen.sort(0)[0] * torch.arange(1, len(chosen) + 1)[:, None]).mean()
 
 
-def branch(model: nn.Module, batch: Batch) -> torch.Tensor:
-    x, labels = batch
-    if (labels == 3).sum() == 0:
-        return model(x).square().mean()
-    return model(x).abs().mean()
-
-
 def classes(model: nn.Module, batch: Batch) -> torch.Tensor:
     x, labels = batch
     found, inverse = labels.unique(return_inverse=True)
@@ -96,33 +88,13 @@ def like_what_is_computed(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (y * mask).sum()
 
 
-LOSSES: list[Callable[[nn.Module, Batch], torch.Tensor]] = [
-    number_of_groups,
-    pairs,
-    sorted_selection,
-    branch,
-    classes,
-    one_after_another,
-    written,
-    like_what_is_computed,
-]
-
-
-OFTEN = ("sorted_selection", "branch", "classes", "one_after_another", "like_what_is_computed")
-
-
-@pytest.mark.parametrize("name", chosen([loss.__name__ for loss in LOSSES], OFTEN))
-def test_equals_eager_torch(name: str) -> None:
-    agrees_with_torch(net(), globals()[name], [A, B, A])
-
-
-def step_of(loss_fn: Any, model: nn.Module | None = None, **options: Any) -> ts.TrainStep:
-    options = {"mesh": make_mesh((4, 2)), **options}
-    return ts.make_train_step(model or net(), loss_fn, optax.sgd(0.1), plan=WHOLE, **options)
+@pytest.mark.parametrize("loss_fn", [sorted_selection, classes, one_after_another, written, like_what_is_computed])
+def test_equals_eager_torch(loss_fn: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
+    agrees_with_torch(net(), loss_fn, [A, B, A])
 
 
 def test_indices_of_one_length_are_inputs_of_one_program() -> None:
-    step = step_of(pairs)
+    step = step_of(net(), pairs)
     state, _ = step(step.init(seed=0), A)
     x, labels = A
     model = step.export(state)
@@ -136,7 +108,7 @@ def with_groups(number: int) -> Batch:
 
 
 def test_the_fourth_new_value_is_a_warning_and_the_eighth_an_error(caplog: Any) -> None:
-    step = step_of(number_of_groups, mesh=make_mesh((1, 1)))
+    step = step_of(net(), number_of_groups, mesh=(1, 1))
     state = step.init(seed=0)
     for number in range(1, 9):
         caplog.clear()
@@ -162,7 +134,7 @@ def test_microbatches_that_agree() -> None:
     """In turn, each microbatch has the rows of each shard: these are of all classes in both halves."""
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 0, 1] * 4)
-    step = step_of(pairs, accumulate_steps=2)
+    step = step_of(net(), pairs, accumulate_steps=2)
     state = step.init(seed=0)
     step.prove(state, (x, labels)).raise_if_different()
     state, _ = step(state, (x, labels))
@@ -174,16 +146,10 @@ def test_microbatches_that_agree() -> None:
 def test_microbatches_that_need_two_programs_are_refused() -> None:
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 0, 2] * 4)
-    step = step_of(number_of_groups, accumulate_steps=2)
+    step = step_of(net(), number_of_groups, accumulate_steps=2)
     wanted = r"make_train_step: .*int\(place.max\(\)\).*\n.* in microbatch 1 of the same batch.*accumulate_steps=1"
     with pytest.raises(NotImplementedError, match=wanted):
         step(step.init(seed=0), (x, torch.where(torch.arange(16) % 4 < 2, 0, labels)))
-
-
-def test_rows_of_one_process_are_refused() -> None:
-    step = step_of(number_of_groups, local_batches=True)
-    with pytest.raises(NotImplementedError, match=r"int\(place.max\(\)\).*\n.*local_batches=True.*pass it as data"):
-        step(step.init(seed=0), A)
 
 
 def caught(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -194,14 +160,16 @@ def caught(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch[0])[:, :size].sum()
 
 
-def test_a_loss_that_catches_the_refusal_is_refused() -> None:
-    step = step_of(caught, local_batches=True)
-    with pytest.raises(NotImplementedError, match=r"int\(batch\[1\]\.max\(\)\).*\n.*local_batches=True"):
+@pytest.mark.parametrize(("loss_fn", "line"), [(number_of_groups, "place"), (caught, r"batch\[1\]")])
+def test_rows_of_one_process_are_refused_though_the_loss_catches_it(loss_fn: Any, line: str) -> None:
+    step = step_of(net(), loss_fn, local_batches=True)
+    wanted = rf"int\({line}\.max\(\)\).*\n.*local_batches=True.*pass it as data"
+    with pytest.raises(NotImplementedError, match=wanted):
         step(step.init(seed=0), A)
 
 
 def test_shapes_alone_are_refused() -> None:
-    step = step_of(number_of_groups)
+    step = step_of(net(), number_of_groups)
     shapes = torch.empty(8, 6, device="meta"), torch.empty(8, dtype=torch.long, device="meta")
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"of which only shapes were given. Give a batch with values"):
@@ -211,7 +179,7 @@ def test_shapes_alone_are_refused() -> None:
 
 
 def test_a_proof_an_evaluation_and_a_batch_that_was_put_ahead() -> None:
-    step = step_of(pairs)
+    step = step_of(net(), pairs)
     state = step.init(seed=0)
     evaluate = step.evaluation()
     step.prove(state, A).raise_if_different()
@@ -230,7 +198,7 @@ def test_a_value_may_come_as_an_array_or_a_number() -> None:
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["x"])[:, : int(batch["kept"])].square().sum() / batch["sizes"].sum().item()
 
-    step = step_of(loss_fn)
+    step = step_of(net(), loss_fn)
     state = step.init(seed=0)
     for kept in (2, 3):
         batch = {"x": A[0].numpy(), "kept": kept, "sizes": ts.jax_view(torch.ones(8).to("jax"))}
@@ -254,7 +222,7 @@ def of_a_result(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss_fn", [of_a_draw, of_a_parameter, of_a_result])
 def test_what_depends_on_more_than_the_batch_is_refused(loss_fn: Any) -> None:
-    step = step_of(loss_fn)
+    step = step_of(net(), loss_fn)
     with pytest.raises(NotImplementedError, match=rf"in {loss_fn.__name__}: .*\n.*torch\.where"):
         step(step.init(seed=0), A)
 
@@ -300,18 +268,15 @@ def test_a_tensor_that_is_assigned_anew_in_each_step_is_told_and_then_refused(
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return (model(x) - TABLE).square().mean()
 
-    step = step_of(loss_fn, mesh=make_mesh((1, 1)))
+    step = step_of(net(), loss_fn, mesh=(1, 1))
     state = step.init(seed=0)
-    said = []
-    for number in range(8):
-        monkeypatch.setattr("tests.train.test_asked_batch.TABLE", torch.full((4,), float(number)))
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
+        for number in range(8):
+            monkeypatch.setattr("tests.train.test_asked_batch.TABLE", torch.full((4,), float(number)))
             state, _ = step(state, A[0])
-        said.append([r.getMessage() for r in caplog.records if "This is program" in r.getMessage()])
-    assert [len(each) for each in said] == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert "TABLE, which the loss reads, has another value" in said[4][0]
-    assert "x.copy_(new)" in said[4][0]
+    (said,) = [r.getMessage() for r in caplog.records if "This is program" in r.getMessage()]
+    assert "TABLE, which the loss reads, has another value" in said
+    assert "x.copy_(new)" in said
     monkeypatch.setattr("tests.train.test_asked_batch.TABLE", torch.full((4,), 9.0))
     with pytest.raises(
         NotImplementedError, match=r"make_train_step: TABLE.*program 9\. Pass what changes.*register_buf"
@@ -339,6 +304,6 @@ class Alternates(nn.Module):
 
 
 def test_another_question_in_each_call_is_another_program() -> None:
-    step = step_of(lambda model, batch: model(*batch), Alternates())
+    step = step_of(Alternates(), lambda model, batch: model(*batch))
     with pytest.raises(NotImplementedError, match=r"changes the plain attribute label on each call and depends on it"):
         step(step.init(), batch_of(0, 1, 0, 1, 0, 1, 1, 0))

@@ -15,8 +15,6 @@ from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,7 +22,6 @@ from transformers import (
 )
 
 import torch_shard as ts
-from tests.tables.cases import chosen
 from torch_shard._sharding import ContextMode
 
 WORDS, ROWS, LENGTH, WIDTH = 96, 4, 32, 64
@@ -99,18 +96,6 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**HF)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**HF, head_dim=8, sliding_window=8, attn_logit_softcapping=2.0)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**HF, num_local_experts=4)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=LENGTH,
-            n_embd=WIDTH,
-            n_layer=2,
-            n_head=4,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-    ),
 }
 
 
@@ -137,8 +122,6 @@ CASES = {
     "heads, causal, alone": Case(sizes=ALONE, mode="heads"),
     "llama": Case("llama", THREE, kind="padding"),
     "written": Case("written", THREE),
-}
-MORE = {
     **{
         f"net, {mode}, {kind or 'causal'}": Case("net", sizes, mode, kind)
         for mode in get_args(ContextMode)
@@ -150,9 +133,7 @@ MORE = {
     ),
     **{
         f"{name}, {mode}, {kind or 'causal'}": Case(name, THREE, mode, kind)
-        for name in ("llama", "gemma2", "mixtral", "gpt2")
-        for mode, kind in (("gather", "padding"), ("ring", ""))
-        if (name, kind) != ("gemma2", "padding")  # queries of padding see nothing in a window: NaN in eager torch
+        for name, mode, kind in (("llama", "ring", ""), ("gemma2", "ring", ""), ("mixtral", "gather", "padding"))
     },
 }
 
@@ -210,9 +191,9 @@ def wide() -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", chosen(CASES | MORE, CASES))
-def test_equals_eager_torch(name: str) -> None:
-    check((CASES | MORE)[name])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_eager_torch(case: Case) -> None:
+    check(case)
 
 
 def test_batches_and_parameters_are_split_over_the_context() -> None:

@@ -3,14 +3,13 @@
 import copy
 
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
-import torch_shard as ts
-from tests.tables.cases import CASE, WHOLE, make_mesh, make_step, squared_error
+from tests.oracles.steps import step_of
+from tests.tables.cases import CASE, make_step, squared_error
 
 
 def test_export_is_an_ordinary_module_with_ties_and_flags() -> None:
@@ -33,7 +32,7 @@ def test_export_is_an_ordinary_module_with_ties_and_flags() -> None:
 def test_modules_that_keep_computed_tensors_are_exported() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     prune.l1_unstructured(model[1], "weight", 0.5)
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = step_of(model, squared_error)
     batch = torch.ones(8, 8), torch.ones(8, 4)
     state, _ = step(step.init(), batch)
     trained = step.export(state)

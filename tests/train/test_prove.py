@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, CASE, WHOLE, chosen, make_mesh, make_step, squared_error
+from tests.oracles.steps import step_of
+from tests.tables.cases import BATCH, CASE, make_step, squared_error
 
 
 class Drops(nn.Module):
@@ -38,7 +39,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_random_numbers_are_drawn_alike() -> None:
     torch.manual_seed(0)
-    step = ts.make_train_step(Drops(), squared_error, optax.adamw(1e-3), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = step_of(Drops(), squared_error, optax.adamw(1e-3))
     state, _ = step(step.init(), batch())
     found = step.prove(state, batch())
     assert found.reference == "eager torch, which drew the random numbers of the step"
@@ -48,20 +49,15 @@ def test_random_numbers_are_drawn_alike() -> None:
     assert float(metrics["loss"]) > 0
 
 
-class Attends(nn.Module):
+class Attends(nn.Linear):
     """Attention by torch's own function."""
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.qkv, self.dropout = nn.Linear(8, 24), dropout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(2, 0).transpose(2, 3)
-        return x + F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        q, k, v = super().forward(input).unflatten(-1, (3, 2, 4)).movedim(2, 0).transpose(2, 3)
+        return input + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("dropout", chosen([0.0, 0.2], [0.2]))
-def test_attention_beside_random_numbers(dropout: float) -> None:
+def test_attention_beside_random_numbers() -> None:
     torch.manual_seed(0)
 
     def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:  # as masked autoencoders take patches
@@ -69,8 +65,7 @@ def test_attention_beside_random_numbers(dropout: float) -> None:
         out = model(x.gather(1, before))
         return (out + torch.randn_like(out)).square().mean()
 
-    layers = nn.Sequential(Attends(dropout), nn.Linear(8, 8), Attends(dropout))
-    step = ts.make_train_step(layers, masked, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = step_of(nn.Sequential(Attends(8, 24), nn.Linear(8, 8), Attends(8, 24)), masked)
     found = step.prove(step.init(), torch.randn(BATCH, 6, 8))
     assert found.reference == "eager torch, which drew the random numbers of the step"
     found.raise_if_different()
@@ -85,7 +80,7 @@ def test_buffers_and_metrics_too() -> None:
         return F.mse_loss(out, batch[1]), {"norm": out.norm(), "rows": out.sum(1)}
 
     plan = ts.ShardingPlan({"0.weight": P("model"), "3.weight": P(None, "model")}, default=P())
-    step = ts.make_train_step(model, loss_fn, optax.adamw(1e-3), mesh=make_mesh((2, 2)), plan=plan, accumulate_steps=2)
+    step = step_of(model, loss_fn, optax.adamw(1e-3), mesh=(2, 2), plan=plan, accumulate_steps=2)
     state, _ = step(step.init(), batch())
     found = step.prove(state, batch())
     found.raise_if_different()
@@ -94,14 +89,8 @@ def test_buffers_and_metrics_too() -> None:
 
 def test_a_microbatch_may_be_viewed_as_the_step_has_it() -> None:
     """With one row of it on each shard, the rows of a microbatch are not next to each other in the batch."""
-    step = ts.make_train_step(
-        nn.Linear(4, 1),
-        lambda model, x: model(x.view(-1, 4)).square().mean(),
-        optax.sgd(0.1),
-        mesh=make_mesh((4, 1)),
-        plan=WHOLE,
-        accumulate_steps=2,
-    )
+    viewed = lambda model, x: model(x.view(-1, 4)).square().mean()  # noqa: E731
+    step = step_of(nn.Linear(4, 1), viewed, mesh=(4, 1), accumulate_steps=2)
     step.prove(step.init(), torch.randn(8, 3, 4)).raise_if_different()
 
 
@@ -126,7 +115,7 @@ def test_what_float32_cannot_do_twice_alike_is_told_apart() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-12), nn.Tanh(), nn.Linear(8, 4))
     x = torch.randn(1, 8).expand(BATCH, 8) + 1e-5 * torch.randn(BATCH, 8)
-    step = ts.make_train_step(model, squared_error, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = step_of(model, squared_error)
     found = step.prove(step.init(), (x, torch.randn(BATCH, 4)))
     assert any(max(row.mesh, row.one_device or 0) > found.tolerance for row in found.rows)
     found.raise_if_different()

@@ -14,15 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard as ts
 from tests.oracles.eager import record_grads
-from tests.tables.cases import chosen, make_mesh
+from tests.oracles.steps import step_of
 
 WIDTH = 16
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x[..., None], 0.5, training=True)[..., 0],
-    "dropout1d": lambda x: F.dropout1d(x[..., None], 0.5)[..., 0],
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
@@ -31,9 +29,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "randint": lambda x: x * torch.randint(0, 1000, (WIDTH,)),
     "randperm": lambda x: x[:, torch.randperm(WIDTH)] * torch.arange(WIDTH),
     "multinomial": lambda x: x[:, torch.multinomial(torch.ones(WIDTH), WIDTH)] * torch.arange(WIDTH),
-    "bernoulli_": lambda x: x * torch.empty(x.shape).bernoulli_(0.5),
     "normal_": lambda x: x * torch.empty(WIDTH).normal_(),
-    "nn.init": lambda x: F.linear(x, nn.init.kaiming_uniform_(torch.empty(WIDTH, WIDTH))),
     "distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
 }
 
@@ -60,7 +56,7 @@ def run() -> Callable[..., list[dict[str, np.ndarray]]]:
     def metrics(sizes: tuple[int, int], seed: int) -> list[dict[str, np.ndarray]]:
         plan = ts.ShardingPlan({"scale": P("model")}, default=P())
         if sizes not in steps:
-            steps[sizes] = ts.make_train_step(model, loss_fn, optax.sgd(0.0), mesh=make_mesh(sizes), plan=plan)
+            steps[sizes] = step_of(model, loss_fn, optax.sgd(0.0), mesh=sizes, plan=plan)
         step = steps[sizes]
         state, first = step(step.init(seed=seed), x)
         _, second = step(state, x)
@@ -79,23 +75,10 @@ def test_draws_differ_by_layer_step_and_seed(run: Any) -> None:
     assert 0.3 < np.mean(dropped) < 0.7  # 256 fair coins
 
 
-@pytest.mark.parametrize("sizes", chosen([(1, 1), (8, 1), (4, 2)], [(4, 2)]))
-def test_draws_repeat_by_seed_on_every_mesh(run: Any, sizes: tuple[int, int]) -> None:
-    for wanted, found in zip(run((1, 1), seed=0), run(sizes, seed=0), strict=True):
+def test_draws_repeat_by_seed_on_every_mesh(run: Any) -> None:
+    for wanted, found in zip(run((1, 1), seed=0), run((4, 2), seed=0), strict=True):
         for name in DRAWS:  # the draws are the same bits; sums of products after them may differ in order
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-def test_manual_seed_repeats_a_run_of_adapters() -> None:
-    jitted = ts.jax_jit(lambda x: [draw(x) for name, draw in DRAWS.items()])
-    x = torch.arange(4.0 * WIDTH).view(4, WIDTH) / WIDTH
-    runs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        runs.append([[out.cpu() for out in jitted(x)] for _ in range(2)])
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(runs[0][0], runs[0][1], strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(runs[0][0], runs[2][0], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, of nested ones
@@ -124,8 +107,7 @@ def test_a_checkpoint_draws_the_same_numbers_again(where: str, use_reentrant: bo
 
     model, x = Masked(), torch.ones(8, WIDTH)
     if where == "step":
-        plan = ts.ShardingPlan({"w": P("batch", "model")})
-        step = ts.make_train_step(model, loss_fn, record_grads(), mesh=make_mesh((4, 2)), plan=plan)
+        step = step_of(model, loss_fn, record_grads(), plan=ts.ShardingPlan({"w": P("batch", "model")}))
         state, metrics = step(step.init(), x)
         grad, out = np.asarray(state.opt_state["w"]), np.asarray(metrics["out"])
     elif where == "adapters":

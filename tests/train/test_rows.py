@@ -1,50 +1,30 @@
 """Activations stay split as the batch is, where weights are split over its axes too: shapes in the compiled program."""
 
 import re
-from typing import Any
 
-import jax
-import numpy as np
-import optax
-import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import chosen, make_mesh
+from tests.oracles.eager import agrees_with_torch
+from tests.oracles.steps import mean_square, step_of
+from tests.train.test_pipeline import Block
 
-WIDTH, INNER, ROWS, LENGTH = 16, 64, 32, 24
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+WIDTH, ROWS, LENGTH = 16, 32, 24
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(3)]
+    blocks = [Block(WIDTH) for _ in range(3)]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Flatten(0, 1), nn.Linear(WIDTH, 8))
 
 
 PLAN = ts.ShardingPlan({"*.up.weight": P("model", "batch"), "*.down.weight": P("batch", "model")}, default=P())
 
 
-def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def make_step(plan: ts.ShardingPlan = PLAN, **options: Any) -> ts.TrainStep:
-    return ts.make_train_step(build(), loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=plan, **options)
-
-
 def test_constraints_are_on_the_rows_of_every_product_also_in_loops_and_no_device_has_all_rows() -> None:
-    step = make_step()
+    step = step_of(build(), plan=PLAN)
     lowered = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH))
     compiled = lowered.compile().as_text() or ""
     assert re.search(rf"f32\[{ROWS // 4},{LENGTH},", compiled)
@@ -58,25 +38,13 @@ def test_constraints_are_on_the_rows_of_every_product_also_in_loops_and_no_devic
 
 def test_where_weights_are_not_split_over_the_batch_nothing_is_constrained() -> None:
     tensor_parallel = ts.ShardingPlan({"*.up.weight": P("model"), "*.down.weight": P(None, "model")}, default=P())
-    lowered = [make_step(plan, split_activations=on) for plan, on in ((tensor_parallel, True), (PLAN, False))]
-    for step in lowered:
+    for plan, on in ((tensor_parallel, True), (PLAN, False)):
+        step = step_of(build(), plan=plan, split_activations=on)
         text = step.lower(step.structs, torch.empty(ROWS, LENGTH, WIDTH)).as_text()
         assert '[{"batch"}, {?}' not in text
 
 
-IN_LOOPS = {"remat": "block", "accumulate_steps": 2}
-
-
-@pytest.mark.parametrize("options", chosen([IN_LOOPS, {"scan_layers": False}], [IN_LOOPS]))
-def test_no_number_changes(options: dict[str, Any]) -> None:
-    batch = torch.randn(ROWS, LENGTH, WIDTH)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loss_fn(model, batch).backward()
-    optimizer.step()
-    step = make_step(**options)
-    state, _ = step(step.init(seed=0), batch)
-    for name, wanted in model.state_dict().items():  # sums of some hundred terms in float32
-        np.testing.assert_allclose(
-            jax.device_get(state.params[name]), wanted.numpy(), rtol=2e-5, atol=2e-6, err_msg=name
-        )
+def test_no_number_changes() -> None:
+    options = {"plan": PLAN, "remat": "block", "accumulate_steps": 2}
+    close = {"rtol": 2e-5, "atol": 2e-6}  # sums of some hundred terms in float32
+    agrees_with_torch(build(), mean_square, [torch.randn(ROWS, LENGTH, WIDTH)], **options, **close)

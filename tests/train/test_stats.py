@@ -1,33 +1,25 @@
 """`step.stats` beside hooks on eager torch."""
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import chosen
+from tests.oracles.steps import mean_square, step_of
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
-def loss_fn(model, x):
-    return model(x).square().mean()
-
-
-@pytest.mark.parametrize("options", chosen([{}, {"accumulate_steps": 2}], [{"accumulate_steps": 2}]))
-def test_numbers_are_those_of_hooks(options, tmp_path):
+def test_numbers_are_those_of_hooks(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)])
-    mesh, plan = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"*.0.weight": P("model")}, default=P())
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=mesh, plan=plan, **options)
+    plan = ts.ShardingPlan({"*.0.weight": P("model")}, default=P())
+    step = step_of(model, mesh=(2, 2), plan=plan, accumulate_steps=2)
     stats = step.stats(step.init(seed=0), X)
 
     wanted = []
-    num = options.get("accumulate_steps", 1)
-    shards = X.reshape(2, num, -1, 6).swapaxes(0, 1).reshape(num, -1, 6)  # each microbatch takes a part of each shard
-    for part in shards:
+    for part in X.reshape(2, 2, -1, 6).swapaxes(0, 1).flatten(1, 2):  # each microbatch takes a part of each shard
         outputs = []
 
         def kept(module, given, output, outputs=outputs):
@@ -35,13 +27,12 @@ def test_numbers_are_those_of_hooks(options, tmp_path):
             outputs.append(output)
 
         hooks = [module.register_forward_hook(kept) for module in model.modules()]
-        (loss_fn(model, part) / num).backward()
+        (mean_square(model, part) / 2).backward()
         for hook in hooks:
             hook.remove()
         wanted += outputs
-    assert [row.name for row in stats.rows][: len(wanted) // num] == [
-        *["0.0", "0.1", "0", "1.0", "1.1", "1", "2.0", "2.1", "2", "Sequential"]
-    ]
+    names = ["0.0", "0.1", "0", "1.0", "1.1", "1", "2.0", "2.1", "2", "Sequential"]
+    assert [row.name for row in stats.rows][: len(wanted) // 2] == names
     for row, output in zip(stats.rows, wanted, strict=True):
         for numbers, tensor in ((row.output, output), (row.gradient, output.grad)):
             assert numbers.largest == pytest.approx(tensor.abs().max().item(), rel=1e-5)  # float32

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_shard as ts
+from tests.oracles.steps import step_of
 
 PLAN = ts.ShardingPlan({"netG.0.weight": P("model"), "netD.0.weight": P("model")}, default=P())
 REAL = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -53,13 +54,14 @@ def in_torch(gan, optimizers, batch):
     return losses, norms
 
 
-def steps_of(gan, optimizers, sizes=(2, 2), **options):
-    mesh = ts.make_mesh(batch=sizes[0], model=sizes[1])
-    options = {"mesh": mesh, "plan": PLAN, "clip_grad_norm": 0.5, **options}
-    return [
-        ts.make_train_step(gan, loss_fn, optimizers[name], trainable=f"{name}.**", **options)
-        for name, loss_fn in (("netD", loss_d), ("netG", loss_g))
-    ]
+def make(gan, loss_fn=loss_d, optimizer=None, **options):
+    return step_of(gan, loss_fn, optimizer, mesh=(2, 2), plan=PLAN, **options)
+
+
+def steps_of(gan, *optimizers):
+    """Of the discriminator and of the generator, each with an optimizer of its own or all with one."""
+    parts = zip(("netD.**", "netG.**"), (loss_d, loss_g), 2 * optimizers, strict=False)
+    return [make(gan, loss_fn, own, trainable=part, clip_grad_norm=0.5) for part, loss_fn, own in parts]
 
 
 def in_torch_optimizers(gan):
@@ -75,9 +77,9 @@ def test_a_gan_trains_as_in_torch(kind, depth):
     batch = {name: value.double() for name, value in BATCH.items()}
     gan = Gan(depth).double()
     expected, norms = in_torch(eager := copy.deepcopy(gan), in_torch_optimizers(eager), batch)
-    optimizers = in_torch_optimizers(gan) if kind == "torch" else dict.fromkeys(("netD", "netG"), optax.adam(0.01, 0.5))
+    optimizers = in_torch_optimizers(gan).values() if kind == "torch" else [optax.adam(0.01, 0.5)]
     with jax.enable_x64(True):
-        steps = steps_of(gan, optimizers)
+        steps = steps_of(gan, *optimizers)
         state, losses, found_norms = steps[0].init(seed=0), [], []
         for _ in range(4):
             for step in steps:
@@ -98,8 +100,7 @@ def test_a_gan_trains_as_in_torch(kind, depth):
 
 
 def test_states_go_through_a_checkpoint(tmp_path):
-    gan = Gan()
-    steps = steps_of(gan, dict.fromkeys(("netD", "netG"), optax.adam(0.01)))
+    steps = steps_of(Gan(), optax.adam(0.01))
 
     def run(state, times):
         losses = []
@@ -120,7 +121,7 @@ def test_states_go_through_a_checkpoint(tmp_path):
 
 def test_a_part_alone_leaves_the_rest():
     gan = Gan()
-    step = steps_of(gan, dict.fromkeys(("netD", "netG"), optax.sgd(0.1)))[0]
+    step = make(gan, trainable="netD.**")
     state, _ = step(step.init(seed=0), BATCH)
     exported = step.export(state).state_dict()
     for name, before in gan.state_dict().items():
@@ -139,22 +140,18 @@ def test_a_part_alone_leaves_the_rest():
 )
 def test_bad_globs_are_refused(trainable, error, says):
     with pytest.raises(error, match=says):
-        ts.make_train_step(
-            Gan(), loss_d, optax.sgd(0.1), mesh=ts.make_mesh(batch=2, model=2), plan=PLAN, trainable=trainable
-        )
+        make(Gan(), trainable=trainable)
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
     gan = Gan()
     with pytest.raises(ValueError, match=r"the optimizer has parameters that trainable='netD\.\*\*' leaves out: netG"):
-        steps_of(gan, dict.fromkeys(("netD", "netG"), torch.optim.SGD(gan.parameters(), lr=0.1)))
+        steps_of(gan, torch.optim.SGD(gan.parameters(), lr=0.1))
 
 
 def test_a_state_of_the_whole_model_is_refused():
-    gan = Gan()
-    mesh = ts.make_mesh(batch=2, model=2)
-    whole = ts.make_train_step(gan, loss_d, optax.adam(0.1), mesh=mesh, plan=PLAN)
-    step = steps_of(gan, dict.fromkeys(("netD", "netG"), optax.adam(0.1)))[0]
+    gan, adam = Gan(), optax.adam(0.1)
+    whole, step = make(gan, optimizer=adam), make(gan, optimizer=adam, trainable="netD.**")
     with pytest.raises(ValueError, match=r"of a step that trains the whole model, and this one trains netD"):
         step(whole.init(seed=0), BATCH)
     with pytest.raises(ValueError, match=r"opt_state does not fit"):

@@ -8,18 +8,15 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.oracles.steps import mean_square, step_of
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
-def loss_fn(model, x):
-    return (model(x) - 1).square().mean()
-
-
 def make(model, watch, **options):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    mesh, plan = ts.make_mesh(batch=2, model=2), ts.ShardingPlan({"**.0.weight": P("model")}, default=P())
-    return ts.make_train_step(model, loss_fn, sgd, mesh=mesh, plan=plan, watch=watch, **options)
+    plan = ts.ShardingPlan({"**.0.weight": P("model")}, default=P())
+    return step_of(model, optimizer=sgd, mesh=(2, 2), plan=plan, watch=watch, **options)
 
 
 def test_norms_are_torchs(tmp_path):
@@ -28,7 +25,7 @@ def test_norms_are_torchs(tmp_path):
     eager = copy.deepcopy(model)
     step = make(model, ["*", "2.0"], clip_grad_norm=0.01)
     _, metrics = step(step.init(seed=0), X)
-    loss_fn(eager, X).backward()
+    mean_square(eager, X).backward()
     grads = {name: p.grad.clone() for name, p in eager.named_parameters()}
     scale = 0.01 / (torch.stack([g.norm() for g in grads.values()]).norm() + 1e-6)
     names = {name for name in metrics if name.startswith("grad_norm/")}

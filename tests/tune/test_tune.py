@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import torch_shard as ts
+from tests.oracles.errors import said
 from torch_shard._tune.task import Task
 from torch_shard.cli import app
 
@@ -195,4 +196,4 @@ def test_the_command_says_what_a_file_lacks(tmp_path):
     (tmp_path / "train.py").write_text("model = 1")
     ran = CliRunner().invoke(app, ["tune", str(tmp_path / "train.py")])
     assert ran.exit_code == 2
-    assert "defines no loss_fn, optimizer, batch" in " ".join(ran.output.replace("│", " ").split())
+    assert "defines no loss_fn, optimizer, batch" in said(ran)
