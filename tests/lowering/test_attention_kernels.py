@@ -244,32 +244,3 @@ def test_soft_caps_and_sinks_are_compiled_by_mosaic(kind: str) -> None:
     assert len(re.findall(r"%splash_mha_fwd\w*[.\d]* = .* custom-call", text)) == 2
     assert len(re.findall(r"%splash_mha_d(?:q|kv)\w*[.\d]* = .* custom-call", text)) == 4
     assert not re.search(r"\[\d+,\d+,1024,1024\]", text)
-
-
-@pytest.mark.slow
-def test_a_language_model_of_32k_tokens_holds_no_square() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=1024,
-        vocab_size=256,
-        max_position_embeddings=32768,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    step = ts.make_train_step(
-        model,
-        lambda model, ids: model(input_ids=ids, use_cache=False).logits.float().square().mean(),
-        optax.sgd(0.1),
-        mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
-        plan=ts.ShardingPlan({}, default=P()),
-        compute_dtype=torch.bfloat16,
-        mixed_precision="params",
-    )
-    preview = step.preview(torch.empty(4, 32768, dtype=torch.int64, device="meta"))
-    assert preview.fits(4 * 2**30)
-    assert preview.compiled is not None
-    assert "32768,32768" not in (preview.compiled.as_text() or "")

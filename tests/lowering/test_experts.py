@@ -1,6 +1,5 @@
 """HF's experts as one operator: against HF's own in eager torch, and what the TPU's compiler makes of them."""
 
-import functools
 from typing import Any
 
 import jax
@@ -117,28 +116,6 @@ def test_biases_and_clamped_gates_equal_eager_torch(kind: str, route: str) -> No
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-@pytest.mark.parametrize("axis", ["batch", "model"])
-def test_biases_on_a_mesh(axis: str) -> None:
-    """Tokens over one axis and experts over the other, with the plan or without it."""
-    experts, ids = make_clamped(), ROUTES["spread"]()
-    x, weights = torch.randn(TOKENS, WIDTH), torch.rand(ids.shape)
-
-    def loss_fn(experts: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return experts(*batch).square().sum()
-
-    batch = x, ids, weights
-    loss_fn(experts, batch).backward()
-    plan = ts.ShardingPlan({"*": P("model")} if axis == "model" else {}, default=P())
-    step = ts.make_train_step(experts, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(batch=2, model=2), plan=plan)
-    before = {name: p.detach().clone() for name, p in experts.named_parameters()}
-    state, _ = step(step.init(), batch)
-    for name, parameter in experts.named_parameters():
-        grad = parameter.grad
-        assert grad is not None
-        moved = before[name] - torch.tensor(np.asarray(state.params[name]))
-        torch.testing.assert_close(moved, grad, rtol=2e-5, atol=2e-5 * grad.abs().max().item(), msg=name)
-
-
 def test_tokens_in_pieces() -> None:
     """Of a parameter that is stored in pieces, which elementwise operators keep apart, as they do all others."""
 
@@ -203,20 +180,12 @@ def test_derivative_of_a_derivative(make: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())  # cubic in the weights
 
 
-@functools.cache
-def tpu_preview(kind: str, num_experts: int) -> Any:
+def tpu_preview(num_experts: int) -> Any:
     sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 128, "num_experts_per_tok": 2}
-    of_kind: dict[str, Any] = {
-        "Mixtral": {"intermediate_size": 256, "num_local_experts": num_experts},
-        "Qwen3Moe": {"moe_intermediate_size": 256, "num_experts": num_experts, "head_dim": 64},
-        "DeepseekV3": {"moe_intermediate_size": 256, "n_routed_experts": num_experts, "n_group": 1, "topk_group": 1}
-        | {"first_k_dense_replace": 0, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16}
-        | {"qk_nope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 256},
-    }
-    config = getattr(transformers, f"{kind}Config")(**sizes, **of_kind[kind])
+    config = transformers.MixtralConfig(**sizes, intermediate_size=256, num_local_experts=num_experts)
     with torch.device("meta"):
-        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config)
+        model = transformers.MixtralForCausalLM(config)
     rules = {"**.experts.gate_up_proj": P("model"), "**.experts.down_proj": P("model")}
     step = ts.make_train_step(
         model,
@@ -229,9 +198,8 @@ def tpu_preview(kind: str, num_experts: int) -> Any:
 
 
 @pytest.mark.slow  # two compilations for TPUs of half a minute
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
-def test_arithmetic_on_a_tpu_does_not_grow_with_the_number_of_experts(kind: str) -> None:
-    flops = [sum(m.flops for m in tpu_preview(kind, n).modules if m.path.endswith("mlp.experts")) for n in (4, 16)]
+def test_arithmetic_on_a_tpu_does_not_grow_with_the_number_of_experts() -> None:
+    flops = [sum(m.flops for m in tpu_preview(n).modules if m.path.endswith("mlp.experts")) for n in (4, 16)]
     slots_here, products = 4 * 512 * 2 / 2, 3 + 2 + 6  # forward, again the first, gradients; of D by F each
     needed = 2 * slots_here * products * 128 * 256
     assert needed <= flops[0] <= 1.3 * needed  # half a block more of each expert

@@ -112,16 +112,13 @@ def test_a_tied_gradient_in_bfloat16_is_torchs(width: int) -> None:
     step.prove(step.init(), batch).raise_if_different()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"ignore_index": 2, "weight": torch.linspace(0.5, 2, 8)}], ids=["", "weighted"]
-)
 @pytest.mark.parametrize("shape", [(6, 8), (2, 8, 3, 2), (8,)], ids=str)
-def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...]) -> None:
     target = torch.randint(0, 8, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
 
     def gradient(x: torch.Tensor) -> Any:
         x = x.detach().requires_grad_()
-        loss = F.cross_entropy(x, target, **options)
+        loss = F.cross_entropy(x, target)
         return [loss, *torch.autograd.grad(loss, x)], None
 
     graph = capture(gradient, [Spec(shape, torch.float32)], keep=keeps_whole).module.graph
@@ -129,11 +126,6 @@ def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...], op
     assert torch.ops.torch_shard.cross_entropy.default in targets
     assert torch.ops.torch_shard.cross_entropy_backward.default in targets
     assert not targets & {torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default}
-
-
-def test_a_target_that_is_no_class_is_loud() -> None:
-    loss = ts.jax_jit(F.cross_entropy)(torch.zeros(2, 4), torch.tensor([1, 4]))
-    assert loss.isnan().cpu()
 
 
 def test_logits_far_from_zero_lose_nothing() -> None:

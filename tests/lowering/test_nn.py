@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
-from tests.tables.nn_table import DRAWING, LAYERS, NETS, NOT_MODULES_TO_CALL, ROWS, Row
+from tests.tables.nn_table import DRAWING, LAYERS, MORE, NOT_MODULES_TO_CALL, ROWS, Row
 from torch_shard.collectives import psum
 
 Tensors = dict[str, torch.Tensor]
@@ -108,7 +108,7 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
 AT_ONCE = 10  # rows of one program
 PARTS = [
     pytest.param(table[start : start + AT_ONCE], id=f"{table[start].kind.__name__} {start}", marks=marks)
-    for table, marks in ((LAYERS, []), (NETS, pytest.mark.slow))
+    for table, marks in ((LAYERS, []), (MORE, pytest.mark.slow))
     for start in range(0, len(table), AT_ONCE)
 ]
 

@@ -1,6 +1,5 @@
 """`torch.distributed` in a loss: as in a world of one process, against eager torch; refused among several."""
 
-import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -121,18 +120,25 @@ def test_a_release_of_torch_may_lack_a_function(monkeypatch: pytest.MonkeyPatch)
     assert np.isfinite(metrics["loss"])
 
 
+def all_losses(models: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    found = {name: loss(model, x) for (name, loss), model in zip(LOSSES.items(), models, strict=True)}
+    return sum(found.values()), found
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", LOSSES)
-def test_collectives_are_those_of_one_process(name: str) -> None:
+def test_collectives_are_those_of_one_process() -> None:
+    """All in one program, each with parameters of its own."""
     torch.manual_seed(0)
-    model, x = nn.Linear(8, 8), torch.randn(BATCH, 8)
-    eager = copy.deepcopy(model)
-    found, gradient = gradient_of(LOSSES[name], model, x)
-    loss = LOSSES[name](eager, x)
-    loss.backward()
-    np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
-    torch.testing.assert_close(gradient, eager.get_parameter("weight").grad)
+    models, x = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in LOSSES), torch.randn(BATCH, 8)
+    step = ts.make_train_step(models, all_losses, optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    state, metrics = step(step.init(), x)
+    total, wanted = all_losses(models, x)
+    total.backward()
+    for (name, loss), (key, weight) in zip(wanted.items(), models.named_parameters(), strict=True):
+        np.testing.assert_allclose(metrics[name], loss.item(), rtol=1e-6, err_msg=name)
+        found = weight.detach() - torch.from_numpy(np.array(state.params[key]))
+        torch.testing.assert_close(found, weight.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
