@@ -1,6 +1,7 @@
 """Convolutions within a step on every mesh; `test_ops.py` has their arguments."""
 
 import re
+from typing import Any
 
 import numpy as np
 import optax
@@ -13,7 +14,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
-from tests.tables.cases import make_mesh
+from tests.oracles.derivatives import both
+from tests.tables.cases import make_mesh, sgd_step
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import pointwise
 from torch_shard._lowering.rows import RowSplit
@@ -22,12 +24,10 @@ from torch_shard._lowering.rows import RowSplit
 def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statistics() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)), torch.empty(4096, 64, 32, 32)
-    step = ts.make_train_step(
+    step = sgd_step(
         model,
         lambda model, x: (model(x) ** 3).float().mean(),
-        optax.sgd(0.1),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
-        plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
         mixed_precision="params",
     )
@@ -68,9 +68,7 @@ def test_grouped_convolutions_on_a_mesh_equal_eager_torch(sizes: tuple[int, int]
         nn.Conv2d(16, 16, 3, groups=16),
     )
     plan = ts.ShardingPlan({"*.weight": spec}, default=P())
-    step = ts.make_train_step(
-        model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=make_mesh(sizes), plan=plan
-    )
+    step = sgd_step(model, mesh=make_mesh(sizes), plan=plan)
     step.prove(step.init(), torch.randn(8, 8, 5, 5)).raise_if_different()
 
 
@@ -80,17 +78,13 @@ def test_a_few_taps_of_each_channel_equal_eager_torch(padding: int, dtype: torch
     torch.manual_seed(0)
     inputs = [torch.randn(2, 6, 9), torch.randn(6, 1, 4), torch.randn(6)]
 
-    def loss(dtype: torch.dtype, *given: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = (t.to(dtype) for t in given)
-        out = F.conv1d(x, weight, bias, padding=padding, groups=6)
-        return (out.float() * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).square().sum()
+    def conv(dtype: torch.dtype) -> Any:
+        return lambda *given: F.conv1d(*(t.to(dtype) for t in given), padding=padding, groups=6).float()
 
-    grads = ts.jax_jit(ts.jax_grad(lambda *given: loss(dtype, *given), argnums=(0, 1, 2)))(*inputs)
-    leaves = [x.to(dtype).float().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad(loss(torch.float32, *leaves), leaves)
+    inputs = [x.to(dtype).float() for x in inputs]
     rtol = 1e-5 if dtype is torch.float32 else 2**-7  # each of the few roundings of bfloat16 is 2**-9
-    for grad, other in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad.cpu(), other, rtol=rtol, atol=rtol * float(other.abs().max()))
+    for found, wanted in both(conv(dtype), inputs, eager=conv(torch.float32)):
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
 
 
 def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> None:
@@ -107,7 +101,7 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
 
     model, mesh = Mixer(), ts.make_mesh(batch=4, model=2)
     plan = ts.ShardingPlan({"out_proj.weight": P(None, "model")}, default=P())
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = sgd_step(model, mesh=mesh, plan=plan)
     x = torch.randn(8, 12, 16)
     compiled = step.lower(step.structs, x).compile()
     found = count_collectives(compiled)
@@ -132,9 +126,7 @@ def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
         return model(x).square().mean()
 
     optimizer = optax.sgd(0.1, momentum=0.9)
-    return ts.make_train_step(
-        model, loss_fn, optimizer, mesh=mesh, plan=ts.plans.replicated(), compute_dtype=torch.bfloat16
-    )
+    return sgd_step(model, loss_fn, optimizer, mesh=mesh, compute_dtype=torch.bfloat16)
 
 
 def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.derivatives import assert_equals_torch
+from tests.tables.cases import sgd_step
 
 OFFSETS = [[4, 8, 16], [0, 12, 16], [16, 16, 16], [4, 8, 12]]  # even, an empty group, one for all, some left over
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
@@ -49,19 +50,11 @@ def test_value_and_gradients_equal_a_product_per_group(form: str, ends: list[int
     shape_x, shape_y, by_group = FORMS[form]
     x, y, offs = torch.randn(shape_x), torch.randn(shape_y), torch.tensor(ends, dtype=torch.int32)
     given = None if form == "batch" else offs
-    leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
-    wanted = by_group(*leaves, offs)
-    weights = torch.linspace(0.5, 1.5, wanted.numel()).view(wanted.shape)
-    grads = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = F.grouped_mm(x, y, offs=given)
-        return (out * weights).sum(), out
+    def ours(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x, y, offs=given)
 
-    (_, out), found = ts.jax_jit(ts.jax_value_and_grad(fn, argnums=(0, 1), has_aux=True))(x, y)
-    torch.testing.assert_close(out.cpu(), wanted.detach(), **CLOSE)
-    for grad, other in zip(found, grads, strict=True):
-        torch.testing.assert_close(grad.cpu(), other, **CLOSE)
+    assert_equals_torch(ours, [x, y], eager=lambda x, y: by_group(x, y, offs), **CLOSE)
 
 
 def test_bfloat16_and_its_wider_result() -> None:
@@ -100,7 +93,7 @@ def test_sharded_experts_train_as_in_eager_torch(spec: P) -> None:
     model, batches = Experts(), [torch.randn(16, 8) for _ in range(2)]
     plan = ts.ShardingPlan({"up": spec, "down": spec}, default=P())
     compiled_loss = loss_with(lambda x, y, offs: F.grouped_mm(x, y, offs=offs))
-    step = ts.make_train_step(model, compiled_loss, optax.sgd(0.5), mesh=make_mesh((4, 2)), plan=plan)
+    step = sgd_step(model, compiled_loss, optax.sgd(0.5), plan=plan)
     state = step.init(seed=0)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches:

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -14,7 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.materialize.test_materialize import Holder, assert_equal, values
-from tests.tables.cases import WHOLE, make_mesh, mlp
+from tests.tables.cases import WHOLE, make_mesh, mlp, sgd_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -283,7 +282,7 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
 def test_steps_are_made_of_shapes_alone() -> None:
     model = on_meta(mlp)
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, loss_fn)
     with pytest.raises(
         ValueError, match=r"init: 0\.weight, .* on the meta device.*materialize\(model, mesh, plan, init"
     ):

@@ -225,6 +225,11 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], dict[str, int], Callable[[Any, Any],
         {"batch": 4, "model": 2},
         lambda model, mesh: ts.plans.expert(model, mesh, ep="batch", tp="model"),
     ),
+    "two axes of the batch in the other order, the first of them beside": (
+        {"kind": GptOssExperts},
+        {"model": 2, "batch": 4},
+        lambda model, mesh: ts.plans.expert(model, mesh, ep=("model", "batch")),
+    ),
     "torchtitan#4245, as many biases as parts of features": (
         {"kind": GptOssExperts},
         {"batch": 2, "model": 4},

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import torch_shard as ts
-from tests.tables.cases import WHOLE, make_mesh
+from tests.tables.cases import WHOLE, make_mesh, sgd_step
 
 DEPTH, WIDTH, HEADS, LENGTH, BATCH = 16, 32, 4, 32, 8
 
@@ -49,7 +48,7 @@ def _compiled(make: Callable[[], nn.Module] = Layer, depth: int = DEPTH, **optio
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(make() for _ in range(depth))), torch.randn(BATCH, LENGTH, WIDTH)
     options = {"mesh": make_mesh((1, 1)), "plan": WHOLE, **options}
-    step = ts.make_train_step(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
+    step = sgd_step(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
     return step.lower(step.init(seed=0), batch).compile()
 
 

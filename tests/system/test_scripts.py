@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.nn import functional as F
 
 import torch_shard as ts
+from tests.tables.cases import sgd_step
 
 STEPS = 6
-PLAN = ts.ShardingPlan({}, default=P())
 
 
 def images(seed):
@@ -161,7 +160,7 @@ def test_a_script_trains_as_in_torch(name):
 
     model, optimizer, schedule = made(script)
     mesh = ts.make_mesh(batch=4, model=2)
-    step = ts.make_train_step(model, script.loss_fn, optimizer, mesh=mesh, plan=PLAN, clip_grad_norm=script.clip)
+    step = sgd_step(model, script.loss_fn, optimizer, mesh=mesh, clip_grad_norm=script.clip)
     state, found = step.init(seed=0), []
     for number in range(STEPS):
         state, metrics = step(state, script.batch(number))
