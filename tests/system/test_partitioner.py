@@ -298,16 +298,6 @@ def test_a_step_has_torchs_gradients(found: Found) -> None:
             np.testing.assert_allclose(state.params[name], wanted, rtol=EXACT, atol=EXACT, err_msg=name)
 
 
-@pytest.mark.parametrize(("kind", "groups"), [(nn.Conv1d, 4), (nn.ConvTranspose1d, 1)])
-def test_convolutions_by_shard_map(kind: Any, groups: int) -> None:
-    torch.manual_seed(0)
-    conv, x = kind(8, 8, 3, stride=2, groups=groups), torch.randn(8, 8, 9)
-    mapped = ts.jax_shard_map(
-        lambda x: conv(x).tanh(), mesh=ts.make_mesh(batch=4), in_specs=P("batch"), out_specs=P("batch")
-    )
-    np.testing.assert_allclose(np.asarray(mapped(x).detach()), conv(x).tanh().detach(), rtol=1e-5, atol=1e-6)  # float32
-
-
 @pytest.mark.parametrize(("groups", "axis_names"), [(1, "batch"), (4, ())])
 def test_gradients_of_convolutions_by_shard_map(groups: int, axis_names: Any) -> None:
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 The recipes are those of pytorch/examples, nanoGPT, minGPT, litgpt, MAE and ConvNeXt, at tiny size.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_shard as ts
-from tests.tables.cases import sgd_step
+from tests.tables.cases import GPT, sgd_step
 
 STEPS = 6
 
@@ -49,25 +48,6 @@ class ResNet(nn.Module):
     def forward(self, x):
         x = F.relu(self.norm(self.stem(x)))
         return self.fc((x + self.conv(x)).mean((2, 3)))
-
-
-class Gpt(nn.Module):
-    """With tied weights, as nanoGPT has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(16, 8), nn.Embedding(8, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
-        self.h = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
-        self.ln_f, self.lm_head = nn.LayerNorm(8), nn.Linear(8, 16, bias=False)
-        self.lm_head.weight = self.wte.weight
-
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
-        for block in self.h:
-            x = block(x, mask, is_causal=True)
-        return self.lm_head(self.ln_f(x))
 
 
 def of_classes(model, batch):
@@ -124,7 +104,7 @@ SCRIPTS = {
         lambda o: lr_scheduler.StepLR(o, step_size=1, gamma=0.7),
     ),
     "nanoGPT": Script(
-        Gpt, next_token, tokens, lambda m: optim.AdamW(by_decay(m, 0.1), lr=6e-4, betas=(0.9, 0.95)), Cosine, clip=1.0,
+        GPT, next_token, tokens, lambda m: optim.AdamW(by_decay(m, 0.1), lr=6e-4, betas=(0.9, 0.95)), Cosine, clip=1.0,
     ),
     "ConvNeXt": Script(
         ResNet, of_classes, images, lambda m: optim.AdamW(by_decay(m, 0.05), lr=4e-3),

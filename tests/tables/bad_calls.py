@@ -67,11 +67,6 @@ def draws(model, batch):
     return mse(model, batch) * GENERATOR.random()
 
 
-def infers(model, batch):
-    with torch.inference_mode():
-        return mse(model, batch)
-
-
 def in_inference(call):
     with torch.inference_mode():
         return call()
@@ -194,7 +189,7 @@ NAMES: dict[str, Any] = {
         "Checkpointer": ts.Checkpointer,
     },
     **{fn.__name__: fn for fn in (Net, Plain, mse, make, make_eval, run, restore, fit, compare, prove)},
-    **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws, infers)},
+    **{fn.__name__: fn for fn in (adds_parameter, adds_module, reads_clock, reads_perf, draws)},
     **{fn.__name__: fn for fn in (in_inference, in_explicit)},
 }
 
@@ -365,7 +360,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'run(optimizer=optax.sgd("0.1"))': "TypeError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
         'run(optimizer=optax.sgd(lambda step: "x"))': "ValueError: make_train_step: optimizer.update fails for the parameters of the model, a dict by",
         'run(optimizer=optax.adamw(1e-3, mask={"layer.wrong": True}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
-        'run(optimizer=optax.multi_transform({"a": optax.sgd(0.1)}, {"layer.weight": "b", "layer.bias": "a"}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
         'make(optimizer=optax.masked(optax.sgd(0.1), {"x": True}))': "ValueError: make_train_step: optimizer.init fails for the parameters of the model, a dict by",
         "make(mesh=None)": "TypeError: make_train_step: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
         "make(mesh=explicit)": "ValueError: make_train_step: every mesh axis must be Auto, so that XLA may choose the",
@@ -374,7 +368,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'make(batch_spec="batch")': "TypeError: make_train_step: batch_spec must be a P or a Mapping or None, got str.",
         'make(batch_spec=P("bach"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
         'make(batch_spec=P("batch", "batch"))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P('batch', 'batch') names 'batch'",
-        "make(batch_spec=P(P.UNCONSTRAINED))": "ValueError: make_train_step: batch_spec on mesh (batch=2): P(UNCONSTRAINED) names an axis that",
         'make(batch_spec=P(("batch", "bach")))': "ValueError: make_train_step: batch_spec on mesh (batch=2): P(('batch', 'bach')) names an axis",
         "make(local_batches=1)": "TypeError: make_train_step: local_batches must be a bool, got int.",
         'make(compute_dtype="bfloat16")': "ValueError: make_train_step: compute_dtype must be torch.bfloat16 or None, got bfloat16.",
@@ -391,7 +384,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'make(compile_cache="")': "ValueError: make_train_step: compile_cache is empty. Name a directory, or leave compile_cache",
         'make(compile_cache="a\\0b")': "ValueError: make_train_step: compile_cache='a\\x00b' must be a directory that can be written",
         "make(compile_cache=file)": "ValueError: make_train_step: compile_cache='",
-        'make(compile_cache=f"{file}/below")': "ValueError: make_train_step: compile_cache='",
         "ts.make_train_step(model, sgd, mse, mesh=mesh, plan=plan)": "TypeError: make_train_step: loss_fn must be a Callable, got GradientTransformationExtraArgs.",
         "make(nn.Linear(4, 2).requires_grad_(False))": "ValueError: make_train_step: no parameter of Linear has requires_grad=True.",
         "make(nn.LazyLinear(2))": "TypeError: ShardingPlan: 2 values cannot be read. weight: a lazy parameter has no shape yet.",
@@ -415,12 +407,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "step(state, torch.full((8, 4), 2**40))": "OverflowError: make_train_step: batch: An int64 array of shape (8, 4) has values from",
         "step(state, (x, 2**31))": "OverflowError: make_train_step: batch[1]: An int64 array of shape () has values from",
         "step(state, (x, 2**64))": "OverflowError: make_train_step: batch[1]: 18446744073709551616 does not fit 64 bits. Give",
-        "step(state, (x, -2**70))": "OverflowError: make_train_step: batch[1]: -1180591620717411303424 does not fit 64 bits. Give",
-        "step(state, [2**64])": "OverflowError: make_train_step: batch[0]: 18446744073709551616 does not fit 64 bits. Give",
         'step(state, {1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
         'step(state, {"a": {1: x, "b": x}})': "TypeError: make_train_step: a dict has the keys 1, 'b', which cannot be put in order, as JAX",
-        'step(state, {None: x, "b": x})': "TypeError: make_train_step: a dict has the keys None, 'b', which cannot be put in order, as",
-        'step(state, {("a", 1): x, "b": x})': "TypeError: make_train_step: a dict has the keys ('a', 1), 'b', which cannot be put in order,",
         "step(state, (y for y in [x]))": "TypeError: make_train_step: batch is of type generator, which is neither an array nor an",
         "step(state, jax.random.key(0))": "TypeError: make_train_step: batch: JAX dtype key<fry> has no torch counterpart; convert the",
         'step(state, x, skip_grad_norm="1")': "ValueError: make_train_step: skip_grad_norm must be a positive number, math.inf to skip only",
@@ -431,24 +419,16 @@ REFUSED: dict[str, dict[str, str]] = {
         "step.prove(state, x, skip_grad_norm=0)": "ValueError: make_train_step: skip_grad_norm must be a positive number",
         "fit(prove_steps=-1)": "ValueError: fit: prove_steps must be an integer, 0 or more, got -1.",
         "fit(prove_steps=True)": "ValueError: fit: prove_steps must be an integer, 0 or more, got True.",
-        'step.put({1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
-        "step.put(torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
-        "step.put((x, 2**70))": "OverflowError: make_train_step: batch[1]: 1180591620717411303424 does not fit 64 bits. Give",
         "step.lower(None, x)": "TypeError: make_train_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
-        'step.lower(state, {1: x, "a": x})': "TypeError: make_train_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
-        "step.lower(state, torch.ones(7, 4))": "ValueError: make_train_step: the batch cannot be split on mesh (batch=2). batch (7, 4): dim 0",
         "step.export(None)": "TypeError: export: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "step.export(other_state)": "ValueError: export: the state lacks layer.weight, layer.bias, so that it is of",
         "step.export(donated)": "ValueError: export: this state was donated to an earlier call of the step. Go on with",
         "evaluate(None, x)": "TypeError: make_eval_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "evaluate(other_state, x)": "ValueError: make_eval_step: the state lacks layer.weight, layer.bias, so that it is of another",
         "evaluate(donated, x)": "ValueError: make_eval_step: this state was donated to an earlier call of the step. Go on with",
-        'evaluate(state, {1: x, "a": x})': "TypeError: make_eval_step: a dict has the keys 1, 'a', which cannot be put in order, as JAX",
-        "evaluate(state, (x, 2**70))": "OverflowError: make_eval_step: batch[1]: 1180591620717411303424 does not fit 64 bits. Give",
         "evaluate.lower(None, x)": "TypeError: make_eval_step: state must be a TrainState, got NoneType. step.init(seed=0) gives",
         "jax.jit(lambda s: step(s, x))(state)": "NotImplementedError: make_train_step: the state is traced by a jax.jit or another transform",
         "in_explicit(lambda: step(state, x))": "ValueError: make_train_step: every axis of the mesh that is current here, by jax.set_mesh or",
-        "in_explicit(lambda: run())": "ValueError: make_train_step: every axis of the mesh that is current here, by jax.set_mesh or",
         "in_inference(lambda: run())": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
         "in_explicit(lambda: evaluate(state, x))": "ValueError: make_eval_step: every axis of the mesh that is current here, by jax.set_mesh or",
     },
@@ -466,7 +446,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "run(reads_perf)": "NotImplementedError: make_train_step: the loss reads time.perf_counter() in line",
         "run(lambda model, batch: mse(model, batch.cuda()))": 'NotImplementedError: File "',
         "run(lambda model, batch: mse(model, batch) * random.random())": 'NotImplementedError: File "',
-        "run(infers)": "ValueError: make_train_step: the loss does not depend on any trainable parameter. Something",
         'run(lambda model, batch: run()[1]["loss"])': "NotImplementedError: make_train_step: layer.bias and layer.weight share memory: one is a view",
     },
     "make_eval_step": {
@@ -477,11 +456,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "make_eval(mesh=None)": "TypeError: make_eval_step: mesh must be a jax.sharding.Mesh, got NoneType. Build one with",
         "make_eval(mesh=explicit)": "ValueError: make_eval_step: every mesh axis must be Auto, so that XLA may choose the shardings",
         "make_eval(plan={})": "TypeError: make_eval_step: plan must be a ShardingPlan, got dict.",
-        'make_eval(batch_spec=P("bach"))': "ValueError: make_eval_step: batch_spec on mesh (batch=2): P('bach') names an axis that the",
         "make_eval(local_batches=None)": "TypeError: make_eval_step: local_batches must be a bool, got NoneType.",
         'make_eval(batch_spec="batch")': "TypeError: make_eval_step: batch_spec must be a P or a Mapping or None, got str.",
-        "make_eval(compute_dtype=torch.float16)": "ValueError: make_eval_step: compute_dtype must be torch.bfloat16 or None, got torch.float16.",
-        'make_eval(scan_layers="yes")': "ValueError: make_eval_step: scan_layers must be True, False or \"auto\", got 'yes'.",
         "make_eval(compile_cache=5)": "TypeError: make_eval_step: compile_cache must be a path or None, got int.",
     },
     "Checkpointer": {
@@ -490,7 +466,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.Checkpointer("a\\0b")': "ValueError: Checkpointer: directory cannot be 'a\\x00b': embedded null byte. Name another path.",
         "ts.Checkpointer(file)": "NotADirectoryError: Checkpointer: directory must be a directory, but",
         'ts.Checkpointer(f"{file}/below")': "NotADirectoryError: Checkpointer: directory is",
-        'ts.Checkpointer(f"{file}/below").save(state)': "NotADirectoryError: Checkpointer: directory is",
         'ts.Checkpointer(folder + "/" + "a" * 300).save(state)': "ValueError: Checkpointer: directory cannot be '",
         "ts.Checkpointer(folder, keep=True)": "ValueError: Checkpointer: keep must be a positive integer, got True.",
         "ts.Checkpointer(folder, keep=0)": "ValueError: Checkpointer: keep must be a positive integer, got 0.",
@@ -890,7 +865,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "command line": {
         'cli("demo", "--mesh", "batch")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
         'cli("demo", "--mesh", "batch=0,model=1")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
-        'cli("demo", "--mesh", "batch=4,batch=2")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
         'cli("demo", "--mesh", "rows=4,model=2")': "BadParameter: expected a positive size for each of the axes batch and model, as in",
         'cli("demo", "--steps", "0")': "BadParameter: Input should be greater than or equal to 1",
         'cli("demo", "--steps", "many")': "BadParameter: Input should be a valid integer, unable to parse string as an integer",
@@ -908,11 +882,9 @@ REFUSED: dict[str, dict[str, str]] = {
         'cli("convert", file, folder)': "BadParameter: convert:",
         'cli("convert", folder, folder)': "BadParameter: convert:",
         'cli("convert", weights, f"{file}/below")': "BadParameter: convert: DST is",
-        'cli("convert", weights, f"{file}/below.pt")': "BadParameter: convert: DST is",
         'cli("convert", weights, folder, "--to", "onnx")': "BadParameter: must be one of safetensors, torch, checkpoint, got 'onnx'.",
         'cli("convert", weights, file, "--to", "checkpoint")': "BadParameter: Checkpointer: directory must be a directory, but",
         'cli("tutorials", "nothing")': "BadParameter: there is no tutorial 'nothing'. There are: distributed_arrays,",
-        'cli("tutorials", "nothing", "--notebook", "a.ipynb")': "BadParameter: there is no tutorial 'nothing'. There are: distributed_arrays,",
         'cli("tutorials", "--notebook", "a.ipynb")': "BadParameter: give the name of a tutorial too.",
         'cli("tutorials", "--all", "first")': "BadParameter: takes neither a name nor --notebook.",
         'cli("wrong")': "UsageError: No such command 'wrong'.",
