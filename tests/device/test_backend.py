@@ -22,6 +22,7 @@ def test_the_state_of_the_generator_comes_back_for_each_seed_of_torch(seed: int)
     state = torch.jax.get_rng_state()  # pyright: ignore[reportAttributeAccessIssue]
     assert state.dtype == torch.uint8
     second = torch.rand(2, device="jax")
+    assert not torch.equal(first.cpu(), second.cpu())
     torch.jax.set_rng_state(state)  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(torch.rand(2, device="jax").cpu(), second.cpu())
     torch.manual_seed(seed)

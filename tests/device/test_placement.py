@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
@@ -104,13 +103,6 @@ def test_a_model_without_values_is_refused_by_name() -> None:
     model, plan = nn.Linear(8, 4, device="meta"), ts.ShardingPlan({}, default=P())
     with pytest.raises(ValueError, match=r"place: weight, bias on the meta device.*materialize"):
         ts.place(model, make_mesh((4, 2)), plan)
-
-
-def test_sharded_params_of_a_placed_model() -> None:
-    mesh = make_mesh((4, 2))
-    plan = ts.ShardingPlan({"weight": P(None, "model")}, default=P())
-    model = ts.place(nn.Linear(8, 4), mesh, plan)
-    assert model.weight.jax().sharding == NamedSharding(mesh, P(None, "model"))
 
 
 def test_loading_a_state_dict_keeps_the_layout() -> None:

@@ -14,35 +14,23 @@ NARROW = {torch.int64: torch.int32, torch.float64: torch.float32}  # JAX holds 3
 
 BINARY: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
     "floor_divide": lambda x, y: x // y,
-    "remainder": lambda x, y: x % y,
     "pow": lambda x, y: x**y,
     "gt": lambda x, y: x > y,
-    "maximum": torch.maximum,
-    "atan2": torch.atan2,
     "where": lambda x, y: torch.where(x > 1, x, y),
     "cat": lambda x, y: torch.cat([x.reshape(-1), y.reshape(-1)]),
-    "bitwise_and": lambda x, y: x & y,
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
 }
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.sum,
-    "prod": torch.prod,
     "cumsum": lambda x: x.cumsum(0),
     "mean": torch.mean,
     "exp": torch.exp,
-    "sqrt": torch.sqrt,
-    "abs": torch.abs,
-    "neg": torch.neg,
     "argmax": torch.argmax,
     "softmax": lambda x: x.softmax(0),
     "softmax in float32": lambda x: x.softmax(0, dtype=torch.float32),
-    "clamp": lambda x: x.clamp(0.5, 2),
-    "sum in float32": lambda x: x.sum(dtype=torch.float32),
 }
 
 SCALARS = (True, 2, 2.5)
@@ -85,7 +73,7 @@ def test_pairs_of_tensors(name: str) -> None:
         check(BINARY[name], values(pair[0], 1), values(pair[1], 1))
 
 
-@pytest.mark.parametrize("name", sorted(BINARY.keys() - {"maximum", "atan2", "cat", "lerp"}))
+@pytest.mark.parametrize("name", sorted(BINARY.keys() - {"cat", "lerp"}))
 def test_numbers_of_python(name: str) -> None:
     for dtype in DTYPES:
         for scalar in SCALARS:

@@ -155,16 +155,3 @@ def test_no_device_of_a_ring_has_all_keys() -> None:
     text = jax.jit(on_devices(case)).lower(**given(case, np.float32)).compile().as_text() or ""
     assert "collective-permute" in text
     assert "all-gather" not in text
-
-
-@pytest.mark.parametrize("num", range(1, 8))
-def test_rounds_of_a_ring_are_the_pairs_that_a_causal_mask_leaves(num: int) -> None:
-    for device in range(num):
-        found: list[tuple[int, int]] = []
-        for step in range(num):
-            own, others = (attention_balance.chunks_of(at, num) for at in (device, (device - step) % num))
-            pairs = attention_balance.pairs_of(step, device, num)
-            assert len(pairs) == (2 if step else 3)
-            found += [(int(own[int(queries)]), int(others[int(keys)])) for queries, keys in pairs]
-        own = attention_balance.chunks_of(device, num)
-        assert sorted(found) == sorted((chunk, key) for chunk in own for key in range(chunk + 1))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.tables.cases import sgd_step
 from torch_shard._lowering.ops.attention import SHORTEST
 
 LONG = SHORTEST + 128
@@ -55,13 +55,8 @@ class Attention(nn.Module):
 def report(
     *layers: nn.Module, mesh: Any = None, length: int = LONG, rows: int = 4, dtype: Any = torch.bfloat16
 ) -> list[str]:
-    step = ts.make_train_step(
-        nn.Sequential(*layers),
-        lambda model, x: model(x).square().mean(),
-        optax.sgd(0.1),
-        mesh=mesh or ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
-        plan=ts.ShardingPlan({}, default=P()),
-        compute_dtype=dtype,
+    step = sgd_step(
+        nn.Sequential(*layers), mesh=mesh or ts.make_mesh(topology="v5e:2x2", batch=2, model=2), compute_dtype=dtype
     )
     step.lower(step.structs, torch.empty(rows, length, 12, device="meta"))
     return [line for line in step.report().splitlines() if "attention" in line]
@@ -144,10 +139,8 @@ def test_the_cpu_has_no_kernels_to_speak_of(dtype: torch.dtype | None) -> None:
 )
 def test_causal_attention_over_a_context_says_whether_it_is_balanced(length: int, said: str) -> None:
     mesh = ts.make_mesh(topology="v5e:2x2", batch=2, context=2)
-    step = ts.make_train_step(
+    step = sgd_step(
         nn.Sequential(Attention(causal)),
-        lambda model, x: model(x).square().mean(),
-        optax.sgd(0.1),
         mesh=mesh,
         plan=ts.ShardingPlan({}, default=P(), context=ts.Context("context")),
         compute_dtype=torch.bfloat16,

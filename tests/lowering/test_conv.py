@@ -1,6 +1,7 @@
 """Convolutions within a step on every mesh; `test_ops.py` has their arguments."""
 
 import re
+from typing import Any
 
 import numpy as np
 import optax
@@ -13,32 +14,20 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
-from tests.oracles.eager import agrees_with_torch
-from tests.tables.cases import BATCH, make_mesh, squared_error
+from tests.oracles.derivatives import both
+from tests.tables.cases import make_mesh, sgd_step
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import pointwise
 from torch_shard._lowering.rows import RowSplit
 
 
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
-def test_grouped_convolutions_have_torchs_gradient_on_every_mesh(sizes: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    convolutions = (nn.Conv2d(4, 8, 3, groups=2, padding=1), nn.Conv2d(8, 8, 3, stride=2, groups=8, dilation=2))
-    model = nn.Sequential(*convolutions, nn.Flatten(), nn.LazyLinear(4))
-    x = torch.randn(BATCH, 4, 9, 9)
-    model(x)
-    agrees_with_torch(model, squared_error, [(x, torch.randn(BATCH, 4))], sizes)
-
-
 def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statistics() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)), torch.empty(4096, 64, 32, 32)
-    step = ts.make_train_step(
+    step = sgd_step(
         model,
         lambda model, x: (model(x) ** 3).float().mean(),
-        optax.sgd(0.1),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
-        plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
         mixed_precision="params",
     )
@@ -64,12 +53,14 @@ def test_a_batch_norm_of_bfloat16_has_the_variance_of_values_that_hardly_vary() 
     torch.testing.assert_close(found.cpu(), wanted, rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("spec", [P(), P(("model", "batch")), P(("batch", "model"))], ids=str)
-def test_grouped_convolutions_on_a_mesh_equal_eager_torch(spec: P) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "spec"), [((1, 8), P()), ((4, 2), P(("model", "batch"))), ((4, 2), P(("batch", "model")))], ids=str
+)
+def test_grouped_convolutions_on_a_mesh_equal_eager_torch(sizes: tuple[int, int], spec: P) -> None:
     """However weights are split: XLA's partitioner errs where it splits groups, forward and backward."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(8, 16, 3, groups=4, padding=1),
+        nn.Conv2d(8, 16, 3, groups=4, padding=1, stride=2, dilation=2),
         nn.Conv2d(16, 8, 1, groups=4),
         nn.Tanh(),
         nn.ConvTranspose2d(8, 8, 3, stride=2, padding=1, output_padding=1, groups=4),
@@ -77,8 +68,7 @@ def test_grouped_convolutions_on_a_mesh_equal_eager_torch(spec: P) -> None:
         nn.Conv2d(16, 16, 3, groups=16),
     )
     plan = ts.ShardingPlan({"*.weight": spec}, default=P())
-    mesh = ts.make_mesh(batch=4, model=2)
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = sgd_step(model, mesh=make_mesh(sizes), plan=plan)
     step.prove(step.init(), torch.randn(8, 8, 5, 5)).raise_if_different()
 
 
@@ -88,17 +78,13 @@ def test_a_few_taps_of_each_channel_equal_eager_torch(padding: int, dtype: torch
     torch.manual_seed(0)
     inputs = [torch.randn(2, 6, 9), torch.randn(6, 1, 4), torch.randn(6)]
 
-    def loss(dtype: torch.dtype, *given: torch.Tensor) -> torch.Tensor:
-        x, weight, bias = (t.to(dtype) for t in given)
-        out = F.conv1d(x, weight, bias, padding=padding, groups=6)
-        return (out.float() * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).square().sum()
+    def conv(dtype: torch.dtype) -> Any:
+        return lambda *given: F.conv1d(*(t.to(dtype) for t in given), padding=padding, groups=6).float()
 
-    grads = ts.jax_jit(ts.jax_grad(lambda *given: loss(dtype, *given), argnums=(0, 1, 2)))(*inputs)
-    leaves = [x.to(dtype).float().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad(loss(torch.float32, *leaves), leaves)
+    inputs = [x.to(dtype).float() for x in inputs]
     rtol = 1e-5 if dtype is torch.float32 else 2**-7  # each of the few roundings of bfloat16 is 2**-9
-    for grad, other in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad.cpu(), other, rtol=rtol, atol=rtol * float(other.abs().max()))
+    for found, wanted in both(conv(dtype), inputs, eager=conv(torch.float32)):
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol * float(wanted.abs().max()))
 
 
 def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> None:
@@ -115,7 +101,7 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
 
     model, mesh = Mixer(), ts.make_mesh(batch=4, model=2)
     plan = ts.ShardingPlan({"out_proj.weight": P(None, "model")}, default=P())
-    step = ts.make_train_step(model, lambda m, x: m(x).square().mean(), optax.sgd(0.1), mesh=mesh, plan=plan)
+    step = sgd_step(model, mesh=mesh, plan=plan)
     x = torch.randn(8, 12, 16)
     compiled = step.lower(step.structs, x).compile()
     found = count_collectives(compiled)
@@ -140,9 +126,7 @@ def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
         return model(x).square().mean()
 
     optimizer = optax.sgd(0.1, momentum=0.9)
-    return ts.make_train_step(
-        model, loss_fn, optimizer, mesh=mesh, plan=ts.plans.replicated(), compute_dtype=torch.bfloat16
-    )
+    return sgd_step(model, loss_fn, optimizer, mesh=mesh, compute_dtype=torch.bfloat16)
 
 
 def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import numpy as np
-import optax
 import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
-from tests.tables.cases import make_mesh
+from tests.oracles.derivatives import assert_equals_torch
+from tests.oracles.eager import assert_follows, eager_trajectory
+from tests.tables.cases import Case, mean_square
 
 OFFSETS = [[4, 8, 16], [0, 12, 16], [16, 16, 16], [4, 8, 12]]  # even, an empty group, one for all, some left over
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order
@@ -49,19 +49,11 @@ def test_value_and_gradients_equal_a_product_per_group(form: str, ends: list[int
     shape_x, shape_y, by_group = FORMS[form]
     x, y, offs = torch.randn(shape_x), torch.randn(shape_y), torch.tensor(ends, dtype=torch.int32)
     given = None if form == "batch" else offs
-    leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
-    wanted = by_group(*leaves, offs)
-    weights = torch.linspace(0.5, 1.5, wanted.numel()).view(wanted.shape)
-    grads = torch.autograd.grad((wanted * weights).sum(), leaves)
 
-    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = F.grouped_mm(x, y, offs=given)
-        return (out * weights).sum(), out
+    def ours(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x, y, offs=given)
 
-    (_, out), found = ts.jax_jit(ts.jax_value_and_grad(fn, argnums=(0, 1), has_aux=True))(x, y)
-    torch.testing.assert_close(out.cpu(), wanted.detach(), **CLOSE)
-    for grad, other in zip(found, grads, strict=True):
-        torch.testing.assert_close(grad.cpu(), other, **CLOSE)
+    assert_equals_torch(ours, [x, y], eager=lambda x, y: by_group(x, y, offs), **CLOSE)
 
 
 def test_bfloat16_and_its_wider_result() -> None:
@@ -83,30 +75,15 @@ class Experts(torch.nn.Module):
         self.up = torch.nn.Parameter(torch.randn(4, 8, 16) / 4)
         self.down = torch.nn.Parameter(torch.randn(4, 16, 8) / 4)
 
-    def forward(self, x: torch.Tensor, by_group: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, expert = (found.squeeze(-1) for found in self.router(x).softmax(-1).topk(1))
         order = expert.argsort(stable=True)
         offs = (expert[:, None] == torch.arange(4)).sum(0).cumsum(0).to(torch.int32)
-        h = by_group(torch.tanh(by_group(x[order], self.up, offs)), self.down, offs)
+        h = F.grouped_mm(torch.tanh(F.grouped_mm(x[order], self.up, offs=offs)), self.down, offs=offs)
         return torch.zeros_like(x).index_copy(0, order, h) * gate[:, None]
 
 
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, None, "model"), P()], ids=str)
 def test_sharded_experts_train_as_in_eager_torch(spec: P) -> None:
-    def loss_with(by_group: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda model, batch: model(batch, by_group).square().mean()
-
-    torch.manual_seed(0)
-    model, batches = Experts(), [torch.randn(16, 8) for _ in range(2)]
-    plan = ts.ShardingPlan({"up": spec, "down": spec}, default=P())
-    compiled_loss = loss_with(lambda x, y, offs: F.grouped_mm(x, y, offs=offs))
-    step = ts.make_train_step(model, compiled_loss, optax.sgd(0.5), mesh=make_mesh((4, 2)), plan=plan)
-    state = step.init(seed=0)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in batches:
-        state, _ = step(state, batch)
-        sgd.zero_grad()
-        loss_with(rows)(model, batch).backward()
-        sgd.step()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(torch.tensor(np.asarray(state.params[name])), parameter.detach(), **CLOSE)
+    case = Case("experts", Experts, lambda: torch.randn(16, 8), {"up": spec, "down": spec}, mean_square)
+    assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))

@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of
-from tests.tables.cases import WHOLE, make_mesh
+from tests.tables.cases import make_mesh, sgd_step
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import keeps_whole
@@ -42,9 +42,7 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
     torch.manual_seed(0)
     model, batch = Model(tied), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     rules = {"tokens.weight": P("model")} | ({} if tied else {"head.weight": P("model")})
-    step = ts.make_train_step(
-        model, loss_fn, optax.sgd(0.5), mesh=make_mesh((4, 2)), plan=ts.ShardingPlan(rules, default=P())
-    )
+    step = sgd_step(model, loss_fn, optax.sgd(0.5), plan=ts.ShardingPlan(rules, default=P()))
     state = step.init()
     found = collectives_of(step.lower(state, batch).compile())
     assert {one.kind for one in found} == {"all-reduce"}
@@ -64,12 +62,11 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
 def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
     with torch.device("meta"):
         model, batch = Model(tied=True), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    step = ts.make_train_step(
+    step = sgd_step(
         model,
         loss_fn,
         optax.sgd(0.5),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
-        plan=ts.ShardingPlan({}, default=P()),
         compute_dtype=torch.bfloat16,
         mixed_precision="params",
     )
@@ -85,7 +82,7 @@ def test_a_tied_gradient_is_never_whole_in_float32() -> None:
     with torch.device("meta"):
         model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
-    step = ts.make_train_step(
+    step = sgd_step(
         model, loss_fn, optax.sgd(0.5), mesh=mesh, plan=ts.plans.fsdp(model, mesh), compute_dtype=torch.bfloat16
     )
     compiled = step.preview(batch).compiled
@@ -100,28 +97,19 @@ def test_a_tied_gradient_is_never_whole_in_float32() -> None:
 def test_a_tied_gradient_in_bfloat16_is_torchs(width: int) -> None:
     torch.manual_seed(0)
     model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    step = ts.make_train_step(
-        model,
-        loss_fn,
-        optax.sgd(0.5),
-        mesh=make_mesh((8, 1)),
-        plan=ts.ShardingPlan({}, default=P()),
-        compute_dtype=torch.bfloat16,
-        mixed_precision="params",
+    step = sgd_step(
+        model, loss_fn, optax.sgd(0.5), mesh=make_mesh((8, 1)), compute_dtype=torch.bfloat16, mixed_precision="params"
     )
     step.prove(step.init(), batch).raise_if_different()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"ignore_index": 2, "weight": torch.linspace(0.5, 2, 8)}], ids=["", "weighted"]
-)
 @pytest.mark.parametrize("shape", [(6, 8), (2, 8, 3, 2), (8,)], ids=str)
-def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...]) -> None:
     target = torch.randint(0, 8, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
 
     def gradient(x: torch.Tensor) -> Any:
         x = x.detach().requires_grad_()
-        loss = F.cross_entropy(x, target, **options)
+        loss = F.cross_entropy(x, target)
         return [loss, *torch.autograd.grad(loss, x)], None
 
     graph = capture(gradient, [Spec(shape, torch.float32)], keep=keeps_whole).module.graph
@@ -129,11 +117,6 @@ def test_cross_entropy_comes_straight_from_the_logits(shape: tuple[int, ...], op
     assert torch.ops.torch_shard.cross_entropy.default in targets
     assert torch.ops.torch_shard.cross_entropy_backward.default in targets
     assert not targets & {torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default}
-
-
-def test_a_target_that_is_no_class_is_loud() -> None:
-    loss = ts.jax_jit(F.cross_entropy)(torch.zeros(2, 4), torch.tensor([1, 4]))
-    assert loss.isnan().cpu()
 
 
 def test_logits_far_from_zero_lose_nothing() -> None:
@@ -147,9 +130,7 @@ def test_logits_far_from_zero_lose_nothing() -> None:
 
 def test_a_label_out_of_range_is_loud() -> None:
     """torch raises; a compiled program cannot, so the loss is not a number."""
-    step = ts.make_train_step(
-        nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), optax.sgd(0.1), mesh=make_mesh((8, 1)), plan=WHOLE
-    )
+    step = sgd_step(nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), mesh=make_mesh((8, 1)))
     labels = torch.zeros(8, dtype=torch.int64)
     state, metrics = step(step.init(), (torch.ones(8, 8), labels))
     assert np.isfinite(metrics["loss"])

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
+from tests.tables.cases import sgd_step
 from torch_shard._lowering.ops import mamba2
 
 transformers = pytest.importorskip("transformers")
@@ -23,14 +23,14 @@ def fused(num_groups: int = 1) -> int:
 def model(**sizes: Any) -> nn.Module:
     torch.manual_seed(0)
     own = {"num_heads": HEADS, "head_dim": 2 * WIDTH // HEADS, "state_size": STATE, "n_groups": 1, "chunk_size": 8}
-    config = transformers.Mamba2Config(hidden_size=WIDTH, vocab_size=32, num_hidden_layers=2, **own | sizes)
+    config = transformers.Mamba2Config(hidden_size=WIDTH, vocab_size=32, num_hidden_layers=1, **own | sizes)
     return transformers.Mamba2ForCausalLM(config)
 
 
 def step_of(of: nn.Module) -> ts.TrainStep:
     mesh = ts.make_mesh(batch=4, model=2)
     loss_fn = lambda model, batch: model(**batch, use_cache=False).loss  # noqa: E731
-    return ts.make_train_step(of, loss_fn, optax.sgd(0.1), mesh=mesh, plan=ts.plans.fsdp_tp(of, mesh))
+    return sgd_step(of, loss_fn, mesh=mesh, plan=ts.plans.fsdp_tp(of, mesh))
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 import torch_shard as ts
-from tests.tables.nn_table import NOT_MODULES_TO_CALL, ROWS, Row
+from tests.tables.nn_table import DRAWING, LAYERS, MORE, NOT_MODULES_TO_CALL, ROWS, Row
 from torch_shard.collectives import psum
 
 Tensors = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ def made(row: Row) -> tuple[list[nn.Module], Tensors, Tensors, list[str]]:
     leaves = {n: p.detach() for n, p in module.named_parameters()}
     leaves |= {n: x for n, x in given.items() if x.is_floating_point()}
     fixed = {n: x for n, x in given.items() if n not in leaves} | dict(module.named_buffers())
-    modules = [module, copy.deepcopy(module).train()] if not row.draws and has_modes(module) else [module]
+    modules = [module, copy.deepcopy(module).train()] if row.kind not in DRAWING and has_modes(module) else [module]
     return modules, leaves, fixed, list(given)
 
 
@@ -79,15 +79,21 @@ def split(arrays: Any) -> Any:
     return jax.tree.map(place, arrays)
 
 
-def compiled(
-    modules: list[nn.Module], leaves: Tensors, fixed: Tensors, inputs: Sequence[str], place: Any = lambda arrays: arrays
-) -> list[Any]:
-    """All modes in one program, which compiles what they share only once."""
-    fns = [functools.partial(run, module, inputs=inputs) for module in modules]
-    adapted = [ts.jax_view(ts.jax_value_and_grad(fn, has_aux=True)) for fn in fns]
+def compiled(rows: list[Any], place: Any) -> list[list[Any]]:
+    """All rows in all their modes in one program, which compiles what they share only once."""
+    adapted = [
+        [
+            ts.jax_view(ts.jax_value_and_grad(functools.partial(run, module, inputs=inputs), has_aux=True))
+            for module in ms
+        ]
+        for ms, _, _, inputs in rows
+    ]
     key = jax.random.key(0)  # some take one though they draw nothing in eval mode
-    jitted = jax.jit(lambda *args: [fn(*args, key=key) for fn in adapted])
-    return ts.torch_view(jitted(*place(ts.jax_view(ts.torch_view((leaves, fixed))))))
+    jitted = jax.jit(
+        lambda given: [[fn(*args, key=key) for fn in fns] for fns, args in zip(adapted, given, strict=True)]
+    )
+    arrays = ts.jax_view(ts.torch_view([(leaves, fixed) for _, leaves, fixed, _ in rows]))
+    return ts.torch_view(jitted(place(arrays)))
 
 
 def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
@@ -99,53 +105,62 @@ def assert_close(found: Any, wanted: Any, rtol: float, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=floor, check_dtype=False, msg=lambda text: f"{what}: {text}")
 
 
+AT_ONCE = 10  # rows of one program
+PARTS = [
+    pytest.param(table[start : start + AT_ONCE], id=f"{table[start].kind.__name__} {start}", marks=marks)
+    for table, marks in ((LAYERS, []), (MORE, pytest.mark.slow))
+    for start in range(0, len(table), AT_ONCE)
+]
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
 @pytest.mark.parametrize(
     "place", [pytest.param(lambda arrays: arrays, id="whole"), pytest.param(split, id="split", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_module_equals_eager_torch(row: Row, place: Any) -> None:
-    modules, *rest = made(row)
-    for module, ((found_value, found_aux), found_grads) in zip(modules, compiled(modules, *rest, place), strict=True):
-        mode = "train" if module.training else "eval"
-        (value, aux), grads = eager(module, *rest)
-        assert_close(found_value, value, row.rtol, f"{mode}: value")
-        for i, (found, wanted) in enumerate(zip(found_aux[0], aux[0], strict=True)):
-            assert_close(found, wanted, row.rtol, f"{mode}: output {i}")
-        for name, wanted in grads.items():
-            assert_close(found_grads[name], wanted, row.rtol, f"{mode}: gradient of {name}")
-        for name, wanted in aux[1].items():
-            assert_close(found_aux[1][name], wanted, row.rtol, f"{mode}: buffer {name}")
+@pytest.mark.parametrize("rows", PARTS)
+def test_modules_equal_eager_torch(rows: list[Row], place: Any) -> None:
+    each = [made(row) for row in rows]
+    for row, (modules, *rest), outs in zip(rows, each, compiled(each, place), strict=True):
+        for module, ((found_value, found_aux), found_grads) in zip(modules, outs, strict=True):
+            what = f"{row.name}, {'train' if module.training else 'eval'}"
+            (value, aux), grads = eager(module, *rest)
+            assert_close(found_value, value, row.rtol, f"{what}: value")
+            for i, (found, wanted) in enumerate(zip(found_aux[0], aux[0], strict=True)):
+                assert_close(found, wanted, row.rtol, f"{what}: output {i}")
+            for name, wanted in grads.items():
+                assert_close(found_grads[name], wanted, row.rtol, f"{what}: gradient of {name}")
+            for name, wanted in aux[1].items():
+                assert_close(found_aux[1][name], wanted, row.rtol, f"{what}: buffer {name}")
 
 
 SCALES = torch.tensor([1.0, 0.75])
 
 
+def scaled(made_row: Any, leaves: Tensors, scale: torch.Tensor) -> torch.Tensor:
+    modules, _, fixed, inputs = made_row
+    return run(modules[-1], {n: x * scale if n in inputs else x for n, x in leaves.items()}, fixed, inputs)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_module_on_other_inputs_per_device_equals_the_sum_of_eager_torch(row: Row) -> None:
+@pytest.mark.parametrize("rows", PARTS)
+def test_modules_on_other_inputs_per_device_equal_the_sum_of_eager_torch(rows: list[Row]) -> None:
     """Inside jax_shard_map: parameters are the same on both devices, inputs are not."""
-    modules, leaves, fixed, inputs = made(row)
-    module = modules[-1]
+    each = [made(row) for row in rows]
+    mesh, specs = ts.make_mesh(i=2), {"in_specs": (P(), P("i")), "out_specs": P()}
 
-    def scaled(leaves: Tensors, scale: torch.Tensor) -> torch.Tensor:
-        values = {n: x * scale if n in inputs else x for n, x in leaves.items()}
-        return run(module, values, fixed, inputs)[0]
+    def on_devices(made_row: Any) -> Any:
+        mapped = lambda leaves, scale: psum(scaled(made_row, leaves, scale[0]), "i")  # noqa: E731
+        return ts.jax_value_and_grad(ts.jax_shard_map(mapped, mesh=mesh, **specs))(made_row[1], SCALES)
 
-    mapped = ts.jax_shard_map(
-        lambda leaves, scale: psum(scaled(leaves, scale[0]), "i"),
-        mesh=ts.make_mesh(i=2),
-        in_specs=(P(), P("i")),
-        out_specs=P(),
-    )
-    found_value, found_grads = ts.jax_jit(ts.jax_value_and_grad(mapped))(leaves, SCALES)
-    given = {n: x.clone().requires_grad_() for n, x in leaves.items()}
-    value = sum(scaled(given, scale) for scale in SCALES)
-    wanted = torch.autograd.grad(value, list(given.values()), allow_unused=True, materialize_grads=True)
-    assert_close(found_value, value, row.rtol, "value")
-    for name, grad in zip(given, wanted, strict=True):
-        assert_close(found_grads[name], grad, row.rtol, f"gradient of {name}")
+    found = ts.jax_jit(lambda: [on_devices(made_row) for made_row in each])()
+    for row, made_row, (found_value, found_grads) in zip(rows, each, found, strict=True):
+        given = {n: x.clone().requires_grad_() for n, x in made_row[1].items()}
+        value = sum(scaled(made_row, given, scale) for scale in SCALES)
+        wanted = torch.autograd.grad(value, list(given.values()), allow_unused=True, materialize_grads=True)
+        assert_close(found_value, value, row.rtol, f"{row.name}: value")
+        for name, grad in zip(given, wanted, strict=True):
+            assert_close(found_grads[name], grad, row.rtol, f"{row.name}: gradient of {name}")
 
 
 DROPOUTS = {
@@ -160,8 +175,7 @@ DROPOUTS = {
 
 
 def test_every_module_that_draws_is_tested_in_train_mode() -> None:
-    drawing = {row.kind for row in ROWS if row.draws}
-    assert drawing == {type(build()) for build, *_ in DROPOUTS.values()} | {nn.RReLU}
+    assert {type(build()) for build, *_ in DROPOUTS.values()} | {nn.RReLU} == DRAWING
 
 
 @pytest.mark.parametrize("name", DROPOUTS)

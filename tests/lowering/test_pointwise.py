@@ -21,16 +21,21 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("pick", [torch.max, torch.min])
-def test_values_and_places(pick, name: str, keepdim: bool) -> None:
-    x = INPUTS[name]
-    for dim in range(x.ndim) or [0]:
-        wanted = pick(x, dim, keepdim=keepdim)
-        found = ts.jax_jit(lambda x, dim=dim: tuple(pick(x, dim, keepdim=keepdim)))(x)
+def test_values_and_places(pick) -> None:
+    calls = [
+        (name, dim, keepdim) for name, x in INPUTS.items() for dim in range(x.ndim) or [0] for keepdim in (False, True)
+    ]
+
+    def picked(inputs: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        return [list(pick(inputs[name], dim, keepdim=keepdim)) for name, dim, keepdim in calls]
+
+    for call, found, wanted in zip(calls, ts.jax_jit(picked)(INPUTS), picked(INPUTS), strict=True):
         for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a.cpu(), b, equal_nan=True, check_dtype=ts.jax_view(a).dtype != "int32")
+            is_place = ts.jax_view(a).dtype == "int32"
+            torch.testing.assert_close(
+                a.cpu(), b, equal_nan=True, check_dtype=not is_place, msg=lambda text, call=call: f"{call}: {text}"
+            )
 
 
 @pytest.mark.parametrize("pick", [torch.max, torch.min])
@@ -58,10 +63,11 @@ CASTS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASTS)
-def test_conversions_and_totals_have_torchs_dtypes(name: str) -> None:
-    found = ts.jax_jit(lambda x: (CASTS[name](), x)[0])(torch.ones(()))
-    torch.testing.assert_close(found.cpu(), CASTS[name](), rtol=0, atol=0)
+def test_conversions_and_totals_have_torchs_dtypes() -> None:
+    for name, found in ts.jax_jit(lambda: {key: cast() for key, cast in CASTS.items()})().items():
+        torch.testing.assert_close(
+            found.cpu(), CASTS[name](), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 INTEGERS = torch.tensor([7, -7, 6, -6, 1, 0])
@@ -71,21 +77,28 @@ FLOATS = torch.tensor([7.5, -7.5, 0.3, -0.3, 1e6, 0.0])
 DIVISORS = [2, -3, 2.0, -0.1, torch.tensor([2, -2, 3, -3, 1, 5]), torch.tensor([2.0, -2.0, 0.1, 0.0, -0.7, 0.0])]
 
 
-@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
-@pytest.mark.parametrize(("x", "y"), [*itertools.product([INTEGERS, FLOATS], DIVISORS)])
-def test_division_equals_torch(x: torch.Tensor, y: torch.Tensor | float, mode: str | None) -> None:
-    wanted = torch.div(x, y, rounding_mode=mode)
-    found = ts.jax_jit(lambda x: torch.div(x, y, rounding_mode=mode))(x).cpu()
-    assert found.dtype.is_floating_point == wanted.dtype.is_floating_point  # JAX's integers have 32 bits
-    torch.testing.assert_close(found.to(wanted.dtype), wanted, equal_nan=True)
+DIVISIONS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
+    "true": (torch.div, DIVISORS),
+    "floor": (lambda x, y: torch.div(x, y, rounding_mode="floor"), DIVISORS),
+    "trunc": (lambda x, y: torch.div(x, y, rounding_mode="trunc"), DIVISORS),
+    "remainder": (torch.fmod, [*DIVISORS[:4], DIVISORS[4] % 7]),
+}
 
 
-@pytest.mark.parametrize(("x", "y"), [*itertools.product([INTEGERS, FLOATS], [*DIVISORS[:4], DIVISORS[4] % 7])])
-def test_the_remainder_of_a_truncated_division_equals_torch(x: torch.Tensor, y: torch.Tensor | float) -> None:
-    wanted = torch.fmod(x, y)
-    found = ts.jax_jit(lambda x: torch.fmod(x, y))(x).cpu()
-    assert found.dtype.is_floating_point == wanted.dtype.is_floating_point
-    torch.testing.assert_close(found.to(wanted.dtype), wanted)
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_division_equals_torch(name: str) -> None:
+    divide, divisors = DIVISIONS[name]
+
+    def divided(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [divide(x, y) for x in inputs for y in divisors]
+
+    pairs = itertools.product([INTEGERS, FLOATS], divisors)
+    given = [INTEGERS, FLOATS]
+    for pair, found, wanted in zip(pairs, ts.jax_jit(divided)(given), divided(given), strict=True):
+        assert found.dtype.is_floating_point == wanted.dtype.is_floating_point, pair  # JAX's integers have 32 bits
+        torch.testing.assert_close(
+            found.cpu().to(wanted.dtype), wanted, equal_nan=True, msg=lambda text, pair=pair: f"{pair}: {text}"
+        )
 
 
 def test_integers_are_rolled() -> None:

@@ -1,6 +1,5 @@
 """`torch.distributed` in a loss: as in a world of one process, against eager torch; refused among several."""
 
-import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch.distributed import all_reduce as reduce_all
 from torch.distributed import get_world_size as world
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, WHOLE, make_mesh
+from tests.tables.cases import BATCH, make_mesh, sgd_step
 from torch_shard._lowering.ops.process_groups import _say_once
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -104,7 +103,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def gradient_of(loss_fn: Loss, model: nn.Module, x: torch.Tensor) -> tuple[float, torch.Tensor]:
-    step = ts.make_train_step(model, loss_fn, optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, loss_fn, optax.sgd(1.0))
     state, metrics = step(step.init(), x)
     weight = model.get_parameter("weight").detach()
     return float(metrics["loss"]), weight - torch.from_numpy(np.array(state.params["weight"]))
@@ -114,25 +113,30 @@ def test_a_release_of_torch_may_lack_a_function(monkeypatch: pytest.MonkeyPatch)
     """As 2.11 has no `all_gather_single`."""
     for module in (dist, dist.distributed_c10d):
         monkeypatch.delattr(module, "all_gather_single")
-    step = ts.make_train_step(
-        nn.Linear(4, 4), lambda m, x: m(x).sum(), optax.sgd(0.1), mesh=make_mesh((1, 1)), plan=WHOLE
-    )
+    step = sgd_step(nn.Linear(4, 4), lambda m, x: m(x).sum(), mesh=make_mesh((1, 1)))
     _, metrics = step(step.init(), torch.ones(BATCH, 4))
     assert np.isfinite(metrics["loss"])
 
 
+def all_losses(models: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    found = {name: loss(model, x) for (name, loss), model in zip(LOSSES.items(), models, strict=True)}
+    return sum(found.values()), found
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", LOSSES)
-def test_collectives_are_those_of_one_process(name: str) -> None:
+def test_collectives_are_those_of_one_process() -> None:
+    """All in one program, each with parameters of its own."""
     torch.manual_seed(0)
-    model, x = nn.Linear(8, 8), torch.randn(BATCH, 8)
-    eager = copy.deepcopy(model)
-    found, gradient = gradient_of(LOSSES[name], model, x)
-    loss = LOSSES[name](eager, x)
-    loss.backward()
-    np.testing.assert_allclose(found, loss.item(), rtol=1e-6)
-    torch.testing.assert_close(gradient, eager.get_parameter("weight").grad)
+    models, x = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in LOSSES), torch.randn(BATCH, 8)
+    step = sgd_step(models, all_losses, optax.sgd(1.0))
+    state, metrics = step(step.init(), x)
+    total, wanted = all_losses(models, x)
+    total.backward()
+    for (name, loss), (key, weight) in zip(wanted.items(), models.named_parameters(), strict=True):
+        np.testing.assert_allclose(metrics[name], loss.item(), rtol=1e-6, err_msg=name)
+        found = weight.detach() - torch.from_numpy(np.array(state.params[key]))
+        torch.testing.assert_close(found, weight.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +146,7 @@ def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture
             gradient_of(LOSSES["all_reduce"], nn.Linear(8, 8), torch.randn(BATCH, 8))
     said = [record.getMessage() for record in caplog.records if "world of one" in record.getMessage()]
     assert len(said) == 3
-    step = ts.make_train_step(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0))
     step.prove(step.init(), torch.randn(BATCH, 8)).raise_if_different()  # eager torch needs no group either
     assert re.match(r'File ".*test_process_groups.py", line \d+, in loss: work = getattr\(dist, name\)', said[0])
     assert (

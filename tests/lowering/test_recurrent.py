@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_shard as ts
+from tests.oracles.derivatives import assert_equals_torch, second
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, Case, make_mesh
+from tests.tables.cases import BATCH, Case, make_mesh, sgd_step
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -22,11 +23,8 @@ LSTM, GRU, RNN = nn.LSTM, nn.GRU, nn.RNN
 
 # Others are in the table of `test_nn.py`.
 NETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    "LSTM": (LSTM, {"num_layers": 2, "bidirectional": True}),
     "GRU without biases": (GRU, {"num_layers": 2, "bias": False, "batch_first": True}),
-    "RNN": (RNN, {"num_layers": 2}),
     "projected": (LSTM, {"proj_size": 3, "num_layers": 2, "bidirectional": True}),
-    "projected without biases": (LSTM, {"proj_size": 3, "bias": False}),
     "all dropped between layers": (LSTM, {"num_layers": 2, "dropout": 1.0}),
 }
 
@@ -40,29 +38,22 @@ def made(kind: type[nn.Module], options: dict[str, Any]) -> tuple[nn.Module, lis
     return net, [torch.randn(3, 3, 4), *(torch.randn(num_runs, 3, width) for width in widths)]
 
 
-def weighted(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """A number that depends on every output with another weight."""
-    return sum((p * torch.linspace(0.5, 1.5, p.numel()).view(p.shape)).sum() for p in pieces)
-
-
 def call(net: nn.Module, params: dict[str, torch.Tensor], x: Any, state: list[torch.Tensor]) -> list[Any]:
     """Output and last state."""
     out, last = torch.func.functional_call(net, params, (x, tuple(state) if len(state) == 2 else state[0]))
     return [out, *(last if isinstance(last, tuple) else [last])]
 
 
-def assert_equals_eager_torch(loss: Any, net: nn.Module, tensors: list[torch.Tensor], *more: torch.Tensor) -> None:
-    """Value and gradients of `loss(params, tensors, *more)` by parameters and tensors."""
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
-    given = [t.clone().requires_grad_() for t in tensors]
-    value = loss(leaves, given, *more)
-    wanted = torch.autograd.grad(value, [*leaves.values(), *given], materialize_grads=True)
-    params = {name: leaf.detach() for name, leaf in leaves.items()}
-    found, (of_params, of_inputs) = ts.jax_jit(ts.jax_value_and_grad(loss, argnums=(0, 1)))(params, tensors, *more)
-    torch.testing.assert_close(found.cpu(), value.detach(), **CLOSE)
-    grads = [*(of_params[name] for name in leaves), *of_inputs]
-    for name, grad, other in zip([*leaves, "x", "h", "c"], grads, wanted, strict=False):
-        torch.testing.assert_close(grad.cpu(), other, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+def assert_equals_eager_torch(outputs: Any, net: nn.Module, tensors: list[torch.Tensor], *more: torch.Tensor) -> None:
+    """All of `outputs(params, tensors, *more)`, and gradients by parameters and tensors."""
+    named = dict(net.named_parameters())
+    given = [*(p.detach() for p in named.values()), *tensors]
+
+    def fn(*values: torch.Tensor) -> Any:
+        params = dict(zip(named, values, strict=False))
+        return outputs(params, values[len(named) : len(given)], *values[len(given) :])
+
+    assert_equals_torch(fn, [*given, *more], num=len(given), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager torch's own
@@ -71,30 +62,20 @@ def assert_equals_eager_torch(loss: Any, net: nn.Module, tensors: list[torch.Ten
 def test_value_and_gradients_equal_eager_torch(name: str) -> None:
     net, inputs = made(*NETS[name])
 
-    def loss(params: dict[str, torch.Tensor], tensors: list[torch.Tensor]) -> torch.Tensor:
-        return weighted(call(net, params, tensors[0], tensors[1:]))
-
-    assert_equals_eager_torch(loss, net, inputs)
+    assert_equals_eager_torch(lambda params, tensors: call(net, params, tensors[0], tensors[1:]), net, inputs)
 
 
 @pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
 def test_a_gradient_of_a_gradient_equals_eager_torch(kind: type[nn.Module]) -> None:
     net, (x, *state) = made(kind, {})
 
-    def penalty(x: torch.Tensor) -> torch.Tensor:
-        x = x if x.requires_grad else x.requires_grad_()
-        out, _ = net(x, tuple(state) if len(state) == 2 else state[0])
-        slope = torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
-        return slope.square().sum()
-
     onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # oneDNN's LSTM has no second derivative
     try:
-        leaf = x.clone().requires_grad_()
-        wanted = torch.autograd.grad(penalty(leaf), leaf)[0]
+        found, wanted = second(lambda x: net(x, tuple(state) if len(state) == 2 else state[0])[0], x)
     finally:
         torch._C._set_mkldnn_enabled(onednn)
-    torch.testing.assert_close(ts.jax_jit(ts.jax_grad(penalty))(x).cpu(), wanted, **CLOSE)
+    torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func.jvp uses it when first called
@@ -143,9 +124,8 @@ def test_long_sequences_in_bfloat16_are_as_near_to_float32_as_torch_is(kind: typ
             loss = loss_fn(net, x)[0]
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
 
-    mesh, plan = make_mesh((1, 2)), ts.ShardingPlan({}, default=P())
     options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": mode, "batch_spec": P(None, "batch")}
-    step = ts.make_train_step(net, loss_fn, optax.sgd(1.0), mesh=mesh, plan=plan, **options)
+    step = sgd_step(net, loss_fn, optax.sgd(1.0), mesh=make_mesh((1, 2)), **options)
     state, _ = step(step.init(), x)
     after = step.export(state).parameters()
     found = torch.cat([(p - q).detach().flatten() for p, q in zip(net.parameters(), after, strict=True)])
@@ -161,15 +141,6 @@ def test_dropout_between_layers_draws_anew() -> None:
     assert not torch.equal(first, second)
     net.eval()
     torch.testing.assert_close(step(x).cpu(), net(x)[0].detach(), **CLOSE)
-
-
-def test_half_precision_keeps_its_dtype() -> None:
-    torch.manual_seed(0)
-    net, x = GRU(4, 5).bfloat16(), torch.randn(3, 2, 4).bfloat16()
-    out = ts.jax_jit(lambda x: net(x)[0])(x).cpu()
-    assert out.dtype is torch.bfloat16
-    wanted = net.float()(x.float())[0].detach()
-    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=0.02)  # three steps of some roundings of 2**-9
 
 
 # Arguments, whether lengths are sorted, and the total length.
@@ -191,14 +162,14 @@ def test_packed_sequences_equal_eager_torch(name: str) -> None:
     x = torch.randn(3, 4, 4).masked_fill(torch.arange(4)[None, :, None] >= lengths[:, None, None], torch.nan)
     x = x if batch_first else x.transpose(0, 1).contiguous()
 
-    def loss(params: Any, tensors: Any, lengths: torch.Tensor) -> torch.Tensor:
+    def outputs(params: Any, tensors: Any, lengths: torch.Tensor) -> list[torch.Tensor]:
         x, *state = tensors
         packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=is_sorted)
         out, *last = call(net, params, packed.to(x.device), state)
         out, found = pad_packed_sequence(out, batch_first, padding_value=0.5, total_length=total)
-        return weighted([out, *last, found.float()])
+        return [out, *last, found.float()]
 
-    assert_equals_eager_torch(loss, net, [x, *state], lengths)
+    assert_equals_eager_torch(outputs, net, [x, *state], lengths)
 
 
 class Reader(nn.Module):

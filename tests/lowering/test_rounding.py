@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
-import optax
 import pytest
 import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, WHOLE, make_mesh
+from tests.tables.cases import BATCH, sgd_step
 
 TABLE = np.linspace(0.1, 1.0, 16) ** 2
 HUGE = np.full(8, 1e300)
@@ -25,7 +24,7 @@ def loss_of(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], depth: i
     """Of a step, and of eager torch."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), torch.randn(BATCH, 8)
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, loss_fn)
     return float(step(step.init(), x)[1]["loss"]), loss_fn(model, x).item()
 
 

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-import optax
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
@@ -14,7 +13,7 @@ from torch import nn
 
 import torch_shard as ts
 from tests.materialize.test_materialize import Holder, assert_equal, values
-from tests.tables.cases import WHOLE, make_mesh, mlp
+from tests.tables.cases import WHOLE, make_mesh, mlp, sgd_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -280,27 +279,10 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
         ts.materialize(make, make_mesh((4, 2)), WHOLE)
 
 
-def test_arguments_are_checked() -> None:
-    mesh: Any = make_mesh((4, 2))
-    with pytest.raises(TypeError, match="model must be a module or a callable, got int"):
-        ts.materialize(3, mesh, WHOLE)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="materialize: plan must be a ShardingPlan, got dict"):
-        ts.materialize(mlp, mesh, {"weight": P()})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="materialize: init must be a str or a Callable or None, got int"):
-        ts.materialize(nn.Linear(2, 2, device="meta"), mesh, WHOLE, init=3)  # pyright: ignore[reportArgumentType]
-    for seed in (2**32, -(2**31) - 1, 1.5):  # JAX would take 2**32 for 0
-        with pytest.raises(ValueError, match=r"seed must be an int of 32 bits, from 0 to 4294967295, got"):
-            ts.materialize(mlp, make_mesh((4, 2)), WHOLE, seed=seed)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="init= is for modules on the meta device"):
-        ts.materialize(mlp, make_mesh((4, 2)), WHOLE, init=print)
-    with pytest.raises(ValueError, match=r"0\.weight.*not a multiple of"):
-        ts.materialize(lambda: nn.Sequential(nn.Linear(8, 7)), make_mesh((4, 2)), ts.ShardingPlan({"*.*": P("model")}))
-
-
 def test_steps_are_made_of_shapes_alone() -> None:
     model = on_meta(mlp)
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    step = ts.make_train_step(model, loss_fn, optax.sgd(0.1), mesh=make_mesh((4, 2)), plan=WHOLE)
+    step = sgd_step(model, loss_fn)
     with pytest.raises(
         ValueError, match=r"init: 0\.weight, .* on the meta device.*materialize\(model, mesh, plan, init"
     ):

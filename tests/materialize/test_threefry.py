@@ -22,8 +22,6 @@ NUM = 1 << 20
 DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "normal": lambda x: x.normal_(0.5, 0.02),
     "uniform": lambda x: x.uniform_(-1, 2),
-    "rand_like": lambda x: x.copy_(torch.rand_like(x)),
-    "randn_like": lambda x: x.copy_(torch.randn_like(x)),
     "trunc_normal_tight": lambda x: init.trunc_normal_(x, 0, 1, -3, 3),
     "exponential": lambda x: x.exponential_(2),
     "bernoulli": lambda x: x.copy_(torch.bernoulli(torch.full(x.shape, 1e-3, dtype=x.dtype))),
@@ -33,7 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", chosen(DTYPES, [torch.bfloat16]))
-@pytest.mark.parametrize("name", chosen(DRAWS, ["normal", "uniform", "trunc_normal_tight", "exponential", "bernoulli"]))
+@pytest.mark.parametrize("name", DRAWS)
 def test_a_million_numbers_of_every_dtype(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
 

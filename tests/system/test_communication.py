@@ -5,11 +5,10 @@ import re
 import optax
 import pytest
 
-import torch_shard as ts
 from benchmarks import communication
 from benchmarks.tpu_counts import counts_of
 from tests.oracles.collectives import collectives_of, count_collectives
-from tests.tables.cases import CASE, make_mesh, make_step
+from tests.tables.cases import CASE, make_step, sgd_step
 
 
 def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
@@ -26,11 +25,10 @@ def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
 def test_no_communication_is_added() -> None:
     case, found = CASE["gpt"], []
     for scan_layers in (False, "auto"):
-        step = ts.make_train_step(
+        step = sgd_step(
             case.model(),
             case.loss_fn,
             optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-            mesh=make_mesh((4, 2)),
             plan=case.plan,
             scan_layers=scan_layers,
         )

@@ -123,38 +123,6 @@ def test_errors_are_quoted_as_the_package_raises_them():
     assert missing == []
 
 
-CHANGES_THE_PROCESS = re.compile(
-    "|".join(
-        (
-            r"\bpatched\(|\binstead_of\w*\(|setattr\((owner|torch)|jax\.config\.update\(\w|jax\.distributed\.initialize\(",
-            r"sys\.excepthook =|os\._exit\b|signal\.signal\(|register_at_fork\(|atexit\.register|_register_atexit\(",
-            r"os\.environ\.(update|pop|setdefault)|os\.environ\[[^]]*\] =|os\.putenv|sys\.path\.(insert|append)",
-            r"register_module_(forward|full)|warnings\.(filterwarnings|simplefilter|catch_warnings)\(",
-            r"torch\._C\._set|set_fastpath_enabled\(|set_num_threads\(|sys\.set(trace|profile)\(",
-            r"torch\.library\.(Library|define|custom_op)\(|_register_device_module|register_python_privateuseone",
-            r"register_(pytree|dataclass)|(random|torch|np\.random)\.(manual_)?seed\(",
-            r"(basicConfig|addHandler|setLevel)\(|threading\.Thread\(target=(_Watch|self\.loop)",
-        )
-    )
-)
-"""What a line says that changes something beyond the package: for a while, or for good."""
-
-
-def test_the_page_of_patches_names_every_file_that_changes_the_process():
-    page = (DOCS / "guides/patches.md").read_text()
-    package = ROOT / "torch_shard"
-    lines = {path: path.read_text().splitlines() for path in package.rglob("*.py")}
-    found = {
-        str(path.relative_to(package))
-        for path, code in lines.items()
-        if any(CHANGES_THE_PROCESS.search(line) and not re.match(r" *(>>>|def |[\"'#])", line) for line in code)
-    }
-    assert found - set(re.findall(r"`(_\w+/[\w/]+\.py)`", page)) == set()
-    assert [name for name in re.findall(r"`(_\w+/[\w/]+\.py)`", page) if not (package / name).exists()] == []
-    unfounded = set(re.findall(r"`(_\w+/[\w/]+\.py)`", page)) - found - {"_common/overrides.py", "_common/patching.py"}
-    assert unfounded == set()
-
-
 def test_the_figures_of_the_readme_are_those_of_the_table():
     table, readme = ((ROOT / page).read_text() for page in ("validation/operators/coverage.md", "README.md"))
     right = dict(re.findall(r"^\| all, (\w+) \|.* ([\d.]+ %) \|$", table, re.MULTILINE))

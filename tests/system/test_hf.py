@@ -4,13 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
-from jax.sharding import PartitionSpec as P
-from torch import nn
 
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.tables.cases import Case, chosen
-from tests.tables.hf_models import HF_MODELS, Batch
+from tests.tables.hf_models import HF_MODELS
 
 # Each of these has parts that none of the others has; what Llama, T5 and Mixtral are by default is below, with more
 # layers, and further families are rows of docs/proof.md.
@@ -22,16 +19,6 @@ CASES = {str(case): case for model in HF_MODELS if model.name in (*OFTEN, *SELDO
 def test_equals_eager_torch(name: str) -> None:
     case = CASES[name]
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))
-
-
-@pytest.mark.slow
-def test_weights_over_both_axes_and_rows_over_one() -> None:
-    """The layout in which XLA's partitioner has given wrong gradients for a program of another tracer."""
-    case = next(model for model in HF_MODELS if model.name == "Mixtral").cases()[0]
-    model = case.model()
-    split = {name: P(("batch", "model")) for name, p in model.named_parameters() if p.shape[0] % 8 == 0}
-    case = dataclasses.replace(case, rules=split)
-    assert_follows(case, model, eager_trajectory(case, num_steps=2), (4, 2))
 
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
@@ -67,16 +54,6 @@ def test_layers_whose_kinds_alternate_are_loops_of_pairs() -> None:
 @pytest.mark.slow
 def test_routers_that_leave_their_logits_to_a_hook_are_in_loops() -> None:
     _assert_loops(_deep("Mixtral"), *_both_ways("model.layers"))
-
-
-@pytest.mark.slow
-def test_hidden_states_and_the_cache_may_be_used() -> None:
-    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
-        out = model(**batch, output_hidden_states=True)
-        states = sum(state.square().mean() for state in out.hidden_states)
-        return out.loss + states + sum(layer.keys.sin().mean() for layer in out.past_key_values.layers)
-
-    _assert_loops(_deep("GPT2", loss_fn=loss_fn), *_both_ways("transformer.h"))
 
 
 @pytest.mark.slow

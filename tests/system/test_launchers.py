@@ -106,11 +106,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_job(launch):
-    check(launch(*TORCHRUN, ""), "torchrun")
-
-
-@pytest.mark.slow
 def test_torchrun_starts_a_job_again(launch):
     lives = launch(*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1", "fails")
     assert len(lives) == 2

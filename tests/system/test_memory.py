@@ -7,28 +7,15 @@ from typing import Any
 import optax
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import torch_shard as ts
-from tests.tables.cases import WHOLE, make_mesh
+from tests.tables.cases import WHOLE, Block, make_mesh, sgd_step
 
 DEPTH, WIDTH, HEADS, LENGTH, BATCH = 16, 32, 4, 32, 8
 
 
-class Layer(nn.Module):
-    """A transformer layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+def _layer() -> nn.Module:
+    return Block(WIDTH, HEADS)
 
 
 def _small() -> nn.Module:
@@ -45,11 +32,11 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(make: Callable[[], nn.Module] = Layer, depth: int = DEPTH, **options: Any) -> Any:
+def _compiled(make: Callable[[], nn.Module] = _layer, depth: int = DEPTH, **options: Any) -> Any:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(make() for _ in range(depth))), torch.randn(BATCH, LENGTH, WIDTH)
     options = {"mesh": make_mesh((1, 1)), "plan": WHOLE, **options}
-    step = ts.make_train_step(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
+    step = sgd_step(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
     return step.lower(step.init(seed=0), batch).compile()
 
 

@@ -14,14 +14,11 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.eager import assert_close, assert_follows, eager_trajectory
-from tests.tables.cases import BATCH, Case, chosen, make_mesh
+from tests.tables.cases import BATCH, Case, make_mesh
 from tests.tables.models import MODELS
 
-# A UNet has convolutions and skips as diffusion has; another ResNet is in tests/system/test_fidelity.py.
-OFTEN = [case for case in MODELS if case.name not in ("unet", "resnet")]
 
-
-@pytest.mark.parametrize("case", chosen(MODELS, OFTEN))
+@pytest.mark.parametrize("case", MODELS, ids=str)
 def test_equals_eager_torch(case: Case) -> None:
     assert_follows(case, case.model(), eager_trajectory(case, num_steps=2), (4, 2))
 

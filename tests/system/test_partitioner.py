@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
+from tests.tables.cases import sgd_step
 
 EXACT = 1e-9  # of the largest entry: float64 sums of some hundred terms in another order
 
@@ -148,13 +149,6 @@ FOUND = [
         plan={"activations": {"0": P(None, "model", "batch")}},
     ),
     Found(
-        "a kernel that is split",
-        lambda: nn.Sequential(nn.Conv1d(4, 16, 3), nn.Conv1d(16, 16, 2, stride=2)),
-        (8, 4, 13),
-        {"batch": 2, "model": 2, "extra": 2},
-        {"1.weight": P("model", "extra", "batch")},
-    ),
-    Found(
         "a kernel that is split over two axes",
         lambda: nn.Conv1d(4, 16, 4, stride=2),
         (8, 4, 14),
@@ -236,25 +230,7 @@ FOUND = [
         plan={"activations": {"1": P("extra")}},
     ),
     Found("read in groups", Grouped, (16, 4, 4), {"batch": 4, "model": 2}, {"**": P(("model", "batch"))}),
-    Found(
-        "read in groups, in microbatches",
-        Grouped,
-        (16, 4, 4),
-        {"batch": 4, "model": 2},
-        {"**": P(("batch", "model"))},
-        {"accumulate_steps": 2},
-    ),
     Found("pieces of both", fused, (8, 8), {"batch": 2}, {}, plan={"stored": {"0.*": PIECES}}),
-    Found("pieces of the weight alone", fused, (8, 8), {"batch": 2}, {}, plan={"stored": {"0.weight": PIECES}}),
-    Found(
-        "pieces of a second matrix",
-        fused,
-        (8, 8),
-        {"batch": 2},
-        {},
-        {"accumulate_steps": 2},
-        {"stored": {"2.weight": PIECES}},
-    ),
     Found(
         "pieces of layers called twice",
         Twice,
@@ -263,15 +239,6 @@ FOUND = [
         {},
         {},
         {"stored": {"**.qkv.*": ts.Pieces(3, dim=0)}},
-    ),
-    Found(
-        "pieces of layers, in microbatches",
-        Twice,
-        (8, 8),
-        {"batch": 2, "model": 2},
-        {"**.qkv.weight": P("model")},
-        {"accumulate_steps": 2},
-        {"stored": {"**.qkv.weight": ts.Pieces(3, dim=0)}},
     ),
     Found(
         "pieces of a bias, whose matrix is not in pieces",
@@ -321,9 +288,7 @@ def test_a_step_has_torchs_gradients(found: Found) -> None:
 
     with jax.enable_x64(True):
         plan = ts.ShardingPlan(found.rules, default=P(), **found.plan)
-        step = ts.make_train_step(
-            model, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(**found.mesh), plan=plan, **found.options
-        )
+        step = sgd_step(model, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(**found.mesh), plan=plan, **found.options)
         state, metrics = step(step.init(), x)
         loss = loss_fn(model, x)
         loss.backward()
@@ -331,16 +296,6 @@ def test_a_step_has_torchs_gradients(found: Found) -> None:
         for name, parameter in model.named_parameters():
             wanted = (parameter.detach() - (0 if parameter.grad is None else parameter.grad)).numpy()
             np.testing.assert_allclose(state.params[name], wanted, rtol=EXACT, atol=EXACT, err_msg=name)
-
-
-@pytest.mark.parametrize(("kind", "groups"), [(nn.Conv1d, 4), (nn.ConvTranspose1d, 1)])
-def test_convolutions_by_shard_map(kind: Any, groups: int) -> None:
-    torch.manual_seed(0)
-    conv, x = kind(8, 8, 3, stride=2, groups=groups), torch.randn(8, 8, 9)
-    mapped = ts.jax_shard_map(
-        lambda x: conv(x).tanh(), mesh=ts.make_mesh(batch=4), in_specs=P("batch"), out_specs=P("batch")
-    )
-    np.testing.assert_allclose(np.asarray(mapped(x).detach()), conv(x).tanh().detach(), rtol=1e-5, atol=1e-6)  # float32
 
 
 @pytest.mark.parametrize(("groups", "axis_names"), [(1, "batch"), (4, ())])

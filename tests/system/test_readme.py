@@ -1,10 +1,7 @@
 """The code in the README runs, its diff changes no number, and its picture can be drawn again."""
 
-import json
 import pathlib
 import re
-import runpy
-import types
 
 import optax
 import pytest
@@ -67,18 +64,3 @@ def test_the_diff_of_the_readme_changes_few_lines_and_no_number(one_process):
     assert len(in_torch) == 4
     # float32, four steps of Adam with a rate of 1e-3
     assert losses(new + "\n    seen.append(float(metrics['loss']))") == pytest.approx(in_torch, rel=1e-5)
-
-
-def test_the_picture_of_the_readme_is_drawn_from_a_run(tmp_path):
-    settings = {"steps": 2, "num_layers": 1, "batch_size": 16, "axis_sizes": {"batch": 4, "model": 2}}
-    (tmp_path / "summary.json").write_text(json.dumps({"settings": {**settings, "unigram_entropy": 3.5}}))
-    records = [{"kind": kind, "batch": i, "loss": 4.0 - i} for i in (1, 2) for kind in ("train", "eval")]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    picture = types.SimpleNamespace(**runpy.run_path(str(ROOT / "docs/picture.py")))
-    picture.draw(tmp_path, tmp_path / "images")
-    for theme in ("light", "dark"):
-        assert f"docs/images/demo-{theme}.svg" in README
-        for folder in (tmp_path, ROOT / "docs"):  # what was drawn now, and what is in the repository
-            drawn = (folder / f"images/demo-{theme}.svg").read_text()
-            for text in ("batch[4:8]", "up.weight[256:512, :]", "down.weight[:, 0:256]", "validation"):
-                assert f"<!-- {text} -->" in drawn  # matplotlib draws text as paths, beside which it says what it is

@@ -8,72 +8,9 @@ import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
-from tests.tables.cases import BATCH, Case, cross_entropy
+from tests.tables.cases import BATCH, Case
 
-CONVOLUTIONS = {"**.conv1.weight": P("model"), "**.conv2.weight": P(None, "model")}
 NORM_RTOL = 2e-4  # norms divide by small deviations
-
-
-class Residual(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
-        self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
-        self.act = nn.ReLU(inplace=True)
-        self.shortcut = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
-
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        out = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x_BCHW)))))
-        out += self.shortcut(x_BCHW)
-        return self.act(out)
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.layers = nn.Sequential(Residual(8, 8, 1), Residual(8, 16, 2))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        features = self.layers(self.pool(self.stem(x_BCHW)))
-        return self.head(torch.flatten(F.adaptive_avg_pool2d(features, 1), 1))
-
-
-class Double(nn.Sequential):
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.conv1, self.norm1, self.act1 = nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU()
-        self.conv2, self.norm2, self.act2 = nn.Conv2d(outer, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU()
-
-
-class UNet(nn.Module):
-    """Two levels down by pooling; up by a transposed convolution, then by interpolation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.down2, self.middle = Double(3, 4), Double(4, 8), Double(8, 8)
-        self.up2, self.up1 = nn.ConvTranspose2d(8, 8, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")
-        self.left2, self.left1, self.head = Double(16, 8), Double(12, 4), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        one = self.down1(x_BCHW)
-        two = self.down2(F.max_pool2d(one, 2))
-        deep = self.middle(F.max_pool2d(two, 2))
-        two = self.left2(torch.cat([self.up2(deep), two], 1))
-        return self.head(self.left1(torch.cat([self.up1(two), one], 1)))
-
-
-def segmentation(model: nn.Module, batch: Any) -> torch.Tensor:
-    x_BCHW, labels_BHW = batch
-    return F.cross_entropy(model(x_BCHW), labels_BHW, ignore_index=255)
-
-
-def pixels() -> Any:
-    labels = torch.randint(0, 2, (BATCH, 8, 8))
-    labels[:, 0] = 255
-    return torch.randn(BATCH, 3, 8, 8), labels
 
 
 class Diffusion(nn.Module):
@@ -191,8 +128,6 @@ def atoms() -> Any:
 
 
 MODELS = [
-    Case("resnet", ResNet, classes(3, 16, 16), CONVOLUTIONS, loss_fn=cross_entropy, rtol=NORM_RTOL),
-    Case("unet", UNet, pixels, CONVOLUTIONS, loss_fn=segmentation, rtol=NORM_RTOL),
     Case(
         "diffusion",
         Diffusion,
