@@ -26,6 +26,7 @@ CARRIED: dict[str, Function] = {
     "a quotient of whole numbers": lambda x, n: torch.arange(8) / (n + 2) + torch.arange(8) // (n + 2),
     "a comparison": lambda x, n: torch.where(torch.arange(8)[:, None] < n, x, -x),
     "a comparison of floats": lambda x, n: (x > n / 20).sum() + (x > 0) * n,
+    "full": lambda x, n: torch.full((4,), n) + torch.full_like(x, n / 7),
     "masked": lambda x, n: x.masked_fill(x > 0, n),
 }
 
