@@ -16,9 +16,11 @@ Function = Callable[[torch.Tensor, int], torch.Tensor]
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 CARRIED: dict[str, Function] = {
+    "rows": lambda x, n: x[n : n + 2].square(),
     "columns from the end": lambda x, n: x[:, -(n % 2) - 2 : 4 - (n % 2)],
     "a column": lambda x, n: x[:, -1 - n % 4],
     "narrow": lambda x, n: x.narrow(0, n, 3),
+    "written rows": lambda x, n: _written(x, slice(n, n + 2), x[:2].tanh()),
     "a written column": lambda x, n: _written(x, (slice(None), n % 4), x[:, 0].tanh()),
     "on the left": lambda x, n: n - x,
     "alpha": lambda x, n: torch.add(x, x.tanh(), alpha=0.3 + n),
@@ -26,6 +28,9 @@ CARRIED: dict[str, Function] = {
     "a quotient of whole numbers": lambda x, n: torch.arange(8) / (n + 2) + torch.arange(8) // (n + 2),
     "a comparison": lambda x, n: torch.where(torch.arange(8)[:, None] < n, x, -x),
     "a comparison of floats": lambda x, n: (x > n / 20).sum() + (x > 0) * n,
+    "full": lambda x, n: torch.full((4,), n) + torch.full_like(x, n / 7),
+    "a range": lambda x, n: x[torch.arange(n, n + 3) % 8],
+    "a constant": lambda x, n: x * torch.tensor([n, 1, n, 2]),
     "masked": lambda x, n: x.masked_fill(x > 0, n),
 }
 
