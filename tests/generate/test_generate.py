@@ -118,7 +118,7 @@ def test_draws_are_repeatable_and_top_k_of_one_is_greedy(llama):
 
 
 def test_the_allowed_set_is_that_of_transformers():
-    logits, ours = torch.randn(4, 50) * 3, jax.jit(allowed)
+    logits, ours = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3, jax.jit(allowed)
     for top_k, top_p in [(50, 1.0), (5, 1.0), (50, 0.7), (8, 0.5), (50, 1e-6)]:
         expected = hf.TopKLogitsWarper(top_k)(None, logits)
         expected = hf.TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected

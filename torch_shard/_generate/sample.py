@@ -51,6 +51,6 @@ def allowed(logits_BV: jax.Array, top_k: jax.Array | int, top_p: jax.Array | flo
     sorted_BV = jnp.where(sorted_BV < last_B1, -jnp.inf, sorted_BV)
     probable_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(probable_BV, axis=-1) - probable_BV
-    stays_BV = (before_BV < top_p).at[:, 0].set(True)
+    stays_BV = ((before_BV < top_p) | (top_p >= 1)).at[:, 0].set(True)  # sums of all but the last may round to 1
     sorted_BV = jnp.where(stays_BV, sorted_BV, -jnp.inf)
     return jnp.take_along_axis(sorted_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
