@@ -46,11 +46,11 @@ ROWS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("start", range(0, len(ROWS), 10))
+@pytest.mark.parametrize("start", range(0, len(ROWS), 5))
 def test_values_and_gradients_equal_eager_torch(start: int) -> None:
     """Ten rows are one program."""
     torch.manual_seed(0)
-    names = list(ROWS)[start : start + 10]
+    names = list(ROWS)[start : start + 5]
     inputs = [[torch.randn(shape) for shape in ROWS[name][1]] for name in names]
 
     def scalar(name: str, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
