@@ -10,7 +10,7 @@ import torch
 from torch_shard._common.axes import local_vjp
 from torch_shard._common.dtypes import jax_dtype
 from torch_shard._lowering.ops.conv_taps import by_taps, by_taps_backward, padding_of_taps
-from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import current_rows, on_rows
 
 aten = torch.ops.aten
@@ -212,6 +212,7 @@ def scatter_back(grad, x, indices, rank):
 
 
 @lowers(aten.avg_pool2d.default, aten.avg_pool3d.default)
+@in_float32
 def avg_pool(x, kernel, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     settings = _pool_settings(kernel, stride, padding, ceil_mode=ceil_mode)
     total = _reduce_windows(x, 0, jax.lax.add, settings)
@@ -232,6 +233,7 @@ def _window_sizes(space, settings, count_include_pad):
 
 
 @lowers(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+@in_float32
 def avg_pool_backward(grad, x, *args):
     return local_vjp(lambda x: avg_pool(x, *args), x, cotangent=grad)[1][0]
 
@@ -352,6 +354,7 @@ def fractional_max_pool_backward(grad, x, kernel_size, output_size, indices):
     aten.replication_pad2d_backward.default,
     aten.replication_pad3d_backward.default,
 )
+@in_float32
 def replication_pad_backward(grad, x, padding):
     """Each element of the input gathers the gradients of its copies."""
 

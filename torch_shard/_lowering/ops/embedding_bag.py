@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import whole_if_uneven
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def embedding_bag(
     if mode == MAX:
         out, maxima = _maxima(rows, indices, bags, counted, num_bags)
     else:
-        out, maxima = jax.ops.segment_sum(jnp.where(counted[:, None], rows, 0), bags, num_bags), sizes
+        out, maxima = _sums(jnp.where(counted[:, None], rows, 0), bags, num_bags), sizes
         out = out / jnp.maximum(sizes, 1)[:, None].astype(out.dtype) if mode == MEAN else out
     # PyTorch's kernel leaves the bags out where it does not need them; so does ours, whose backward finds them itself.
     needs_bags = mode != SUM or padding_idx >= 0 or weight.dtype not in (jnp.float32, jnp.float16)
@@ -54,6 +54,11 @@ def embedding_bag(
 def embedding_bag_forward_only(weight, indices, offsets, *args, **kwargs):
     out, bags, sizes, maxima = embedding_bag(weight, indices, offsets, *args, **kwargs)
     return out, bags, jnp.pad(sizes, (0, offsets.shape[0] - sizes.shape[0])), maxima
+
+
+@in_float32
+def _sums(rows, bags, num_bags):
+    return jax.ops.segment_sum(rows, bags, num_bags)
 
 
 def _maxima(rows, indices, bags, counted, num_bags):
@@ -92,6 +97,7 @@ def embedding_bag_backward(
 
 
 @lowers(aten._embedding_bag_dense_backward.default)
+@in_float32
 def embedding_bag_dense_backward(
     grad,
     indices,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._lowering.ops.registry import foreign_lowering, lowers
+from torch_shard._lowering.ops.registry import foreign_lowering, in_float32, lowers
 
 aten = torch.ops.aten
 
@@ -45,10 +45,16 @@ def _write(x, index, values, accumulate):
         return x.at[index].set(values.astype(x.dtype))
     if x.dtype == bool:  # torch adds booleans by "or"
         return x.at[index].max(values)
+    return _add_in_float32(x, index, values)
+
+
+@in_float32
+def _add_in_float32(x, index, values):
     return x.at[index].add(values.astype(x.dtype))
 
 
 @lowers(aten.scatter_add.default)
+@in_float32
 def scatter_add(x, dim, index, source):
     return _write_along(x, dim, index, source, _add)
 
@@ -78,7 +84,9 @@ def scatter_value(x, dim, index, value, *, reduce=None):
 
 @lowers(aten.scatter.src, aten.scatter.reduce)
 def scatter(x, dim, index, source, *, reduce=None):
-    write = {"add": _add, "multiply": _REDUCE["prod"][0], None: lambda ref, values: ref.set(values)}[reduce]
+    if reduce == "add":
+        return scatter_add(x, dim, index, source)
+    write = _REDUCE["prod"][0] if reduce == "multiply" else lambda ref, values: ref.set(values)
     return _write_along(x, dim, index, source, write)
 
 
@@ -118,6 +126,7 @@ def _reduce_into(x, write_at, source, reduce, include_self):
 
 
 @lowers(aten.scatter_reduce.two)
+@in_float32
 def scatter_reduce(x, dim, index, source, reduce, include_self=True):
     def write_at(array, values, write):
         return _write_along(array, dim, index, values, write)
@@ -126,6 +135,7 @@ def scatter_reduce(x, dim, index, source, reduce, include_self=True):
 
 
 @lowers(aten.index_reduce.default)
+@in_float32
 def index_reduce(x, dim, index, source, reduce, *, include_self=True):
     def write_at(array, values, write):
         front = jnp.moveaxis(array, dim, 0) if array.ndim else array[None]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torch_shard._common.axes import manual_axes
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.ops.registry import in_float32, lowers
 from torch_shard._lowering.rows import current_rows, whole_if_uneven
 
 aten = torch.ops.aten
@@ -179,7 +179,12 @@ def embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad
         rows = rows / counts[flat][:, None]
     if padding_idx >= 0:
         rows = jnp.where((flat == padding_idx)[:, None], 0, rows)
-    return jnp.zeros((num_weights, grad.shape[-1]), grad.dtype).at[flat].add(rows)
+    return _sums_of_rows(rows, flat, num_weights)
+
+
+@in_float32
+def _sums_of_rows(rows, places, num):
+    return jnp.zeros((num, rows.shape[-1]), rows.dtype).at[places].add(rows)
 
 
 def _by_features(grad: jax.Array, num_weights: int) -> jax.Array:

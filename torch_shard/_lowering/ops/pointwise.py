@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_shard._common.dtypes import jax_dtype
-from torch_shard._lowering.ops.registry import foreign_lowering, lowers
+from torch_shard._lowering.ops.registry import foreign_lowering, in_float32, lowers
 from torch_shard._lowering.rows import current_rows
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def mean(x, *, dtype=None):
 @lowers(aten.cumsum.default)
 def cumsum(x, dim, *, dtype=None):
     x = x.astype(_total_dtype(x, dtype))
-    return jnp.cumsum(x, axis=dim) if x.ndim else x
+    return in_float32(jnp.cumsum)(x, axis=dim) if x.ndim else x
 
 
 @lowers(aten.cumprod.default)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -36,6 +37,9 @@ _WRONG_IN_TORCHAX = (
     "nanmedian",
 )
 
+# torchax adds up in the dtype of their arguments, where torch adds in float32 what is narrower.
+_SUMS_IN_TORCHAX = ("index_add",)
+
 # Arguments about storage, which JAX arrays do not have.
 STORAGE_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
 
@@ -59,6 +63,24 @@ def lowers(*ops: Operator, random: bool = False, pieces: bool = False) -> Callab
         return fn
 
     return register
+
+
+def in_float32(lowering: Lowering) -> Lowering:
+    """A lowering that adds many values, given them in float32 where they are narrower; its results are rounded once.
+
+    Rounded at each of its sums, a running sum in bfloat16 stops at 256 times its addends.
+    """
+
+    @functools.wraps(lowering)
+    def lowered(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return lowering(*jax.tree.map(_widened, args), **jax.tree.map(_widened, kwargs))
+
+    return lowered
+
+
+def _widened(value: PyTree) -> PyTree:
+    is_narrow = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return value.astype(jnp.float32) if is_narrow else value
 
 
 def import_torchax() -> None:
@@ -95,7 +117,9 @@ def foreign_lowering(op: Operator) -> Lowering | None:
     """Torchax's lowering of `op`, or None."""
     table = _torchax_table()
     entry = table.get(op) or table.get(op.overloadpacket)
-    return _refusing(op, entry.func) if entry is not None else None
+    if entry is None:
+        return None
+    return _refusing(op, in_float32(entry.func) if op._opname in _SUMS_IN_TORCHAX else entry.func)
 
 
 @functools.cache
@@ -120,7 +144,7 @@ def _refusing(op: Operator, lowering: Lowering) -> Lowering:
 
 def _as_float(value: PyTree) -> PyTree:
     is_array = isinstance(value, jax.Array)
-    return value.astype(np.float32) if is_array and not jax.numpy.issubdtype(value.dtype, np.inexact) else value
+    return value.astype(np.float32) if is_array and not jnp.issubdtype(value.dtype, np.inexact) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torch_shard._common.axes import local_vjp
-from torch_shard._lowering.ops.registry import lowers
+from torch_shard._lowering.ops.registry import in_float32, lowers
 
 aten = torch.ops.aten
 
@@ -37,6 +37,7 @@ def grid_sampler(x, grid, mode, padding, align_corners):
 
 
 @lowers(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+@in_float32
 def grid_sampler_backward(grad, x, grid, mode, padding, align_corners, output_mask):
     _, grads = local_vjp(lambda x, grid: grid_sampler(x, grid, mode, padding, align_corners), x, grid, cotangent=grad)
     return tuple(g if asked else None for g, asked in zip(grads, output_mask, strict=True))
