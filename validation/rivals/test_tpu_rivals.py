@@ -203,7 +203,6 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_rival_computes_what_the_model_computes(name: str) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,1 @@
+"""The rivals of the benchmarks: hand-written JAX, which must compute the same."""
