@@ -37,7 +37,8 @@ def in_torch(num_steps: int) -> nn.Module:
 
 def test_a_run_that_is_resumed_follows_the_schedule(tmp_path: Path) -> None:
     _, _, schedule, step = make()
-    ts.fit(step, None, DATA, steps=4, scheduler=schedule, checkpointer=ts.Checkpointer(tmp_path), progress=False)
+    with ts.Checkpointer(tmp_path) as checkpointer:
+        ts.fit(step, None, DATA, steps=4, scheduler=schedule, checkpointer=checkpointer, progress=False)
     _, _, again, step = make()
     with ts.Checkpointer(tmp_path) as checkpointer:
         state = ts.fit(step, None, DATA, steps=6, scheduler=again, checkpointer=checkpointer, progress=False)

@@ -109,8 +109,12 @@ class Family:
         return self
 
     def __exit__(self, *_: object) -> None:
+        last = time.monotonic() + 10
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._keeper, signal.SIGKILL)
+            while time.monotonic() < last:  # until they hold no lock any more
+                os.killpg(self._keeper, 0)
+                time.sleep(0.01)
         self.ends = [self._end_of(rank) for rank in range(self._num)]
         self._folder.cleanup()
 
