@@ -38,7 +38,6 @@ FIXES = {
     "53fd1de": "the record of the last batch before a failure was not written",
     "307b769": "a program that XLA's partitioner breaks ended in its own words",
     "0bdef26": "adapted functions were kept forever",
-    "86fc645": "values that lie on several processes could not come to the host",
     "04bdc39": "microbatches did not go on from the buffers of the one before",
     "bf5f98c": "Ctrl-C cut a save in two",
     "a263166": "numbers that are put into a state were no arrays",
@@ -77,9 +76,6 @@ EDITS = {
     ),
     "0bdef26": Edit(
         "_interop/torch_function.py", "    def _differentiable(", "    @functools.cache\n    def _differentiable("
-    ),
-    "86fc645": Edit(
-        "_device/placement.py", "if isinstance(array, jax.Array) and not (array.is_fully", "if False and ("
     ),
     "04bdc39": Edit("_loss/host_values.py", "goes_on=self.num > 1", "goes_on=False", ("tests/loss/test_carried.py",)),
     "bf5f98c": Edit("_io/checkpointer.py", "with uninterrupted():", "if True:"),
