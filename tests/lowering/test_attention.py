@@ -17,7 +17,8 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
 from tests.oracles.derivatives import assert_equals_torch, both, second, weighted
-from tests.tables.cases import make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.ops.attention import SHORTEST, SHORTEST_NARROW
@@ -331,7 +332,7 @@ def test_layers_in_a_loop_know_their_mask(dtype: torch.dtype | None, is_given: b
     model, batch = Model(), torch.randn(2, LONG, 16)
     model.makes_mask = is_given
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    step = sgd_step(model, loss_fn, mesh=make_mesh((2, 1)), compute_dtype=dtype)
+    step = step_of(model, loss_fn, mesh=make_mesh((2, 1)), compute_dtype=dtype)
     lowered = step.lower(step.structs, batch).as_text(debug_info=True)
     assert [loop.num_iterations for loop in step.programs[0].loops] == [3, 3]
     assert "/attention/" in lowered
@@ -358,7 +359,7 @@ class Encoder(torch.nn.Module):
 
 def test_layers_of_one_loop_may_have_different_masks() -> None:
     torch.manual_seed(0)
-    step = sgd_step(
+    step = step_of(
         Encoder(), lambda model, batch: model(*batch).square().mean(), mesh=make_mesh((2, 1)), scan_layers=True
     )
     batch = torch.randn(2, LONG, 16), torch.arange(LONG)[None, :] < torch.tensor([[LONG - 60], [0]])
@@ -392,7 +393,7 @@ def attention_step() -> Any:
     rules = {f"{name}.{part}": P("model") for name in "qkv" for part in ("weight", "bias")}
     plan = ts.ShardingPlan({**rules, "o.weight": P(None, "model")}, default=P())
     torch.manual_seed(0)
-    step = sgd_step(Attention(), plan=plan)
+    step = step_of(Attention(), plan=plan)
     return step.lower(step.init(), torch.randn(8, LONG, 16)).compile()
 
 
@@ -419,7 +420,7 @@ class Dropping(nn.Module):
 def test_dropout_drops_in_blocks_what_it_drops_of_all_weights(is_causal: bool, is_biased: bool, remat: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(Dropping(is_causal, is_biased=is_biased) for _ in range(3)))
-    step = sgd_step(model, lambda model, x: weighted(model(x)), mesh=make_mesh((2, 2)), remat=remat)
+    step = step_of(model, lambda model, x: weighted(model(x)), mesh=make_mesh((2, 2)), remat=remat)
     x = torch.randn(2, LONG, 8)
     assert f"{LONG},{LONG}]" not in (step.lower(step.structs, x).compile().as_text() or "")  # no weights as a whole
     step.prove(step.init(seed=3), x).raise_if_different()  # eager torch draws by the key of the step
@@ -433,7 +434,7 @@ def test_a_gradient_of_a_gradient_drops_the_same_weights() -> None:
             return torch.autograd.grad(weighted(model(leaf).square()), leaf, create_graph=True)[0].square().sum()
 
     torch.manual_seed(0)
-    step = sgd_step(Dropping(True), penalty, mesh=make_mesh((1, 1)))
+    step = step_of(Dropping(True), penalty, mesh=make_mesh((1, 1)))
     step.prove(step.init(), torch.randn(1, LONG, 8)).raise_if_different()
 
 

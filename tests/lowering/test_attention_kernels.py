@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 from torch_shard._capture import Seen
 from torch_shard._lowering.ops.attention_kernels import Kernel, splash
 
@@ -150,7 +150,7 @@ class Model(torch.nn.Module):
 
 
 def lowered(model: nn.Module, length: int = 640, **options: Any) -> jax.stages.Lowered:
-    step = sgd_step(
+    step = step_of(
         model.to("meta"),
         lambda model, batch: model(*batch).square().mean(),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
@@ -210,7 +210,7 @@ def test_soft_caps_and_sinks_are_compiled_by_mosaic(kind: str) -> None:
     )
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    step = sgd_step(
+    step = step_of(
         model,
         lambda model, ids: model(input_ids=ids, use_cache=False).logits.float().square().mean(),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),

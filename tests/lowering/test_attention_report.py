@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 from torch_shard._lowering.ops.attention import SHORTEST
 
 LONG = SHORTEST + 128
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 def report(
     *layers: nn.Module, mesh: Any = None, length: int = LONG, rows: int = 4, dtype: Any = torch.bfloat16
 ) -> list[str]:
-    step = sgd_step(
+    step = step_of(
         nn.Sequential(*layers), mesh=mesh or ts.make_mesh(topology="v5e:2x2", batch=2, model=2), compute_dtype=dtype
     )
     step.lower(step.structs, torch.empty(rows, length, 12, device="meta"))
@@ -139,7 +139,7 @@ def test_the_cpu_has_no_kernels_to_speak_of(dtype: torch.dtype | None) -> None:
 )
 def test_causal_attention_over_a_context_says_whether_it_is_balanced(length: int, said: str) -> None:
     mesh = ts.make_mesh(topology="v5e:2x2", batch=2, context=2)
-    step = sgd_step(
+    step = step_of(
         nn.Sequential(Attention(causal)),
         mesh=mesh,
         plan=ts.ShardingPlan({}, default=P(), context=ts.Context("context")),

@@ -16,7 +16,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 import torch_shard as ts
 from tests.oracles.derivatives import both, second
-from tests.tables.cases import make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import make_mesh
 from torch_shard._lowering.ops import attention_kernels
 from torch_shard._lowering.ops.attention import SHORTEST
 
@@ -48,8 +49,8 @@ class Attention(nn.Module):
         return attend(self, q, k, v, mask, **{"dropout": 0.0, "scaling": 0.6, **own, **self.options})
 
 
-def step_of(model: nn.Module, loss_fn: Any, **options: Any) -> ts.TrainStep:
-    return sgd_step(model, loss_fn, optax.sgd(1.0), **{"mesh": make_mesh((1, 1)), **options})
+def step_of_rate_one(model: nn.Module, loss_fn: Any, **options: Any) -> ts.TrainStep:
+    return step_of(model, loss_fn, optax.sgd(1.0), **{"mesh": make_mesh((1, 1)), **options})
 
 
 MASKS = {"causal": band, "window": lambda: band(30), "none": lambda: None}
@@ -98,7 +99,7 @@ def loss_of(model: Attention, batch: Any) -> torch.Tensor:
 )
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_what_is_known_has_the_kernel_and_what_stays_says_why(kind: str, options: Any, kernels: int, says: str) -> None:
-    step = step_of(
+    step = step_of_rate_one(
         Attention(kind, **options),
         loss_of,
         mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
@@ -141,7 +142,7 @@ def test_models_follow_eager_torch(kind: str, layers: int) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     loss = loss_fn(model, tokens)
     loss.backward()
-    step = step_of(model, loss_fn)
+    step = step_of_rate_one(model, loss_fn)
     state = step.init()
     assert SQUARE not in step.lower(state, tokens).as_text()
     state, metrics = step(state, tokens)
@@ -167,7 +168,7 @@ def test_a_kernel_on_a_mesh_sums_the_gradient_of_its_sinks(monkeypatch: pytest.M
     loss_fn(model, x).backward()
     wanted = model.sinks.grad
     assert wanted is not None
-    step = step_of(model, loss_fn, mesh=make_mesh((2, 2)), plan=ts.ShardingPlan({"sinks": P("model")}))
+    step = step_of_rate_one(model, loss_fn, mesh=make_mesh((2, 2)), plan=ts.ShardingPlan({"sinks": P("model")}))
     before = model.sinks.detach().clone()
     state, _ = step(step.init(), x)
     torch.testing.assert_close(before - torch.tensor(np.asarray(state.params["sinks"])), wanted, **CLOSE)

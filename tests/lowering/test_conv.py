@@ -15,7 +15,8 @@ from torch import nn
 import torch_shard as ts
 from tests.oracles.collectives import count_collectives
 from tests.oracles.derivatives import both
-from tests.tables.cases import make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import make_mesh
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import pointwise
 from torch_shard._lowering.rows import RowSplit
@@ -24,7 +25,7 @@ from torch_shard._lowering.rows import RowSplit
 def test_a_batch_norm_of_bfloat16_reads_what_it_normalises_once_for_its_statistics() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64)), torch.empty(4096, 64, 32, 32)
-    step = sgd_step(
+    step = step_of(
         model,
         lambda model, x: (model(x) ** 3).float().mean(),
         mesh=ts.make_mesh(topology="v5e:2x2", batch=4),
@@ -68,7 +69,7 @@ def test_grouped_convolutions_on_a_mesh_equal_eager_torch(sizes: tuple[int, int]
         nn.Conv2d(16, 16, 3, groups=16),
     )
     plan = ts.ShardingPlan({"*.weight": spec}, default=P())
-    step = sgd_step(model, mesh=make_mesh(sizes), plan=plan)
+    step = step_of(model, mesh=make_mesh(sizes), plan=plan)
     step.prove(step.init(), torch.randn(8, 8, 5, 5)).raise_if_different()
 
 
@@ -101,7 +102,7 @@ def test_a_short_depthwise_convolution_of_a_sequence_is_split_by_channels() -> N
 
     model, mesh = Mixer(), ts.make_mesh(batch=4, model=2)
     plan = ts.ShardingPlan({"out_proj.weight": P(None, "model")}, default=P())
-    step = sgd_step(model, mesh=mesh, plan=plan)
+    step = step_of(model, mesh=mesh, plan=plan)
     x = torch.randn(8, 12, 16)
     compiled = step.lower(step.structs, x).compile()
     found = count_collectives(compiled)
@@ -126,7 +127,7 @@ def one_tap_step(mesh: Mesh, model: nn.Module) -> ts.TrainStep:
         return model(x).square().mean()
 
     optimizer = optax.sgd(0.1, momentum=0.9)
-    return sgd_step(model, loss_fn, optimizer, mesh=mesh, compute_dtype=torch.bfloat16)
+    return step_of(model, loss_fn, optimizer, mesh=mesh, compute_dtype=torch.bfloat16)
 
 
 def test_kernels_of_one_tap_are_read_and_written_as_they_lie_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
 from tests.lowering.test_experts import EXPERTS, WIDTH, make_experts
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 from tests.tables.hf_models import HF_MODELS
 from torch_shard._lowering.ops import expert_dispatch
 from validation.proofs.rows import TABLE
@@ -42,7 +42,7 @@ def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
     plan = functools.partial(ts.plans.expert, ep=("batch", "model"))
     mesh = ts.make_mesh(batch=2, model=2)
     ts.prove(model, loss_fn, batch, plans={"experts": plan}, meshes=mesh).raise_if_different()
-    step = sgd_step(model, loss_fn, mesh=mesh, plan=plan(model, mesh))
+    step = step_of(model, loss_fn, mesh=mesh, plan=plan(model, mesh))
     step.lower(step.structs, batch)
     assert "tokens are sent to experts over batch=2 and back" in step.report()
 
@@ -50,7 +50,7 @@ def test_models_of_the_hub_with_experts_over_both_axes(name: str) -> None:
 def test_the_report_says_where_experts_are_not_known() -> None:
     experts = make_experts(hidden_act="relu")
     plan = ts.ShardingPlan({"*": P("batch")}, default=P())
-    step = sgd_step(experts, loss_fn, mesh=ts.make_mesh(batch=4), plan=plan)
+    step = step_of(experts, loss_fn, mesh=ts.make_mesh(batch=4), plan=plan)
     x, weights = torch.randn(TOKENS, WIDTH), torch.rand(TOKENS, 2)
     step.lower(step.structs, (x, torch.randint(0, EXPERTS, (TOKENS, 2)), weights, x))
     assert "Experts over batch are computed as the model writes them: tokens are sent to gated" in step.report()
@@ -67,7 +67,7 @@ def test_bytes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     experts = make_experts()
     plan = ts.ShardingPlan({"*": P("batch")}, default=P())
-    step = sgd_step(experts, loss_fn, mesh=ts.make_mesh(batch=4), plan=plan)
+    step = step_of(experts, loss_fn, mesh=ts.make_mesh(batch=4), plan=plan)
 
     def moves(num_tokens: int) -> bool:
         meta = {"device": "meta"}

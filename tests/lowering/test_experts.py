@@ -15,7 +15,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 
 import torch_shard as ts
 from tests.oracles.derivatives import assert_equals_torch, second, weighted
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import expert_blocks, keeps_whole
 
@@ -169,7 +169,7 @@ def tpu_preview(num_experts: int) -> Any:
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
     rules = {"**.experts.gate_up_proj": P("model"), "**.experts.down_proj": P("model")}
-    step = sgd_step(
+    step = step_of(
         model,
         lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
         mesh=ts.make_mesh(topology="v5e:2x2", batch=2, model=2),
@@ -198,7 +198,7 @@ def test_autocast_takes_them_as_products(product: str) -> None:
         return out.float().square().mean()
 
     options: dict[str, Any] = {"mesh": ts.make_mesh(batch=1), "plan": ts.plans.replicated()}
-    step = sgd_step(experts, loss_fn, compute_dtype=torch.bfloat16, **options)
+    step = step_of(experts, loss_fn, compute_dtype=torch.bfloat16, **options)
     state = step.init()
     text = step.lower(state, x).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line or "ragged_dot" in line]
@@ -231,7 +231,7 @@ def test_a_loop_gathers_the_experts_of_one_layer_and_not_the_stack() -> None:
         with torch.device("meta"):
             model = transformers.Qwen3MoeForCausalLM(config)
         mesh = ts.make_mesh(topology="v5e:2x4", batch=4, model=2)
-        step = sgd_step(
+        step = step_of(
             model,
             lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
             mesh=mesh,

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import torch_shard as ts
 from tests.oracles.derivatives import assert_equals_torch
 from tests.oracles.eager import assert_follows, eager_trajectory
-from tests.tables.cases import Case, mean_square
+from tests.oracles.steps import mean_square
+from tests.tables.cases import Case
 
 OFFSETS = [[4, 8, 16], [0, 12, 16], [16, 16, 16], [4, 8, 12]]  # even, an empty group, one for all, some left over
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of up to 16 terms in another order

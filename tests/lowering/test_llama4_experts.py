@@ -7,7 +7,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 import torch_shard as ts
 from tests.lowering.test_experts import OURS, TOKENS, WIDTH, check, targets
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 
 
 def make_mixture(choices: int = 1, num: int = 4) -> Llama4TextMoe:
@@ -26,7 +26,7 @@ def test_value_and_gradients_equal_eager_torch(choices: int) -> None:
 
 def test_arithmetic_does_not_grow_with_the_number_of_experts() -> None:
     def flops(num: int) -> float:
-        step = sgd_step(
+        step = step_of(
             make_mixture(num=num), lambda mixture, x: mixture(x)[0].square().mean(), mesh=ts.make_mesh(batch=1)
         )
         step(step.init(), torch.randn(1, 4096, WIDTH))

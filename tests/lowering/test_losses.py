@@ -13,7 +13,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.oracles.collectives import collectives_of
-from tests.tables.cases import make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._cost.total import costs_of
 from torch_shard._lowering.ops import keeps_whole
@@ -42,7 +43,7 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
     torch.manual_seed(0)
     model, batch = Model(tied), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     rules = {"tokens.weight": P("model")} | ({} if tied else {"head.weight": P("model")})
-    step = sgd_step(model, loss_fn, optax.sgd(0.5), plan=ts.ShardingPlan(rules, default=P()))
+    step = step_of(model, loss_fn, optax.sgd(0.5), plan=ts.ShardingPlan(rules, default=P()))
     state = step.init()
     found = collectives_of(step.lower(state, batch).compile())
     assert {one.kind for one in found} == {"all-reduce"}
@@ -62,7 +63,7 @@ def test_a_split_vocabulary_stays_split(tied: bool) -> None:
 def test_a_tied_gradient_goes_over_the_wire_once_and_narrow() -> None:
     with torch.device("meta"):
         model, batch = Model(tied=True), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    step = sgd_step(
+    step = step_of(
         model,
         loss_fn,
         optax.sgd(0.5),
@@ -82,7 +83,7 @@ def test_a_tied_gradient_is_never_whole_in_float32() -> None:
     with torch.device("meta"):
         model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     mesh = ts.make_mesh(topology="v5e:2x2", batch=4)
-    step = sgd_step(
+    step = step_of(
         model, loss_fn, optax.sgd(0.5), mesh=mesh, plan=ts.plans.fsdp(model, mesh), compute_dtype=torch.bfloat16
     )
     compiled = step.preview(batch).compiled
@@ -97,7 +98,7 @@ def test_a_tied_gradient_is_never_whole_in_float32() -> None:
 def test_a_tied_gradient_in_bfloat16_is_torchs(width: int) -> None:
     torch.manual_seed(0)
     model, batch = Model(tied=True, width=width), torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    step = sgd_step(
+    step = step_of(
         model, loss_fn, optax.sgd(0.5), mesh=make_mesh((8, 1)), compute_dtype=torch.bfloat16, mixed_precision="params"
     )
     step.prove(step.init(), batch).raise_if_different()
@@ -130,7 +131,7 @@ def test_logits_far_from_zero_lose_nothing() -> None:
 
 def test_a_label_out_of_range_is_loud() -> None:
     """torch raises; a compiled program cannot, so the loss is not a number."""
-    step = sgd_step(nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), mesh=make_mesh((8, 1)))
+    step = step_of(nn.Linear(8, 4), lambda m, b: F.cross_entropy(m(b[0]), b[1]), mesh=make_mesh((8, 1)))
     labels = torch.zeros(8, dtype=torch.int64)
     state, metrics = step(step.init(), (torch.ones(8, 8), labels))
     assert np.isfinite(metrics["loss"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 from torch_shard._lowering.ops import mamba2
 
 transformers = pytest.importorskip("transformers")
@@ -27,10 +27,10 @@ def model(**sizes: Any) -> nn.Module:
     return transformers.Mamba2ForCausalLM(config)
 
 
-def step_of(of: nn.Module) -> ts.TrainStep:
+def split_step(of: nn.Module) -> ts.TrainStep:
     mesh = ts.make_mesh(batch=4, model=2)
     loss_fn = lambda model, batch: model(**batch, use_cache=False).loss  # noqa: E731
-    return sgd_step(of, loss_fn, mesh=mesh, plan=ts.plans.fsdp_tp(of, mesh))
+    return step_of(of, loss_fn, mesh=mesh, plan=ts.plans.fsdp_tp(of, mesh))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("sizes", [{}, {"use_bias": True, "use_conv_bias": False, "n_groups": 2}], ids=str)
 def test_a_mixer_in_parts_equals_eager_torch(sizes: dict[str, Any]) -> None:
-    step = step_of(model(**sizes))
+    step = split_step(model(**sizes))
     width = fused(sizes.get("n_groups", 1))
     assert f"8x{LENGTH}x{width}x" not in step.lower(step.structs, batch()).as_text()
     step.prove(step.init(), batch()).raise_if_different()
@@ -52,12 +52,12 @@ def test_a_projection_with_hooks_is_called_as_a_module() -> None:
     of, seen = model(), set[tuple[int, ...]]()
     for layer in of.backbone.layers:
         layer.mixer.in_proj.register_forward_hook(lambda module, args, out: seen.add(tuple(out.shape)))
-    step = step_of(of)
+    step = split_step(of)
     step.lower(step.structs, batch())
     assert seen == {(8, LENGTH, fused())}
 
 
 def test_another_source_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(mamba2._CALLED, "mamba2_chunk_scan", "00000000")
-    step = step_of(model())
+    step = split_step(model())
     assert f"8x{LENGTH}x{fused()}x" in step.lower(step.structs, batch()).as_text()

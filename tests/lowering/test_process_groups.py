@@ -18,7 +18,8 @@ from torch.distributed import all_reduce as reduce_all
 from torch.distributed import get_world_size as world
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import BATCH, make_mesh
 from torch_shard._lowering.ops.process_groups import _say_once
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -103,7 +104,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def gradient_of(loss_fn: Loss, model: nn.Module, x: torch.Tensor) -> tuple[float, torch.Tensor]:
-    step = sgd_step(model, loss_fn, optax.sgd(1.0))
+    step = step_of(model, loss_fn, optax.sgd(1.0))
     state, metrics = step(step.init(), x)
     weight = model.get_parameter("weight").detach()
     return float(metrics["loss"]), weight - torch.from_numpy(np.array(state.params["weight"]))
@@ -113,7 +114,7 @@ def test_a_release_of_torch_may_lack_a_function(monkeypatch: pytest.MonkeyPatch)
     """As 2.11 has no `all_gather_single`."""
     for module in (dist, dist.distributed_c10d):
         monkeypatch.delattr(module, "all_gather_single")
-    step = sgd_step(nn.Linear(4, 4), lambda m, x: m(x).sum(), mesh=make_mesh((1, 1)))
+    step = step_of(nn.Linear(4, 4), lambda m, x: m(x).sum(), mesh=make_mesh((1, 1)))
     _, metrics = step(step.init(), torch.ones(BATCH, 4))
     assert np.isfinite(metrics["loss"])
 
@@ -129,7 +130,7 @@ def test_collectives_are_those_of_one_process() -> None:
     """All in one program, each with parameters of its own."""
     torch.manual_seed(0)
     models, x = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in LOSSES), torch.randn(BATCH, 8)
-    step = sgd_step(models, all_losses, optax.sgd(1.0))
+    step = step_of(models, all_losses, optax.sgd(1.0))
     state, metrics = step(step.init(), x)
     total, wanted = all_losses(models, x)
     total.backward()
@@ -146,7 +147,7 @@ def test_no_group_is_needed_and_it_is_said_once(caplog: pytest.LogCaptureFixture
             gradient_of(LOSSES["all_reduce"], nn.Linear(8, 8), torch.randn(BATCH, 8))
     said = [record.getMessage() for record in caplog.records if "world of one" in record.getMessage()]
     assert len(said) == 3
-    step = sgd_step(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0))
+    step = step_of(nn.Linear(8, 8), LOSSES["all_gather"], optax.sgd(1.0))
     step.prove(step.init(), torch.randn(BATCH, 8)).raise_if_different()  # eager torch needs no group either
     assert re.match(r'File ".*test_process_groups.py", line \d+, in loss: work = getattr\(dist, name\)', said[0])
     assert (

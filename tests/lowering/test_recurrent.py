@@ -14,7 +14,8 @@ import torch_shard as ts
 from tests.oracles.derivatives import assert_equals_torch, second
 from tests.oracles.eager import assert_follows, eager_trajectory
 from tests.oracles.errors import refuses
-from tests.tables.cases import BATCH, Case, make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import BATCH, Case, make_mesh
 from torch_shard._capture.trace import Spec, capture
 from torch_shard._lowering.ops import keeps_whole
 
@@ -127,7 +128,7 @@ def test_long_sequences_in_bfloat16_are_as_near_to_float32_as_torch_is(kind: typ
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
 
     options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "mixed_precision": mode, "batch_spec": P(None, "batch")}
-    step = sgd_step(net, loss_fn, optax.sgd(1.0), mesh=make_mesh((1, 2)), **options)
+    step = step_of(net, loss_fn, optax.sgd(1.0), mesh=make_mesh((1, 2)), **options)
     state, _ = step(step.init(), x)
     after = step.export(state).parameters()
     found = torch.cat([(p - q).detach().flatten() for p, q in zip(net.parameters(), after, strict=True)])

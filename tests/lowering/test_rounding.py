@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import BATCH, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import BATCH
 
 TABLE = np.linspace(0.1, 1.0, 16) ** 2
 HUGE = np.full(8, 1e300)
@@ -24,7 +25,7 @@ def loss_of(loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor], depth: i
     """Of a step, and of eager torch."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), torch.randn(BATCH, 8)
-    step = sgd_step(model, loss_fn)
+    step = step_of(model, loss_fn)
     return float(step(step.init(), x)[1]["loss"]), loss_fn(model, x).item()
 
 

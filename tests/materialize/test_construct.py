@@ -13,7 +13,8 @@ from torch import nn
 
 import torch_shard as ts
 from tests.materialize.test_materialize import Holder, assert_equal, values
-from tests.tables.cases import WHOLE, make_mesh, mlp, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import WHOLE, make_mesh, mlp
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -282,7 +283,7 @@ def test_what_cannot_be_born_is_refused(make: Callable[[], Any], kind: type[Exce
 def test_steps_are_made_of_shapes_alone() -> None:
     model = on_meta(mlp)
     loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
-    step = sgd_step(model, loss_fn)
+    step = step_of(model, loss_fn)
     with pytest.raises(
         ValueError, match=r"init: 0\.weight, .* on the meta device.*materialize\(model, mesh, plan, init"
     ):

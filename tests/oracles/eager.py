@@ -113,9 +113,15 @@ def _assert_layout(state: ts.TrainState, step: ts.TrainStep) -> None:
 
 
 def agrees_with_torch(
-    model: nn.Module, loss_fn: Any, batches: list[Any], mesh: Any = (4, 2), *, rtol: float = 1e-4, atol: float = 1e-5,
+    model: nn.Module,
+    loss_fn: Any,
+    batches: list[Any],
+    mesh: Any = (4, 2),
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
     **options: Any,
-) -> ts.TrainStep:  # fmt: skip
+) -> ts.TrainStep:
     """SGD with momentum, several steps: every parameter against eager torch; gives the step."""
     step = step_of(model, loss_fn, optax.sgd(0.1, momentum=0.9), mesh=mesh, **options)
     state, wanted = step.init(), copy.deepcopy(model)

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import torch_shard as ts
-from tests.tables.cases import CASE, CASES, Case, chosen, make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import CASE, CASES, Case, chosen, make_mesh
 
 
 def structs(batch: Any) -> Any:
@@ -18,7 +19,7 @@ def structs(batch: Any) -> Any:
 
 
 def make_step(case: Case, mesh: Any) -> ts.TrainStep:
-    return sgd_step(case.model(), case.loss_fn, optax.adam(1e-2), mesh=mesh, plan=case.plan)
+    return step_of(case.model(), case.loss_fn, optax.adam(1e-2), mesh=mesh, plan=case.plan)
 
 
 @pytest.mark.parametrize("case", chosen(CASES, [CASE["mlp"], CASE["lstm"]]))

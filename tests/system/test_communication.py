@@ -8,7 +8,8 @@ import pytest
 from benchmarks import communication
 from benchmarks.tpu_counts import counts_of
 from tests.oracles.collectives import collectives_of, count_collectives
-from tests.tables.cases import CASE, make_step, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import CASE, make_step
 
 
 def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
@@ -25,7 +26,7 @@ def test_tensor_parallel_blocks_communicate_as_the_textbook_says() -> None:
 def test_no_communication_is_added() -> None:
     case, found = CASE["gpt"], []
     for scan_layers in (False, "auto"):
-        step = sgd_step(
+        step = step_of(
             case.model(),
             case.loss_fn,
             optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),

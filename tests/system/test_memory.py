@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tables.cases import WHOLE, Block, make_mesh, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import WHOLE, Block, make_mesh
 
 DEPTH, WIDTH, HEADS, LENGTH, BATCH = 16, 32, 4, 32, 8
 
@@ -36,7 +37,7 @@ def _compiled(make: Callable[[], nn.Module] = _layer, depth: int = DEPTH, **opti
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(make() for _ in range(depth))), torch.randn(BATCH, LENGTH, WIDTH)
     options = {"mesh": make_mesh((1, 1)), "plan": WHOLE, **options}
-    step = sgd_step(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
+    step = step_of(model, _loss, optax.sgd(1e-3, momentum=0.9), **options)
     return step.lower(step.init(seed=0), batch).compile()
 
 

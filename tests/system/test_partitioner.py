@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import sgd_step
+from tests.oracles.steps import step_of
 
 EXACT = 1e-9  # of the largest entry: float64 sums of some hundred terms in another order
 
@@ -288,7 +288,7 @@ def test_a_step_has_torchs_gradients(found: Found) -> None:
 
     with jax.enable_x64(True):
         plan = ts.ShardingPlan(found.rules, default=P(), **found.plan)
-        step = sgd_step(model, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(**found.mesh), plan=plan, **found.options)
+        step = step_of(model, loss_fn, optax.sgd(1.0), mesh=ts.make_mesh(**found.mesh), plan=plan, **found.options)
         state, metrics = step(step.init(), x)
         loss = loss_fn(model, x)
         loss.backward()

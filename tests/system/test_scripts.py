@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_shard as ts
-from tests.tables.cases import GPT, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import GPT
 
 STEPS = 6
 
@@ -140,7 +141,7 @@ def test_a_script_trains_as_in_torch(name):
 
     model, optimizer, schedule = made(script)
     mesh = ts.make_mesh(batch=4, model=2)
-    step = sgd_step(model, script.loss_fn, optimizer, mesh=mesh, clip_grad_norm=script.clip)
+    step = step_of(model, script.loss_fn, optimizer, mesh=mesh, clip_grad_norm=script.clip)
     state, found = step.init(seed=0), []
     for number in range(STEPS):
         state, metrics = step(state, script.batch(number))

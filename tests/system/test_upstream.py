@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import torch_shard as ts
-from tests.tables.cases import chosen, sgd_step
+from tests.oracles.steps import step_of
+from tests.tables.cases import chosen
 from torch_shard._lowering.compiler_options import cut_add_pad, safe_pads
 
 KNOWN = jax.__version__.startswith("0.10.")  # of later ones it was not measured
@@ -63,7 +64,7 @@ def test_recurrent_gradients_are_right_when_sharded(pad: bool) -> None:
     torch.manual_seed(0)
     model, x = HandCutGRU(pad), torch.randn(4 * 2, 4, 4)
     mesh, plan = ts.make_mesh(batch=4, model=2), ts.ShardingPlan({"**": P("model")})
-    step = sgd_step(model, lambda m, x: m(x).sum(), optax.sgd(1.0), mesh=mesh, plan=plan)
+    step = step_of(model, lambda m, x: m(x).sum(), optax.sgd(1.0), mesh=mesh, plan=plan)
     state, _ = step(step.init(), x)
     model(x).sum().backward()
     for name, parameter in model.named_parameters():

@@ -34,16 +34,6 @@ def make_step(case: Any, sizes: tuple[int, int] = (4, 2), optimizer: Any = None,
     return ts.make_train_step(model or case.model(), case.loss_fn, optimizer, mesh=make_mesh(sizes), plan=case.plan)
 
 
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def sgd_step(model: nn.Module, loss_fn: Any = mean_square, optimizer: Any = None, **options: Any) -> ts.TrainStep:
-    """A step on a mesh of 4 by 2 that holds all on each device, unless options say otherwise."""
-    options = {"mesh": make_mesh((4, 2)), "plan": WHOLE} | options
-    return ts.make_train_step(model, loss_fn, optimizer or optax.sgd(0.1), **options)
-
-
 def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
     x, y = batch
     return F.mse_loss(model(x), y)
