@@ -10,7 +10,6 @@ from torch_shard._capture.autocast import (
     widened,
 )
 from torch_shard._capture.backward import leaves_behind, runs_user_backward
-from torch_shard._capture.clock import clocks_noted, generator_states
 from torch_shard._capture.constants import bits_of
 from torch_shard._capture.data_dependence import (
     DEVICE_OF,
@@ -46,6 +45,7 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
+from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
@@ -68,6 +68,7 @@ __all__ = [
     "Aux",
     "Captured",
     "Change",
+    "Generators",
     "Guard",
     "HostInputs",
     "HostPart",
@@ -93,7 +94,6 @@ __all__ = [
     "bound_tensors",
     "capture",
     "casting",
-    "clocks_noted",
     "current_mode",
     "current_user_line",
     "depends_on_inputs",
@@ -102,7 +102,6 @@ __all__ = [
     "flags_hold",
     "float16_refused",
     "follow",
-    "generator_states",
     "has_derivative",
     "hold",
     "in_transform",

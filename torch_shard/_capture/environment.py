@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_shard._capture import clock, printing, random_state, replacements  # noqa: F401  (they fill the table)
+from torch_shard._capture import printing, random_state, replacements  # noqa: F401  (they fill the table)
 from torch_shard._capture.autocast import autocast_on_fakes
 from torch_shard._capture.libraries import libraries_in_plain_operators
 from torch_shard._capture.replacements import cumulative_batch_norms

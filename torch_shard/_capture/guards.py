@@ -67,6 +67,10 @@ class Guard:
         """Tell whether another one is of the same values."""
         return self._walk.values == other._walk.values
 
+    def difference(self, other: "Guard") -> str | None:
+        """The name of the first value that is another one for another guard."""
+        return first_difference(self._walk.values, other._walk.values)
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """The numbers and strings: a program keeps them until they change."""

@@ -22,7 +22,7 @@ from torch_shard._capture.calls import CallWatcher
 from torch_shard._capture.guards import Guard
 from torch_shard._capture.provenance import count_as_own, is_own_file, is_user_file
 from torch_shard._capture.side_effects import is_record
-from torch_shard._capture.walk import Names, Root, Walk, first_difference
+from torch_shard._capture.walk import Names, Root
 
 _GETS_ANY = frozenset({"getattr", "hasattr", "vars", "__dict__", "asdict", "astuple", "fields", "attrgetter"})
 
@@ -89,7 +89,6 @@ class Reads:
         self._within: set[int] = set()
         self._made: dict[int, object] = {}
         self._closures: set[tuple[int, ...]] = set()
-        self._before = Walk(frozenset(), functions=False)
         self._watcher = CallWatcher(self._wants, self._enter, self._leave)
         self._note(("loss",), Root(getattr(loss_fn, "__name__", type(loss_fn).__name__), None, loss_fn, frozenset()))
 
@@ -102,15 +101,6 @@ class Reads:
     def guard(self) -> Guard:
         """A guard of all that was read, as it is now."""
         return Guard(self._roots.values(), None if self._any else frozenset(self._settings))
-
-    def changed(self) -> str | None:
-        """The name of a value that is not any more what it was before it was read: what was seen has changed it."""
-        if self._before.holds():
-            return None
-        now = Walk(frozenset(), functions=False)
-        for root in self._roots.values():
-            now.root(root)
-        return first_difference(self._before.values, now.values)
 
     def _wants(self, code: CodeType) -> bool:
         """Tell whether code is the user's own; of other code above PyTorch, only names matter."""
@@ -188,7 +178,6 @@ class Reads:
     def _note(self, key: object, root: Root) -> None:
         if key not in self._roots:
             self._roots[key] = root
-            self._before.root(root)
 
 
 def _is_typed(frame: FrameType) -> bool:

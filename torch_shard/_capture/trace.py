@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.calls import calls_seen
-from torch_shard._capture.clock import draws_so_far, line_that_draws
+from torch_shard._capture.generators import draws_so_far, line_that_draws
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
@@ -128,7 +128,7 @@ def capture(
     if drawn != draws_so_far():
         line = line_that_draws(lambda: _capture_on_fakes(fn, specs, keep=keep, explain=False, restore=restore))
         raise NotImplementedError(
-            f"{line}\nHere the captured function draws from Python's `random` or from numpy.random. It runs once, so a "
+            f"{line or '(no line of user code)'}\nHere the captured function draws from Python's `random` or from numpy.random. It runs once, so a "
             "compiled program would keep these numbers forever. Use torch.rand and its kin, which draw anew at each "
             "call, or draw outside and pass the numbers in the batch."
         )

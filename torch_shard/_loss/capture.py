@@ -4,37 +4,25 @@
 # pyright: reportUnknownMemberType=false
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 import torch
 
-from torch_shard._capture import (
-    Mismatch,
-    Precision,
-    Reads,
-    clocks_noted,
-    generator_states,
-    reached_by,
-)
+from torch_shard._capture import Generators, HostInputs, Mismatch, Precision, Reads
 from torch_shard._common.caller import caller
 from torch_shard._common.last_used import KEPT
 from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.host_values import HostValues, capture_with
-from torch_shard._loss.joint import JointLoss
+from torch_shard._loss.joint import JointLoss, LossShape
+from torch_shard._loss.look_again import REMEDY, explained, what_changes
 from torch_shard._loss.program import LossProgram
-from torch_shard._lowering import (
-    OverContext,
-    Program,
-    capture_settings,
-)
-from torch_shard._scan import (
-    LayerOptions,
-    capture_layers,
-)
+from torch_shard._lowering import OverContext, capture_settings
+from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings
 
 logger = logging.getLogger(__name__)
@@ -57,6 +45,58 @@ class _Captures:
 
 
 _CAPTURED = weakref.WeakKeyDictionary[torch.nn.Module, _Captures]()
+
+
+@dataclasses.dataclass(frozen=True)
+class _LossCapture:
+    """How a loss is captured for one signature of the batch."""
+
+    model: torch.nn.Module
+    loss_fn: LossFn
+    joint: Callable[..., JointLoss]
+    layers: LayerOptions
+    sequence_dims: tuple[int | None, ...]
+
+    def run(self, host: HostInputs) -> LossProgram:
+        """Capture it, for what the host has of the batch and of buffers."""
+        what = f"{caller()}: the loss"
+        joint, reads = self.joint(host=host), Reads(self.loss_fn)
+        generators = Generators(self.model, self.loss_fn)
+        captured = capture_with(host, lambda: self._layers(joint, reads, what))
+        if (line := generators.line_that_draws(lambda: explained(joint))) is not None:
+            raise NotImplementedError(f"{line}\nHere {what} draws random numbers in Python. {REMEDY}")
+        program = LossProgram(captured, self.model, guard := reads.guard(), self.look_again)
+        _warn_of(guard.too_large, what)
+        _refuse_written_out(program, joint.context, what)
+        return program
+
+    def _layers(self, joint: JointLoss, reads: Reads, what: str) -> CapturedLayers[LossShape]:
+        with _told(what, joint.signature), reads.seen():
+            return capture_layers(
+                self.model,
+                self.loss_fn,
+                self.layers,
+                joint=joint,
+                num_batch=len(joint.signature.specs),
+                what=what,
+                sequence_dims=self.sequence_dims,
+            )
+
+    def look_again(self, program: LossProgram, host: HostInputs) -> None:
+        """Capture it once more, as the program is about to run again.
+
+        Raises:
+            NotImplementedError: It is another program now: it depends on what changes from call to call.
+        """
+        again = self.run(host)
+        if program.is_same(again):
+            return
+        name = program.difference(again)
+        changed = "" if name is None else f"{name} has changed. "
+        raise NotImplementedError(
+            f"{what_changes(self.joint(host=host))}{caller()}: the loss is another function when it is called again. "
+            f"{changed}{REMEDY}"
+        )
 
 
 def loss_program(
@@ -99,58 +139,24 @@ def loss_program(
     host = values.of(microbatch)
     program = next((program for program in programs if not isinstance(program.answers.run(host), Mismatch)), None)
     if program is None:
-        activations = Activations(model, plan.activations, plan.mesh)
-        joint = JointLoss(
+        joint = functools.partial(
+            JointLoss,
             model,
             loss_fn,
             signature,
             precision=precision,
             train=train,
-            host=host,
-            activations=activations,
+            activations=Activations(model, plan.activations, plan.mesh),
             trained=trained,
             context=OverContext(plan.context, plan.mesh) if plan.context else None,
         )
-        program = capture_with(host, lambda: _captured(model, loss_fn, joint, layers, sequence_dims=sequence_dims))
+        program = _LossCapture(model, loss_fn, joint, layers, sequence_dims).run(host)
         programs = [program, *programs[: KEPT - 1]]
     family.keep(key, programs)
     return program
 
 
-def _captured(
-    model: torch.nn.Module,
-    loss_fn: LossFn,
-    joint: JointLoss,
-    layers: LayerOptions,
-    *,
-    sequence_dims: Sequence[int | None],
-) -> LossProgram:
-    what = f"{caller()}: the loss"
-    reads = Reads(loss_fn)
-    drawn = generator_states(reached_by(model, loss_fn))
-    with contextlib.ExitStack() as stack:
-        clocks = stack.enter_context(clocks_noted())
-        stack.enter_context(_told(what, joint.signature))
-        stack.enter_context(reads.seen())
-        captured = capture_layers(
-            model,
-            loss_fn,
-            layers,
-            joint=joint,
-            num_batch=len(joint.signature.specs),
-            what=what,
-            sequence_dims=sequence_dims,
-        )
-    if (name := reads.changed()) is not None:  # a count of calls is harmless unless the loss depends on it
-        _refuse_counting(joint, what, f"changes {name} on each call")
-    if clocks:
-        _refuse_counting(joint, what, f"reads {clocks[0]}")
-    after = generator_states(reached_by(model, loss_fn))
-    if advanced := [name for name, state in drawn.items() if after.get(name) != state]:
-        _refuse_counting(joint, what, f"draws random numbers from {advanced[0]}")
-    program = LossProgram(captured, model, guard := reads.guard())
-    _warn_of(guard.too_large, what)
-    context = joint.context
+def _refuse_written_out(program: LossProgram, context: OverContext | None, what: str) -> None:
     if context is not None and context.mode != "gather" and (found := program.written_out):
         raise ValueError(
             f"{what}: context_mode={context.mode!r} is for attention that is called, and not for what is written out "
@@ -158,7 +164,6 @@ def _captured(
             "context_mode='gather', or torch.nn.functional.scaled_dot_product_attention (Hugging Face: "
             'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False).'
         )
-    return program
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,17 +191,6 @@ def _told(what: str, signature: BatchSignature) -> Generator[None, None, None]:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
-
-
-def _refuse_counting(joint: JointLoss, what: str, does: str) -> None:
-    """Refuse a loss that depends on a value that differs with each call: two captures then differ."""
-    captures = [joint(None) for _ in range(2)]
-    first, second = (Program(fn, specs, what).graph.module.code for fn, specs in captures)
-    if first != second:
-        raise NotImplementedError(
-            f"{what} {does} and depends on it, but a compiled program is the same for every call. Pass it in the "
-            "batch, or make it a buffer of the model."
-        )
 
 
 def _identity(fn: LossFn) -> object:

@@ -155,6 +155,7 @@ def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], other
     given = {id(tensor): number for number, tensor in enumerate(graph.host.given)} if graph.host else {}
     outline, shape = outline_of(graph, given, order), graph.aux
     regions: dict[int, int] = {}
+    closed = [*outline.closed]
     about = (
         *(tuple(part) for part in (shape.inputs, shape.grads, shape.buffers, shape.without_grad)),
         shape.metrics,
@@ -162,17 +163,18 @@ def outline_of_loss(graph: Captured[LossShape], calls: Mapping[int, Call], other
         tuple((id(ref()), flag) for ref, flag in others),
         tuple((name, bits_of(value), persistent) for name, value, persistent in made_buffers(graph.changed)),
         tuple(map(id, graph.graded)),
-        tuple(_call(call, regions, order) for call in calls.values()),
+        tuple(_call(call, regions, order, closed) for call in calls.values()),
     )
-    return dataclasses.replace(outline, skeleton=(outline.skeleton, about))
+    return dataclasses.replace(outline, skeleton=(outline.skeleton, about), closed=tuple(closed))
 
 
-def _call(call: Call, regions: dict[int, int], order: Mapping[int, int]) -> Hashable:
-    """A call of a repeated layer; what a region is stands at its first."""
+def _call(call: Call, regions: dict[int, int], order: Mapping[int, int], closed: list[torch.Tensor]) -> Hashable:
+    """A call of a repeated layer; what a region is stands at its first, and what it closes over is added."""
     is_first, region = id(call.region) not in regions, call.region
     about: Hashable = None
     if is_first:
         outline = outline_of(region.graph, {}, order)
+        closed += outline.closed
         about = (
             *(outline.skeleton, repr(outline.numbers), tuple(map(bits_of, outline.literals.values()))),
             *(region.group.path, region.number, tuple(region.inputs), tuple(map(bits_of, region.constants))),

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,6 +16,7 @@ import torch
 
 from torch_shard._capture import (
     Guard,
+    HostInputs,
     HostPart,
     MetricCall,
     Mismatch,
@@ -34,7 +35,6 @@ from torch_shard._loss.inputs import LossInputs
 from torch_shard._loss.joint import LossShape
 from torch_shard._lowering import (
     GraphOutline,
-    Program,
     RowSplit,
     compiler_options,
     find_written_out,
@@ -45,8 +45,7 @@ from torch_shard._lowering import (
     rows_split,
 )
 from torch_shard._scan import (
-    RolledLoss,
-    Siblings,
+    CapturedLayers,
     StackRows,
     array_of,
     names_of,
@@ -71,9 +70,10 @@ class LossProgram:
 
     def __init__(
         self,
-        captured: tuple[Program[LossShape], RolledLoss | None, list[Siblings]],
+        captured: CapturedLayers[LossShape],
         model: torch.nn.Module,
         reads: Guard,
+        look_again: "Callable[[LossProgram, HostInputs], None]",
     ) -> None:
         program, rolled, self.groups = captured
         self.program, self.rolled, self.inputs = program, rolled, program.graph.aux.inputs
@@ -88,7 +88,7 @@ class LossProgram:
         modules = dict(cast(Iterable[tuple[str, torch.nn.Module]], model.named_modules()))
         modules |= {f"{type(m).__name__} ({id(m)})": m for ref, _ in self.others if (m := ref()) is not None}
         self._attributes = Guard(module_roots(modules.items(), model))
-        self._reads = reads
+        self._reads, self._look_again = reads, look_again
         self._rows: RowSplit | None = None
         self._original: LossProgram | None = None
 
@@ -107,6 +107,22 @@ class LossProgram:
         calls = self.rolled.calls if self.rolled else {}
         # Of its own capture: what is more general has that of the first.
         return outline_of_loss(self.program.graph, calls, self.others)
+
+    def is_same(self, other: "LossProgram") -> bool:
+        """Tell whether another capture computes the same."""
+        return self._outline.is_same(other._outline)
+
+    def difference(self, other: "LossProgram") -> str | None:
+        """The name of a value that was another one when another capture read it."""
+        return self._reads.difference(other._reads) or self._attributes.difference(other._attributes)
+
+    def look_again(self, values: HostValues) -> None:
+        """Capture the loss once more, and refuse it if it is another one now.
+
+        What carries numbers is captured anew for each.
+        """
+        if self.answers.num <= 1 and not self.answers.kinds:
+            self._look_again(self, values.of(0))
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""

@@ -54,16 +54,29 @@ class GraphOutline:
         skeleton: All but the numbers that a program can be given.
         numbers: These.
         literals: Tensors of Python's numbers, by their position in the closure: they are inputs already.
+        closed: The other tensors that it closes over, and does not get with each call.
     """
 
     skeleton: Hashable
     numbers: Mapping[Place, Number]
     literals: Mapping[int, torch.Tensor]
+    closed: tuple[torch.Tensor, ...]
 
     def differences(self, other: "GraphOutline") -> tuple[set[Place], set[int]] | None:
         """The numbers and the literals that differ in another graph; None if anything else does."""
-        if self.skeleton != other.skeleton:
+        if self.skeleton != other.skeleton or any(a is not b for a, b in zip(self.closed, other.closed, strict=True)):
             return None
+        return self._values_apart(other)
+
+    def is_same(self, other: "GraphOutline") -> bool:
+        """Tell whether another graph computes the same now; a tensor made anew in each capture counts by its values."""
+        return (
+            self.skeleton == other.skeleton
+            and self._values_apart(other) == (set(), set())
+            and all(a is b or bits_of(a) == bits_of(b) for a, b in zip(self.closed, other.closed, strict=True))
+        )
+
+    def _values_apart(self, other: "GraphOutline") -> tuple[set[Place], set[int]]:
         numbers = {
             place for place, number in self.numbers.items() if repr(other.numbers[place]) != repr(number)
         }  # -0.0
@@ -112,10 +125,11 @@ def outline_of(
         found.append(_without(node, hidden, order, calls or {}))
     literals = {n: t for n, t in enumerate(captured.closure) if is_literal(t) and id(t) not in given}
     found += [
-        ("literal",) if n in literals else ("given", given[id(t)]) if id(t) in given else ("closure", id(t))
+        ("literal",) if n in literals else ("given", given[id(t)]) if id(t) in given else ("closed over",)
         for n, t in enumerate(captured.closure)
     ]
-    return GraphOutline(tuple(found), numbers, literals)
+    closed = (t for n, t in enumerate(captured.closure) if n not in literals and id(t) not in given)
+    return GraphOutline(tuple(found), numbers, literals, tuple(closed))
 
 
 def _read(rule: _Rule, node: Node) -> Number | None:
@@ -131,7 +145,7 @@ def _without(node: Node, hidden: Collection[Key], order: Mapping[Node, int], cal
     args: list[Any] = [None if at in hidden else value for at, value in enumerate(node.args)]
     kwargs = {key: None if key in hidden else value for key, value in node.kwargs.items()}
     if "called" in node.meta:  # its first argument is a number of this capture
-        args[0] = id(node.meta["called"])
+        args[0] = node.meta["called"]  # which says what it computes
     elif str(node.target) in _LAYERS:
         args[0] = calls[args_of(node)[0]]
     arguments: Any = fill_in((args, kwargs), lambda source: _Source(order[source]))  # pyright: ignore

@@ -120,6 +120,21 @@ class TorchOptimizer:
                 "model has its last form: .to(dtype), a wrapper or new layers may have replaced its parameters."
             )
 
+    def refuse_replaced(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Refuse parameters that are not the model's any more.
+
+        Raises:
+            ValueError: The model has others under these names.
+        """
+        pairs = zip(self.optimizer.param_groups, self._members, strict=True)
+        found = [n for group, names in pairs for p, n in zip(group["params"], names, strict=True) if params[n] is not p]
+        if found:
+            raise ValueError(
+                f"{caller()}: {', '.join(found[:8])} of the model was replaced (an assignment, "
+                "load_state_dict(assign=True)) after the optimizer was made, which would go on with the tensor of "
+                "before, as in torch. Make a new optimizer of this model, and a new step."
+            )
+
     def refuse_others(self, others: set[str], label: str) -> None:
         """Refuse parameters that the step does not train.
 

@@ -1,7 +1,17 @@
 """Repeated layers, proved to be one program, run as one lax.scan."""
 
 from torch_shard._scan.bundles import Bundle, GraphInput, graph_inputs, names_of
-from torch_shard._scan.capture import FEW, REMAT, LayerOptions, Remat, RolledLoss, ScanLayers, capture_layers, report
+from torch_shard._scan.capture import (
+    FEW,
+    REMAT,
+    CapturedLayers,
+    LayerOptions,
+    Remat,
+    RolledLoss,
+    ScanLayers,
+    capture_layers,
+    report,
+)
 from torch_shard._scan.execute import StackRow, StackRows, array_of, operands_of
 from torch_shard._scan.instructions import Operand
 from torch_shard._scan.intercept import LayerInterceptor
@@ -13,6 +23,7 @@ from torch_shard._scan.siblings import Siblings, stack_layout
 from torch_shard._scan.stages import find_stages
 
 __all__ = [
+    "CapturedLayers",
     "FEW",
     "REMAT",
     "Bundle",

@@ -154,6 +154,10 @@ class RolledLoss:
         return [item for item in self.items if isinstance(item, Loop)]
 
 
+CapturedLayers = tuple[Program[Aux], RolledLoss | None, list[Siblings]]
+"""A captured loss; its loops, if it has layers that are regions; and the groups of layers."""
+
+
 def _has_kernels(layer: nn.Module) -> bool:
     return any(p.ndim > 3 for p in layer.parameters())
 
@@ -185,7 +189,7 @@ def capture_layers(
     num_batch: int,
     what: str,
     sequence_dims: Sequence[Dim] = (),
-) -> tuple[Program[Aux], RolledLoss | None, list[Siblings]]:
+) -> CapturedLayers[Aux]:
     """Capture a loss, its repeated layers as regions where that is safe.
 
     Args:

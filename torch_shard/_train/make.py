@@ -44,6 +44,7 @@ def make_train_step(
     ema: float | None = None,
     watch: str | Sequence[str] | None = None,
     split_activations: bool = True,
+    look_again: bool = True,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
     """Make the function that trains `model` by one step, as one compiled program.
@@ -90,6 +91,9 @@ def make_train_step(
             before clipping, and `update_norm/MODULE`.
         split_activations: Keep activations split over the axes of the batch where parameters are, too (FSDP). It
             changes speed and memory, and no number beyond rounding.
+        look_again: Capture the loss once more before the second call of a program, and before the 11th, 101st, ..., and
+            raise where it is another function by then: it counts, draws in Python or reads a clock. Nothing is
+            compiled for it.
         compile_cache: A directory in which compiled programs are kept for the next process. Any number of processes
             may share it. Trust it as you trust code. Not used for several CPU devices.
 
@@ -128,6 +132,7 @@ def make_train_step(
         ema=ema,
         watch=watch,
         split_activations=split_activations,
+        look_again=look_again,
         compile_cache=compile_cache,
     )
     return TrainStep(model, loss_fn, optimizer, options)

@@ -60,6 +60,7 @@ class StepOptions:
     ema: float | None = None
     watch: str | Sequence[str] | None = None
     split_activations: bool = True
+    look_again: bool = True
     compile_cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class StepOptions:
         check_clipping(self.clip_grad_norm, self.clip_grad_value)
         check_average(self.ema)
         check_kind("split_activations", self.split_activations, bool)
+        check_kind("look_again", self.look_again, bool)
         if isinstance(self.batch_spec, Mapping) and (self.accumulate_steps > 1 or self.local_batches):
             raise NotImplementedError(
                 f"{caller()}: batch_spec by name is for batches that are taken at once and whole: leave out "

@@ -33,6 +33,7 @@ from torch_shard._hosts import begin_run, is_shared
 from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart
 from torch_shard._state import TrainState
 from torch_shard._train.compile_cache import CompileCache
+from torch_shard._train.written import Contents
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +202,11 @@ class StepProgram:
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.chosen: list[str] = []
-        self.num_calls = 0
+        self.num_calls = self._looked = 0
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
         self.agree: Callable[..., None] | None = None
-        self._placed: list[tuple[int, jax.Array] | None] = [None] * len(self._tensors)
+        self._placed: list[tuple[Contents, jax.Array] | None] = [None] * len(self._tensors)
 
     @property
     def loops(self) -> tuple[ProgramLoop, ...]:
@@ -296,18 +297,24 @@ class StepProgram:
         return self.loss.kept if self.loss.train else ()
 
     def _closure(self) -> list[jax.Array]:
-        """Current values of the closed-over tensors on the mesh; moved again only when torch has written to them."""
+        """Current values of the closed-over tensors on the mesh; moved again only when they were written to."""
         return [self._value(position, tensor) for position, tensor in enumerate(self._tensors)]
 
     def _value(self, position: int, tensor: torch.Tensor) -> jax.Array:
         placed = self._placed[position]
-        if placed is None or placed[0] != tensor._version:
+        if placed is None or not placed[0].are_of(tensor):
+            contents = Contents(tensor)
             try:
                 array = put(tensor.detach(), self._sharding, rounds=True)
             except OverflowError as error:
                 raise OverflowError(f"{caller()}: a tensor that the loss closes over: {error}") from error
-            self._placed[position] = placed = (tensor._version, array)
+            self._placed[position] = placed = (contents, array)
         return placed[1]
+
+    def is_to_be_looked_at(self) -> bool:
+        """Tell, once each, whether the next call is the second one, the eleventh, the 101st, ..."""
+        due, self._looked = self.num_calls > self._looked and str(self.num_calls).strip("0") == "1", self.num_calls
+        return due
 
     def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1

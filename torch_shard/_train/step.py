@@ -34,6 +34,7 @@ from torch_shard._lowering import RowSplit, capture_settings
 from torch_shard._plans import experts_of, layers_of
 from torch_shard._scan import LayerOptions, find_stages
 from torch_shard._sharding import (
+    Holdings,
     LossFn,
     ResolvedPlan,
     axes_of,
@@ -49,6 +50,7 @@ from torch_shard._train.facts import FirstRows, agree_on_program
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
+from torch_shard._train.written import Entries, is_in_state
 
 logger = logging.getLogger(__name__)
 
@@ -89,17 +91,44 @@ class Step:
                 "of one tensor. On a mesh each has its own. Register a .clone() as one of them, or make the view in "
                 "forward."
             )
-        self._modules = list(model.modules())
-        self._params = list(self._held.params.values())
-        self._trains = list(map(_REQUIRES_GRAD, self._params))
+        self._hold(self._held)
         self._programs = LastUsed[ProgramKey, list[StepProgram]]()  # for the values asked for, the last one used last
         self._causes = Causes(self.caller)
-        self._host_buffers = HostBuffers(self._held.buffers)
         self._warned = False
         self._placer = Placer(self.layout, self._microbatches, must_divide=self.train, local=options.local_batches)
         self.first_rows = FirstRows(options.mesh, local=options.local_batches)
         self.num_compiles = 0
         """Number of programs that were compiled so far."""
+
+    def _hold(self, held: Holdings) -> None:
+        """Be of these tensors of the model, with the values that they have now."""
+        self._held, self._modules = held, list(self.model.modules())
+        self._params = list(held.params.values())
+        self._trains = list(map(_REQUIRES_GRAD, self._params))
+        self._host_buffers = HostBuffers(held.buffers)
+        self._entries = Entries(self.model, held)
+
+    def _take_entries(self) -> None:
+        """Be of the tensors that the model has now, which may stand where others of their shapes stood."""
+        self._hold(self._present_entries())
+
+    def _present_entries(self) -> Holdings:
+        """The tensors that the model has now.
+
+        Raises:
+            ValueError: They differ from those that the step was made for in more than their values.
+        """
+        held = holdings(self.model)
+        kinds = [
+            [(name, t.shape, t.dtype, name in of.trainable) for name, t in of.all.items()] for of in (self._held, held)
+        ]
+        if kinds[0] != kinds[1]:
+            apart = sorted({name for name, *_ in set(kinds[0]) ^ set(kinds[1])})
+            raise ValueError(
+                f"{self.caller}: {_some(apart)} of the model was added, removed, untied or made another shape, dtype "
+                "or requires_grad since the step was made, so that its state no longer fits. Make a new step."
+            )
+        return held
 
     def _with_stages(self, layers: LayerOptions) -> tuple[ResolvedPlan, ResolvedPlan, LayerOptions]:
         """The plans with the layers that are stages of a pipeline, if there is one; these then are a loop."""
@@ -147,6 +176,8 @@ class Step:
         With `only_shapes` the batch has shapes alone, and so has what is returned.
         """
         self._check_requires_grad()
+        if not only_shapes:
+            self._check_entries(state)
         check_current_mesh()
         placed = batch if isinstance(batch, ShardedBatch) else self._put(batch, only_shapes=only_shapes)
         flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
@@ -163,6 +194,8 @@ class Step:
         num_calls = family[-1].num_calls if family else 0
         found, given, cause = self._fitting(family, values)
         if found is not None:
+            if self.options.look_again and not only_shapes and found.is_to_be_looked_at():
+                found.loss.look_again(values)
             if found is not family[-1]:
                 family.append(family.pop(family.index(found)))
             return found, [*placed.arrays, *given]
@@ -227,6 +260,24 @@ class Step:
             "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
         )
 
+    def _check_entries(self, state: TrainState | None) -> None:
+        """Refuse what was done to the model since the state was taken from it, and is not in the state."""
+        if names := self._entries.replaced():
+            raise ValueError(
+                f"{self.caller}: {_some(names)} of the model was replaced (an assignment, load_state_dict(assign=True)) "
+                "since the step took its values, and the state has those of before. Take a new state (step.init), or "
+                "make a new step with a new optimizer; to change a value in place, write the model before step.init."
+            )
+        if not (names := self._entries.written()):
+            return
+        if apart := [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]:
+            raise ValueError(
+                f"{self.caller}: {_some(apart)} of the model was written since the step took its values, which the "
+                "state does not see: it has its own. Write it within forward or loss_fn, or before step.init; or go on "
+                "with a new step of step.export(state), changed as you want it."
+            )
+        self._entries.note(names)
+
     @error_prefix(None)
     def put(self, batch: PyTree) -> ShardedBatch:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
@@ -239,7 +290,8 @@ class Step:
             ValueError: It does not divide over the mesh, or the processes do not give one batch together.
         """
         placed = self._put(batch)
-        if any(program.reads_batch for program in self.programs):  # the user may write to it until the step runs
+        # The user may write to it until the step runs; what a program asks for is not known before there is one.
+        if not self._programs or any(program.reads_batch for program in self.programs):
             placed = dataclasses.replace(placed, leaves=tuple(map(own_copy, placed.leaves)))
         return placed
 
@@ -250,11 +302,7 @@ class Step:
         return placed
 
     def _capture(self, key: ProgramKey, values: HostValues, microbatch: int) -> LossProgram:
-        if list(holdings(self.model).all) != list(self._held.all):
-            raise ValueError(
-                f"{self.caller}: parameters or buffers were added to the model or removed since the step was made, so "
-                "its state no longer fits. Make a new step."
-            )
+        self._present_entries()
         loss = loss_program(
             self.model,
             self.loss_fn,
@@ -480,3 +528,7 @@ class Step:
                 return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)
 
         return rest
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

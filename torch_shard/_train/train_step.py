@@ -160,8 +160,10 @@ class TrainStep(Step):
                 "init: the values of this model went into an earlier state (donate=True). Go on with that state, or "
                 "make a step of step.export(state), which has its values."
             )
+        self._take_entries()
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
+        self._update.refuse_replaced(self._held)
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
         release = self._release if donate else None
@@ -201,7 +203,7 @@ class TrainStep(Step):
         for held in (self._held.trainable, self._held.frozen, self._held.buffers):
             for name in [name for name in names if name in held]:
                 held[name] = to_meta(self.model, held[name])
-        self._params = list(self._held.params.values())
+        self._hold(self._held)
 
     @renamed(max_grad_norm="skip_grad_norm")
     @error_prefix(None)

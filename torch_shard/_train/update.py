@@ -67,6 +67,11 @@ class Update:
         """The state that an optimizer of torch has in torch; None if it has not stepped, or is of optax."""
         return None if self._torch is None else self._torch.load(values)
 
+    def refuse_replaced(self, held: Holdings) -> None:
+        """Refuse an optimizer of torch whose parameters are not the model's any more."""
+        if self._torch is not None:
+            self._torch.refuse_replaced(held.params)
+
     def read(self, mesh: Mesh) -> None:
         """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
         if self._torch is not None:

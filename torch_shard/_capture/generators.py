@@ -1,0 +1,124 @@
+"""Generators of random numbers, of Python and NumPy, that a callable draws from: a program would repeat what it drew."""
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterator
+from traceback import FrameSummary
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_shard._capture.provenance import describe, is_own_file, is_user_file
+
+_KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+
+_ATOMS = (str, bytes, int, float, complex, bool, torch.Tensor, torch.dtype, types.CodeType, types.ModuleType, FrameType)
+
+_MOST = 50_000
+"""Objects that are looked at."""
+
+
+def draws_so_far() -> tuple[object, ...]:
+    """The states of the generators that all code shares, of Python and of NumPy."""
+    kind, words, *rest = np.random.get_state()
+    return random.getstate(), kind, np.asarray(words).tobytes(), *rest
+
+
+class Generators:
+    """The generators that are reached from some callables: by attributes, containers, closures and globals.
+
+    Args:
+        *roots: The callables, modules among them.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._found = [value for value in _reached(roots) if isinstance(value, _KINDS)]
+        self._before = self._states()
+
+    def _states(self) -> list[Hashable]:
+        return [_state(generator) for generator in self._found]
+
+    def line_that_draws(self, run: Callable[[], object]) -> str | None:
+        """The line of the user's code that has drawn from one of them since they were found; None if there is none.
+
+        Args:
+            run: What may have drawn, to be run again, slowly.
+        """
+        now = self._states()
+        if now == self._before:
+            return None
+        self._found = [g for g, was, is_ in zip(self._found, self._before, now, strict=True) if was != is_]
+        return line_that_draws(run, self._states)
+
+
+def _state(generator: Any) -> Hashable:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return repr(bits.get_state() if isinstance(bits, np.random.RandomState) else bits.state)
+
+
+def _reached(roots: tuple[object, ...]) -> Iterator[object]:
+    """What hangs on some objects, as far as the user's own code may read it."""
+    seen = dict[int, object]()
+    waiting = list(roots)
+    while waiting and len(seen) < _MOST:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _ATOMS):
+            continue
+        seen[id(value)] = value
+        yield value
+        waiting += _held_by(value)
+
+
+def _held_by(value: Any) -> Iterator[object]:
+    if isinstance(value, type):
+        return
+    if isinstance(value, types.FunctionType):
+        yield from (value.__closure__, value.__defaults__, value.__kwdefaults__)
+        if is_own_file(value.__code__.co_filename):
+            yield from (value.__globals__.get(name) for name in _names_of(value.__code__))
+    elif not isinstance(value, _KINDS):
+        yield from (held for held in gc.get_referents(value) if not isinstance(held, type))
+        for cls in type(value).__mro__[:-1]:
+            yield from (method for method in vars(cls).values() if isinstance(method, types.FunctionType))
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    inner = (_names_of(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def line_that_draws(run: Callable[[], object], states: Callable[[], object] = draws_so_far) -> str | None:
+    """Run a callable again, slowly, and give the line of the user's code that draws, if there is one.
+
+    Args:
+        run: The callable.
+        states: Of the generators that it may draw from.
+    """
+    before, lines, found = states(), list[FrameSummary](), list[FrameSummary]()
+
+    def look(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if found or not is_user_file(frame.f_code.co_filename):
+            return None
+        if states() != before:
+            found.extend(lines)
+        elif event == "line":
+            lines[:] = [FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+        return look
+
+    tracing = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with contextlib.suppress(Exception):  # what it was refused for is to be said
+            run()
+    finally:
+        sys.settrace(tracing)
+    return describe(found[0]) if found else None
