@@ -50,7 +50,7 @@ def test_python_random_numbers_are_refused_with_their_line(draw: Callable[[], fl
     """In layers, which a step captures one by one."""
     model = nn.Sequential(*(Draws(draw) for _ in range(4)))
     line = rf"(?s)^File .{__file__}., line {draw.__code__.co_firstlineno}, in <lambda>: .*\nHere the captured function "
-    with refuses(line + "draws from Python's `random` or from numpy.random", NotImplementedError):
+    with refuses(line + "draws from Python's `random` or from NumPy", NotImplementedError):
         ts.jax_jit(model)(torch.ones(2, 4))
     step = sgd_step(model, lambda m, x: m(x).mean(), (8, 1))
     with refuses(line, NotImplementedError):

@@ -45,7 +45,6 @@ from torch_shard._capture.function_mode import (
     outside_capture,
     repeating,
 )
-from torch_shard._capture.generators import Generators
 from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold, module_roots, reached_by, read_by
 from torch_shard._capture.host_values import HostInputs, HostPart, Mismatch
 from torch_shard._capture.inputs import is_literal
@@ -68,7 +67,6 @@ __all__ = [
     "Aux",
     "Captured",
     "Change",
-    "Generators",
     "Guard",
     "HostInputs",
     "HostPart",

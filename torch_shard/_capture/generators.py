@@ -24,37 +24,27 @@ _MOST = 50_000
 """Objects that are looked at."""
 
 
-def draws_so_far() -> tuple[object, ...]:
-    """The states of the generators that all code shares, of Python and of NumPy."""
-    kind, words, *rest = np.random.get_state()
-    return random.getstate(), kind, np.asarray(words).tobytes(), *rest
-
-
 class Generators:
-    """The generators that are reached from some callables: by attributes, containers, closures and globals.
+    """The generators that a callable may draw from: those that all code shares, and those that hang on it.
 
     Args:
-        *roots: The callables, modules among them.
+        fn: The callable. Attributes, containers, closures and globals lead to its generators.
     """
 
-    def __init__(self, *roots: object) -> None:
-        self._found = [value for value in _reached(roots) if isinstance(value, _KINDS)]
+    def __init__(self, fn: Callable[..., object]) -> None:
+        self._own = [value for value in _reached(fn) if isinstance(value, _KINDS)]
         self._before = self._states()
 
     def _states(self) -> list[Hashable]:
-        return [_state(generator) for generator in self._found]
+        return [random.getstate(), repr(np.random.get_state()), *map(_state, self._own)]
 
     def line_that_draws(self, run: Callable[[], object]) -> str | None:
-        """The line of the user's code that has drawn from one of them since they were found; None if there is none.
+        """The line of the user's code that has drawn from one of them since this was made; None if there is none.
 
         Args:
-            run: What may have drawn, to be run again, slowly.
+            run: What may have drawn, to be run again, slowly. What another thread draws is not its.
         """
-        now = self._states()
-        if now == self._before:
-            return None
-        self._found = [g for g, was, is_ in zip(self._found, self._before, now, strict=True) if was != is_]
-        return line_that_draws(run, self._states)
+        return None if self._states() == self._before else _line_that_changes(self._states, run)
 
 
 def _state(generator: Any) -> Hashable:
@@ -64,10 +54,10 @@ def _state(generator: Any) -> Hashable:
     return repr(bits.get_state() if isinstance(bits, np.random.RandomState) else bits.state)
 
 
-def _reached(roots: tuple[object, ...]) -> Iterator[object]:
-    """What hangs on some objects, as far as the user's own code may read it."""
+def _reached(root: object) -> Iterator[object]:
+    """What hangs on an object, as far as the user's own code may read it."""
     seen = dict[int, object]()
-    waiting = list(roots)
+    waiting = [root]
     while waiting and len(seen) < _MOST:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, _ATOMS):
@@ -96,13 +86,8 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def line_that_draws(run: Callable[[], object], states: Callable[[], object] = draws_so_far) -> str | None:
-    """Run a callable again, slowly, and give the line of the user's code that draws, if there is one.
-
-    Args:
-        run: The callable.
-        states: Of the generators that it may draw from.
-    """
+def _line_that_changes(states: Callable[[], object], run: Callable[[], object]) -> str | None:
+    """Run a callable and give the line of the user's code, if there is one, after which there are other states."""
     before, lines, found = states(), list[FrameSummary](), list[FrameSummary]()
 
     def look(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:

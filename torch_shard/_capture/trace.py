@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_shard._capture.autocast import autocast_only
 from torch_shard._capture.calls import calls_seen
-from torch_shard._capture.generators import draws_so_far, line_that_draws
+from torch_shard._capture.generators import Generators
 from torch_shard._capture.data_dependence import DataDependence
 from torch_shard._capture.environment import capture_environment, reference_kernels
 from torch_shard._capture.fakes import changes_nothing, empty_like, fakes, node_in, remember, standins_given, tracer
 from torch_shard._capture.function_mode import CaptureMode, current_mode
-from torch_shard._capture.guards import ModuleFlags, flags_hold
+from torch_shard._capture.guards import Guard, ModuleFlags, flags_hold
 from torch_shard._capture.host_values import HostPart
 from torch_shard._capture.inputs import carry_random_places, constants_to_inputs, decomposes_draws, return_writes
 from torch_shard._capture.masks import rules_for_selections
@@ -81,6 +81,7 @@ class Captured(Generic[Aux]):
         num_draws: How many random operators it ran, numbered in the graph; None if PyTorch decomposes some.
         axes: Named axes that collectives in the callable spoke of, with their sizes.
         host: What is to be computed on the host before each call, as Python has asked for values; else None.
+        guards: Of values that the callable read from outside, where its caller has noted them.
     """
 
     module: torch.fx.GraphModule
@@ -95,6 +96,7 @@ class Captured(Generic[Aux]):
     num_draws: int | None
     axes: dict[str, int]
     host: HostPart | None
+    guards: tuple[Guard, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -102,8 +104,8 @@ class Captured(Generic[Aux]):
         return len(self.module.graph.nodes)
 
     def is_current(self) -> bool:
-        """Tell whether every module that ran still has the training flag that it had."""
-        return flags_hold(self.modules)
+        """Tell whether every module that ran still has its training flag, and what was read its value."""
+        return flags_hold(self.modules) and all(guard.changed() is None for guard in self.guards)
 
 
 def capture(
@@ -121,15 +123,15 @@ def capture(
     Raises:
         NotImplementedError: Python depends on the value of a tensor in `fn`. The message has file and line.
     """
-    drawn = draws_so_far()
     around = current_mode()
     explain = explain or (around is not None and around.explains)
+    generators = Generators(fn) if around is None else None
     graph, changes = _capture_on_fakes(fn, specs, keep=keep, explain=explain, restore=restore)
-    if drawn != draws_so_far():
-        line = line_that_draws(lambda: _capture_on_fakes(fn, specs, keep=keep, explain=False, restore=restore))
+    again = functools.partial(_capture_on_fakes, fn, specs, keep=keep, explain=False, restore=restore)
+    if generators is not None and (line := generators.line_that_draws(again)) is not None:
         raise NotImplementedError(
-            f"{line or '(no line of user code)'}\nHere the captured function draws from Python's `random` or from numpy.random. It runs once, so a "
-            "compiled program would keep these numbers forever. Use torch.rand and its kin, which draw anew at each "
+            f"{line}\nHere the captured function draws from Python's `random` or from NumPy. It runs once, so a "
+            "compiled program would keep these numbers forever. Use torch.rand and its like, which draw anew at each "
             "call, or draw outside and pass the numbers in the batch."
         )
     refuse_new_parameters(changes)

@@ -13,7 +13,7 @@ from torch_shard._common.random import Key
 from torch_shard._common.types import PyTree
 from torch_shard._interop.closure import CLOSURE, MoreInputs, Reader
 from torch_shard._interop.views import call_pure
-from torch_shard._lowering import capture_settings
+from torch_shard._lowering import Program, capture_settings
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -76,19 +76,27 @@ class _Variant:
     def __init__(self, owner: PerClosure, settings: object, closure: tuple[torch.Tensor, ...]) -> None:
         self.owner, self.settings, self.closure = owner, settings, closure
         self.flags: list[ModuleFlags] = []
+        self.programs: list[Program[Any]] = []
         self.compiled: dict[int, Pure] = {}
         self.traced = False
 
     def is_current(self) -> bool:
-        """Tell whether the modules that ran in the trace still have the training flags that they had."""
-        return all(map(flags_hold, self.flags))
+        """Tell whether modules still have the training flags, and what was read the values, of the trace."""
+        return all(map(flags_hold, self.flags)) and all(program.graph.is_current() for program in self.programs)
 
     def __call__(self, key: Key, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         if len(args) not in self.compiled:
             self.compiled[len(args)] = self.owner.transform(self._run, len(args))
         self.traced = False
         values = CLOSURE.values(self.closure)
-        return self.compiled[len(args)](values, key, *args, **kwargs)
+        if not CLOSURE.traces:
+            for program in self.programs:
+                program.look_again()
+        result = self.compiled[len(args)](values, key, *args, **kwargs)
+        if CLOSURE.readers:  # what this depends on, a trace around it does too
+            CLOSURE.readers[-1].modules.extend(self.flags)
+            CLOSURE.readers[-1].programs.extend(self.programs)
+        return result
 
     def _run(self, values: list[jax.Array], key: Key, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         self.traced = True
@@ -96,6 +104,7 @@ class _Variant:
         with reader.active():
             result = self.owner.pure(key, *args, **kwargs)
         self.flags.extend(flags for flags in reader.modules if flags not in self.flags)
+        self.programs.extend(program for program in reader.programs if program not in self.programs)
         return result
 
 

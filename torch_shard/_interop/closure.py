@@ -9,8 +9,9 @@ import jax
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture import Captured, ModuleFlags, is_literal
+from torch_shard._capture import ModuleFlags, current_mode, is_literal
 from torch_shard._device import to_array
+from torch_shard._lowering import Program
 
 
 class Closure(threading.local):
@@ -24,11 +25,17 @@ class Closure(threading.local):
         """The call from a capture into JAX that is being traced, or None."""
         return self.readers[-1].token if self.readers else None
 
-    def read(self, graph: Captured[Any]) -> list[jax.Array]:
+    @property
+    def traces(self) -> bool:
+        """Whether a trace is under way whose programs will run without Python."""
+        return current_mode() is not None or any(not reader.is_partial for reader in self.readers)
+
+    def read(self, program: Program[Any]) -> list[jax.Array]:
         """The current values of the tensors that a captured callable closes over."""
         if self.readers:
-            self.readers[-1].modules.append(graph.modules)
-        return self.values(graph.closure)
+            self.readers[-1].modules.append(program.graph.modules)
+            self.readers[-1].programs.append(program)
+        return self.values(program.graph.closure)
 
     def values(self, tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
         """The current values of these tensors: inputs of the trace under way, if there is one."""
@@ -72,8 +79,10 @@ class Reader:
         self.token = CLOSURE.token if token is None else token
         self._tensors = tuple(tensors)
         self._values = {id(t): v for t, v in zip(tensors, values, strict=True)}
-        self._partial, self._around = partial, CLOSURE.readers[-1:]
-        self.modules: list[ModuleFlags] = self._around[0].modules if partial and self._around else []
+        self.is_partial, self._around = partial, CLOSURE.readers[-1:]
+        of = self._around[0] if partial and self._around else None
+        self.modules: list[ModuleFlags] = of.modules if of else []
+        self.programs: list[Program[Any]] = of.programs if of else []
         self.has_views = False
         """True once a view of a torch callable ran, for which JAX must not reuse a trace."""
 
@@ -88,7 +97,7 @@ class Reader:
             MoreInputs: Some are not inputs yet.
         """
         missing = [t for t in tensors if id(t) not in self._values and not is_literal(t)]
-        if missing and not self._partial:
+        if missing and not self.is_partial:
             raise MoreInputs(missing)
         others = self._around[0].values(missing) if self._around else map(_read, missing)
         known = self._values | dict(zip(map(id, missing), others, strict=True))

@@ -15,10 +15,12 @@ import torch
 from torch_shard._capture import (
     ActiveRegions,
     Captured,
+    Reads,
     Spec,
     TensorFn,
     active_regions,
     binding,
+    current_mode,
     is_literal,
     repeating,
 )
@@ -35,8 +37,10 @@ from torch_shard._lowering import Program, capture_settings
 class FlatFunction:
     """A callable of tensors to tensors, with its captured programs."""
 
-    def __init__(self, fn: TensorFn[Any], what: str, bound: tuple[torch.Tensor, ...] = ()) -> None:
-        self.fn, self.what, self._is_bound = fn, what, frozenset(map(id, bound))
+    def __init__(
+        self, fn: TensorFn[Any], what: str, bound: tuple[torch.Tensor, ...] = (), *, is_derived: bool = False
+    ) -> None:
+        self.fn, self.what, self._is_bound, self._is_derived = fn, what, frozenset(map(id, bound)), is_derived
         self._programs: dict[object, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
         self._bound: dict[object, FlatFunction] = {}
@@ -84,11 +88,19 @@ class FlatFunction:
         specs, programs, found = self._current(arrays, needs_grad)
         self._needs_grad.add(needs_grad)
         if found is None:
-            found = Program(self.fn, specs, self.what)
+            found = self._captured(specs)
             self._refuse_writes(found.graph)
             self._refuse_unseen(found.graph)
             programs.append(found)
         return found
+
+    def _captured(self, specs: tuple[Spec, ...]) -> Program[Any]:
+        if current_mode() is not None:  # the capture around it sees what is read
+            return Program(self.fn, specs, self.what)
+        reads = Reads(self.fn)
+        with reads.seen():
+            program = Program(self.fn, specs, self.what, looks=not self._is_derived)
+        return program.reading(reads.guard())
 
     def _refuse_writes(self, graph: Captured[Any]) -> None:
         if graph.graded:
@@ -120,7 +132,9 @@ class FlatFunction:
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
             raise NeedsKey(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
-        return program.run(key, *arrays, *CLOSURE.read(program.graph))
+        if not CLOSURE.traces:
+            program.look_again()
+        return program.run(key, *arrays, *CLOSURE.read(program))
 
     def apply(self, key: Key, *arrays: jax.Array) -> list[jax.Array]:
         """The callable as a JAX function."""
@@ -166,7 +180,7 @@ class FlatFunction:
             )
             return grads, None
 
-        return FlatFunction(gradients, f"the derivative of {self.what}")
+        return FlatFunction(gradients, f"the derivative of {self.what}", is_derived=True)
 
 
 def _with_torch_derivative(

@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 import torch
 
-from torch_shard._capture import Generators, HostInputs, Mismatch, Precision, Reads
+from torch_shard._capture import HostInputs, Mismatch, Precision, Reads
 from torch_shard._common.caller import caller
 from torch_shard._common.last_used import KEPT
 from torch_shard._loss.activations import Activations
 from torch_shard._loss.batch import BatchSignature
 from torch_shard._loss.host_values import HostValues, capture_with
 from torch_shard._loss.joint import JointLoss, LossShape
-from torch_shard._loss.look_again import REMEDY, explained, what_changes
 from torch_shard._loss.program import LossProgram
-from torch_shard._lowering import OverContext, capture_settings
+from torch_shard._lowering import OverContext, capture_settings, refuse_change
 from torch_shard._scan import CapturedLayers, LayerOptions, capture_layers
 from torch_shard._sharding import LossFn, ResolvedPlan, holdings
 
@@ -61,10 +60,7 @@ class _LossCapture:
         """Capture it, for what the host has of the batch and of buffers."""
         what = f"{caller()}: the loss"
         joint, reads = self.joint(host=host), Reads(self.loss_fn)
-        generators = Generators(self.model, self.loss_fn)
         captured = capture_with(host, lambda: self._layers(joint, reads, what))
-        if (line := generators.line_that_draws(lambda: explained(joint))) is not None:
-            raise NotImplementedError(f"{line}\nHere {what} draws random numbers in Python. {REMEDY}")
         program = LossProgram(captured, self.model, guard := reads.guard(), self.look_again)
         _warn_of(guard.too_large, what)
         _refuse_written_out(program, joint.context, what)
@@ -91,12 +87,7 @@ class _LossCapture:
         again = self.run(host)
         if program.is_same(again):
             return
-        name = program.difference(again)
-        changed = "" if name is None else f"{name} has changed. "
-        raise NotImplementedError(
-            f"{what_changes(self.joint(host=host))}{caller()}: the loss is another function when it is called again. "
-            f"{changed}{REMEDY}"
-        )
+        refuse_change(*self.joint(host=host)(None), f"{caller()}: the loss", program.difference(again))
 
 
 def loss_program(

@@ -14,6 +14,7 @@ from torch_shard._capture import (
     Aux,
     Captured,
     Change,
+    Guard,
     Spec,
     StaleTensor,
     TensorFn,
@@ -21,6 +22,7 @@ from torch_shard._capture import (
     depends_on_inputs,
     made_buffers,
     meaning,
+    module_roots,
     new_values,
     replaces_tensors,
     same_closure,
@@ -28,8 +30,9 @@ from torch_shard._capture import (
 from torch_shard._common.axes import manual_axes, still_hold, tracked_axes
 from torch_shard._common.dtypes import has_x64
 from torch_shard._common.overrides import KERNELS
-from torch_shard._lowering.carried import Kind, Place, carry
+from torch_shard._lowering.carried import Kind, Place, carry, outline_of
 from torch_shard._lowering.interpreter import Lowered, draws_random, lower, missing_lowerings, place_of
+from torch_shard._lowering.look_again import Looks, refuse_change
 from torch_shard._lowering.ops import keeps_whole
 from torch_shard._lowering.rounding import warn_of_rounding
 
@@ -45,6 +48,7 @@ class Program(Generic[Aux]):
         what: Its name, for errors.
         others: Operators that the caller runs in a way of its own.
         inner: Gives the graphs that these stand for.
+        looks: Whether `look_again` does.
     """
 
     def __init__(
@@ -55,8 +59,11 @@ class Program(Generic[Aux]):
         *,
         others: Collection[object] = (),
         inner: Callable[[], Iterable[torch.fx.GraphModule]] = tuple,
+        looks: bool = False,
     ) -> None:
         self._inner = inner
+        self._again = (fn, specs, what) if looks else None
+        self._looks = Looks()
         self.graph: Captured[Aux] = capture(fn, specs, keep=keeps_whole)
         self._check_next_call(fn, specs, what)
         if any(node.target not in others for node in missing_lowerings(self.graph.module)):
@@ -76,6 +83,26 @@ class Program(Generic[Aux]):
         other.graph = dataclasses.replace(self.graph, module=carry(self.graph.module, kinds))
         vars(other).pop("run", None)
         return other
+
+    def reading(self, guard: Guard) -> "Program[Aux]":
+        """The same program, current for as long as a guard holds, and while modules that ran are as they were."""
+        modules = ((type(module).__name__, module) for ref, _ in self.graph.modules if (module := ref()) is not None)
+        roots = Guard(module_roots(modules, torch.nn.Module()))
+        self.graph = dataclasses.replace(self.graph, guards=(guard, roots))
+        return self
+
+    def look_again(self) -> None:
+        """Capture the callable once more where that is due, before it is used again.
+
+        Raises:
+            NotImplementedError: It is another function by now.
+        """
+        if self._again is None or not self._looks.is_due():
+            return
+        fn, specs, what = self._again
+        second = capture(fn, specs, keep=keeps_whole)
+        if not outline_of(self.graph, {}).is_same(outline_of(second, {})):
+            refuse_change(fn, specs, what)
 
     def is_current(self) -> bool:
         """Tell whether modules still have the training flags, and named axes the sizes, of the capture."""

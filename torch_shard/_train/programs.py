@@ -31,6 +31,7 @@ from torch_shard._cost import (
 from torch_shard._device import put
 from torch_shard._hosts import begin_run, is_shared
 from torch_shard._loss import BatchSignature, HostValues, LossProgram, TakenApart
+from torch_shard._lowering import Looks
 from torch_shard._state import TrainState
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.written import Contents
@@ -182,6 +183,7 @@ class StepProgram:
         chosen: What a budget of bytes chose.
         num_draws: How many random operators it runs; None where PyTorch decomposes some.
         made_buffers: Buffers that forward registers: name, value, and whether a `state_dict` has it.
+        looks: When a second look at the loss is due.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class StepProgram:
         self._structs: tuple[TrainState, PyTree] | None = None
         self.random, self.report, self.made_buffers = program.random, program.report, program.made_buffers
         self.chosen: list[str] = []
-        self.num_calls = self._looked = 0
+        self.num_calls, self.looks = 0, Looks()
         self._given: tuple[list[torch.Tensor], list[jax.Array]] | None = None
         self._is_shared = is_shared(cast(Mesh, sharding.mesh))
         self.agree: Callable[..., None] | None = None
@@ -310,11 +312,6 @@ class StepProgram:
                 raise OverflowError(f"{caller()}: a tensor that the loss closes over: {error}") from error
             self._placed[position] = placed = (contents, array)
         return placed[1]
-
-    def is_to_be_looked_at(self) -> bool:
-        """Tell, once each, whether the next call is the second one, the eleventh, the 101st, ..."""
-        due, self._looked = self.num_calls > self._looked and str(self.num_calls).strip("0") == "1", self.num_calls
-        return due
 
     def __call__(self, state: TrainState, arrays: Sequence[PyTree]) -> PyTree:
         self.num_calls += 1

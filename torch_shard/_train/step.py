@@ -194,7 +194,7 @@ class Step:
         num_calls = family[-1].num_calls if family else 0
         found, given, cause = self._fitting(family, values)
         if found is not None:
-            if self.options.look_again and not only_shapes and found.is_to_be_looked_at():
+            if self.options.look_again and not only_shapes and found.looks.is_due():
                 found.loss.look_again(values)
             if found is not family[-1]:
                 family.append(family.pop(family.index(found)))

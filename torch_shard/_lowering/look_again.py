@@ -1,35 +1,58 @@
-"""A second look at a loss: captured once more, it must be the same program, or what it was compiled to is outdated.
+"""A second look at a callable: captured once more, it must be the same program, or a compiled one would be wrong.
 
-A loss may count its calls, draw from a generator, take the next of an iterator or read a clock, wherever it keeps
-these. Nothing in a compiled program says so; but a loss that is run again is then another one.
+It may count its calls, draw from a generator, take the next of an iterator or read a clock, wherever it keeps these.
+Nothing in a compiled program says so; but a callable that is run again is then another one.
 """
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
-from torch_shard._capture import Captured, bits_of, capture
+from torch_shard._capture import Captured, Spec, TensorFn, bits_of, capture
 from torch_shard._common.fx import fill_in
-from torch_shard._loss.joint import JointLoss
-from torch_shard._lowering import keeps_whole, place_of
+from torch_shard._lowering.interpreter import place_of
+from torch_shard._lowering.ops import keeps_whole
 
-REMEDY = (
+_REMEDY = (
     "A compiled program is the same for every call, so what Python changes from call to call must come into it: pass "
     "it in the batch, make it a buffer of the model (register_buffer), or draw random numbers with torch.rand and its "
-    "like. look_again=False leaves this check out."
+    "like. A step with look_again=False does not look."
 )
 
 
-def what_changes(joint: JointLoss) -> str:
-    """The line of a loss in which two calls differ, with what each has there; empty where none is found.
+class Looks:
+    """At which uses of a program a second look is due: the first after its capture, the 10th, the 100th, ..."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+
+    def is_due(self) -> bool:
+        """Count one use, and tell whether a look is due before it."""
+        self._uses += 1
+        return str(self._uses).strip("0") == "1"
+
+
+def refuse_change(fn: TensorFn[Any], specs: Sequence[Spec], what: str, changed: str | None = None) -> NoReturn:
+    """Refuse a callable of which two captures have differed.
 
     Args:
-        joint: The loss, of which two captures have differed.
+        fn: The callable.
+        specs: Its inputs.
+        what: Its name, for the error.
+        changed: The name of a value that was another one each time.
     """
-    first, second = (explained(joint) for _ in range(2))
+    named = "" if changed is None else f"{changed} has changed. "
+    raise NotImplementedError(
+        f"{_what_changes(fn, specs)}{what} is another function when it is called again. {named}{_REMEDY}"
+    )
+
+
+def _what_changes(fn: TensorFn[Any], specs: Sequence[Spec]) -> str:
+    """The line in which two calls differ, with what each has there; empty where none is found."""
+    first, second = (_explained(fn, specs) for _ in range(2))
     for before, after in itertools.zip_longest(_lines(first), _lines(second)):
         if before is None or after is None or before[1] != after[1]:
             place = (before or after or ("",))[0]
@@ -46,9 +69,8 @@ def _apart(before: tuple[str, ...], after: tuple[str, ...]) -> str:
     return f"{before[0]} is given " + ", ".join(f"{a}, and at the next call {b}" for a, b in values)
 
 
-def explained(joint: JointLoss) -> Captured[Any]:
-    """A capture with source lines, its layers one by one."""
-    fn, specs = joint(None)
+def _explained(fn: TensorFn[Any], specs: Sequence[Spec]) -> Captured[Any]:
+    """A capture with source lines."""
     return capture(fn, specs, keep=keeps_whole, explain=True)
 
 
