@@ -33,6 +33,8 @@ class Case:
     sinks: bool = False
     cap: float = 0
     dropout: float = 0
+    keys: int = 1
+    """So many times as many keys as queries."""
 
 
 ONE_AXIS = {"context": 8}
@@ -48,19 +50,23 @@ CASES = {
     ),
     "ring, window, eight": Case("ring", sizes=ONE_AXIS, band=(5, 0)),
     "ring, padding, all keys": Case("ring", band=(None, None), padded=True),
+    "ring, causal, more keys": Case("ring", padded=True, sinks=True, dropout=0.4, keys=2),
+    "ring, window, more keys": Case("ring", sizes=ONE_AXIS, band=(5, 3), keys=2),
+    "gather, causal, more keys": Case("gather", padded=True, keys=2),
     "ring, dropout, sinks, cap": Case("ring", dropout=0.4, sinks=True, cap=2.0, padded=True, band=(9, 3)),
 }
 
 
 def given(case: Case, dtype: Any = np.float64, length: int = LENGTH, width: int = WIDTH) -> dict[str, Any]:
     draw = np.random.default_rng(0)
+    of_queries, of_keys = ((heads, length * times) for heads, times in zip(case.heads, (1, case.keys), strict=True))
     q, k, v, grad = (
-        draw.normal(size=(BATCH, n, length, width)).astype(dtype) for n in (*case.heads, case.heads[1], case.heads[0])
+        draw.normal(size=(BATCH, *of, width)).astype(dtype) for of in (of_queries, of_keys, of_keys, of_queries)
     )
     sinks = (draw.normal(size=case.heads[0]).astype(dtype),) if case.sinks else ()
-    keys = np.ones((BATCH, length), np.int32)
+    keys = np.ones((BATCH, length * case.keys), np.int32)
     keys[0, length // 2 :], keys[1, :3] = 0, 0  # the first queries of the second row see nothing
-    segments = (np.ones_like(keys), keys) if case.padded else ()
+    segments = (np.ones((BATCH, length), np.int32), keys) if case.padded else ()
     return {"grad": grad, "qkv": (q, k, v), "segments": segments, "sinks": sinks, "seed": (np.array([3, 5], np.int32),)}
 
 

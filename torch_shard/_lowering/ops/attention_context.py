@@ -69,7 +69,8 @@ class InContext:
             self._mode = "gather"  # not in a step: a capture refuses it
         self._split = PartitionSpec(self._batch, self._heads, self._axis)
         found, num_heads = None, shape[1] // size
-        if not weights.dropout:
+        uneven = self._mode == "ring" and shape[2] != num_keys and weights.band != (None, None)  # blocks do not align
+        if not weights.dropout and not uneven:
             about = {**self._about, "num_heads": num_heads, "sinks": sinks}
             found = kernel_in_context(rows, self._mode, qkv, segments, **about)
         self._kernel, self._extra, self._extra_specs = found or (None, (), ())
@@ -226,11 +227,12 @@ class InContext:
         pairs = [(device, (device + 1) % self._num) for device in range(self._num)]
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, self._axis, pairs), x)
 
-    def _rounds(self, step, q):
+    def _rounds(self, step, q, k):
         """Which chunks of queries see which of keys after so many steps, if these are their own, and how they do."""
-        device, length, band = lax.axis_index(self._axis), q.shape[3], self._weights.band
+        device, band = lax.axis_index(self._axis), self._weights.band
         pairs = [(0, 0)] if self._num_chunks == 1 else pairs_of(step, device, self._num)
-        of_queries, of_keys = (self._starts(at, length) for at in (device, (device - step) % self._num))
+        of_queries = self._starts(device, q.shape[3])
+        of_keys = self._starts((device - step) % self._num, k.shape[3])
         for queries, keys in pairs:
             is_own = not step and isinstance(queries, int)
             about = {"start": (of_queries[queries], of_keys[keys]), "dtype": wide(q.dtype)}
@@ -257,7 +259,7 @@ class InContext:
         for step in range(self._num):
             here = held
             held = self._next(held) if step + 1 < self._num else held
-            for at, of, _, about in self._rounds(step, q):
+            for at, of, _, about in self._rounds(step, q, here[0]):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 own = (*(x[at] for x in segments[:1]), *of_keys)
                 own_q, outs, totals = self._in_turn(q[at], outs, totals)
@@ -274,7 +276,7 @@ class InContext:
         for step in range(self._num):
             here = held
             held = self._next(held) if step + 1 < self._num else held
-            for at, of, is_own, about in self._rounds(step, q):
+            for at, of, is_own, about in self._rounds(step, q, here[0]):
                 k, v, of_keys = jax.tree.map(lambda x, of=of: x[of], here)
                 saved, own = (q[at], k, v, *(x[at] for x in results)), (*(x[at] for x in segments[:1]), *of_keys)
                 of_q, sums, saved = self._in_turn(of_q, sums, saved)
