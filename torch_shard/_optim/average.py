@@ -5,7 +5,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +82,24 @@ def rule_with_average(rule: Rule, decay: float) -> Rule:
 def average_of(opt_state: PyTree) -> Mapping[str, jax.Array]:
     """The averages by name, in the state of an optimizer that keeps them."""
     return opt_state.ema if isinstance(opt_state, AverageState) else opt_state.slots[SLOT]
+
+
+def average_unchanged(
+    before: PyTree, after: PyTree, params: Mapping[str, jax.Array], names: Sequence[str], decay: float
+) -> PyTree:
+    """The state after an update, where these parameters have stayed as they were whatever the optimizer made of them.
+
+    Args:
+        before: The state before the update.
+        after: The state after it.
+        params: Before the update.
+        names: Of parameters that are not updated.
+        decay: Of the average.
+    """
+    held = {n: _average(average_of(before)[n], params[n], decay) for n in names if n in average_of(before)}
+    if isinstance(after, AverageState):
+        return after._replace(ema={**after.ema, **held})
+    return dataclasses.replace(after, slots={**after.slots, SLOT: after.slots[SLOT].updated(held)})
 
 
 def _average(ema: jax.Array, param: jax.Array, decay: float) -> jax.Array:

@@ -7,13 +7,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Settings, Slots
 
 
 def _adafactor_flags(group: Settings) -> Flags:
     eps1 = group["eps"][0]
-    return {"maximize": bool(group["maximize"]), "eps1": None if eps1 is None else float(eps1)}
+    if eps1 is None:  # torch then takes that of the first parameter for all of its group
+        eps1 = torch.finfo(group["params"][0].dtype).eps
+    return {"maximize": bool(group["maximize"]), "eps1": float(eps1)}
 
 
 def _adafactor_slots(tensor: jax.Array, flags: Flags) -> Slots:
@@ -37,7 +40,7 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
 def _adafactor(entry: Entry, c: Scalars, flags: Flags) -> tuple[jax.Array, Slots]:
     grad, param, slots = entry
     grad = -grad if flags["maximize"] else grad
-    eps1 = flags["eps1"] if flags["eps1"] is not None else float(jnp.finfo(param.dtype).eps)
+    eps1 = flags["eps1"]
     alpha = jnp.maximum(c["eps2"], _root_mean_square(param)) * c["rho"]
     param = param * (1 - c["lr"] * c["weight_decay"])
 

@@ -6,7 +6,7 @@
 # pyright: reportUnknownVariableType=false
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,10 @@ import optax
 import torch
 
 from torch_shard._common.caller import caller, public
+from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.types import PyTree
 from torch_shard._optim.from_torch import RULES, update_tensor
-from torch_shard._optim.rule import Entry, Rule, Slots, read_numbers
+from torch_shard._optim.rule import Entry, Flags, Rule, Slots, read_numbers
 
 Rate = float | Callable[[jax.Array], Any]
 """A learning rate, or an optax schedule: of the number of steps taken, an int32 scalar."""
@@ -45,11 +46,15 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
     except (TypeError, ValueError) as error:
         raise type(error)(f"{caller()}: {error}") from error
     group, rule = made.param_groups[0], RULES[kind]
-    numbers, flags = read_numbers(rule, group), rule.flags(group)
+    numbers = read_numbers(rule, group)
+
+    def flags_for(leaves: Sequence[jax.Array]) -> Flags:
+        first = [torch.empty(0, dtype=torch_dtype(leaf.dtype)) for leaf in leaves[:1]]  # whose dtype matters to torch
+        return rule.flags({**group, "params": first or group["params"]})
 
     def init(params: PyTree) -> TransformState:
         leaves, tree = jax.tree.flatten(params)
-        slots = [_slots(rule, leaf, flags) for leaf in leaves]
+        slots = [_slots(rule, leaf, flags_for(leaves)) for leaf in leaves]
         names = dict.fromkeys(name for own in slots for name in own)
         by_name = {n: jax.tree.unflatten(tree, [own.get(n, optax.MaskedNode()) for own in slots]) for n in names}
         kept = {name: jnp.asarray(value, jnp.float32) for name, value in rule.kept.items()}  # as in torch
@@ -62,7 +67,7 @@ def _transformation(kind: type[torch.optim.Optimizer], lr: Rate, settings: Mappi
         given = {name: jnp.asarray(value, float) for name, value in numbers.items()}  # float64 where JAX has it
         given["lr"] = jnp.asarray(lr(state.steps) if callable(lr) else lr, float)
         scalars, kept = rule.coefficients(count.astype(float), given, state.kept)
-        own = functools.partial(update_tensor, rule, flags, scalars=scalars)
+        own = functools.partial(update_tensor, rule, flags_for(jax.tree.leaves(params)), scalars=scalars)
         updates, slots = _updated(own, grads, params, state.slots)
         kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
         return updates, TransformState(count, kept, slots)

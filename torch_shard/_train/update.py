@@ -16,6 +16,7 @@ from torch_shard._common.types import PyTree
 from torch_shard._optim import (
     TorchOptimizer,
     average_of,
+    average_unchanged,
     check_optimizer,
     clip_in_torch,
     in_optimizer,
@@ -127,15 +128,18 @@ class Update:
             without_grad: Parameters that the loss does not reach, which torch skips.
             layout: How the trained parameters are stored.
         """
+        decay = self._options.ema
         if self._torch is not None:
-            updated, opt_state = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout)
-            return updated.updated({name: params[name] for name in without_grad}), opt_state
+            updated, new = self._torch.update(grads, opt_state, params, inputs[-1], layout=layout)
+            new = new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
+            return updated.updated({name: params[name] for name in without_grad}), new
 
         def update(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> PyTree:
             with in_optimizer("update"):
-                updates, opt_state = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
+                updates, new = self.optimizer.update(grads, opt_state, params, **self._extra(loss))
+            new = new if decay is None else average_unchanged(opt_state, new, params, without_grad, decay)
             updated: PyTree = optax.apply_updates(params, updates)
-            return {**updated, **{name: params[name] for name in without_grad}}, opt_state
+            return {**updated, **{name: params[name] for name in without_grad}}, new
 
         return cast(tuple[Stacks, PyTree], run_by_name(update, grads, opt_state, params, loss, layout=layout))
 
