@@ -77,7 +77,8 @@ def fit(
         batch_size: Rows of a batch, over all processes, where `loader` is a dataset. It is shuffled for each epoch, and
             an epoch's last batch is filled up with its first rows, both as by a `DistributedSampler`; `Rows` has other
             ways, and workers.
-        scheduler: Of the optimizer of torch that the step was made with. A resumed run steps it up to where it is.
+        scheduler: Of the optimizer of torch that the step was made with; it goes on from where it stands. A resumed run
+            gives it, and the groups of the optimizer, the numbers of the checkpoint, as `load_state_dict` would.
         schedule_by: When it is stepped: after each `"step"`, as by default; after each `"epoch"` of the loader; or
             after each evaluation with the metric of this name, as `ReduceLROnPlateau` needs it (default `"loss"`).
         eval_loader: Batches for evaluation, all of them each time: at the end, and every `eval_every` batches. Loss and
@@ -193,8 +194,7 @@ def fit(
         run = Run(step, steps, start, state, reports)
         told = Callbacks(callbacks, run)
         told.take_up(notes.get("callbacks", []))
-        schedule.follow(start)
-        schedule.load_state_dict(notes, step.optimizer)
+        schedule.begin(start, notes, step.optimizer)
         guard = BadStepPolicy(on_bad_step, skip_grad_norm)
         due = Due(eval_every, check_replicas_every)
         proved_until = start + prove_steps

@@ -112,7 +112,6 @@ class Loop:
         rates = self.schedule.rates(self.step.optimizer)
         self.state, metrics = self.step(self.state, placed, skip_grad_norm=self.guard.skip_grad_norm)
         self.begun, self.position = None, self.position + 1
-        self.schedule.follow(self.position)
         self.reports.flush()  # of the batch before, while this one is computed
         self.reports.expect(self.position, placed, metrics, rates)
         if self.step.num_compiles > num_compiles:
@@ -126,6 +125,7 @@ class Loop:
         if stopped is not None:
             self.state, self.stopped = stopped, True
         else:
+            self.schedule.follow(self.position)
             self.told.at(self.position, self.state, metrics)
             self.told.tell("on_step")
             self._between()

@@ -1,8 +1,8 @@
 """A learning rate scheduler of torch in the loop."""
 
 import dataclasses
-import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torch_shard._common.validate import check_kind
 from torch_shard._train import TrainStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -20,11 +22,13 @@ class Schedule:
         scheduler: Of torch; None for none.
         by: `"step"`, `"epoch"`, or the metric of an evaluation that it is stepped with.
         epoch: Number of batches of an epoch, where it is stepped by epoch.
+        ahead: How many steps it has taken more than the run: in eager torch, say, before there was a run.
     """
 
     scheduler: LRScheduler | None
     by: str
     epoch: int = 1
+    ahead: int = 0
 
     @classmethod
     def of(cls, step: TrainStep, scheduler: Any, by: str | None, *, epoch: int | None, evaluates: bool) -> "Schedule":
@@ -45,6 +49,7 @@ class Schedule:
                 "fit: scheduler changes the numbers of another optimizer than the one that the step was made with. "
                 "Give make_train_step the optimizer itself; with an optax transformation, give that an optax schedule."
             )
+        _stands(scheduler)
         by = by or ("loss" if isinstance(scheduler, ReduceLROnPlateau) else "step")
         by_metric = by not in ("step", "epoch")
         if by_metric != isinstance(scheduler, ReduceLROnPlateau):
@@ -61,13 +66,40 @@ class Schedule:
             )
         return cls(scheduler, by, epoch or 1)
 
+    @property
+    def _is_by_position(self) -> bool:
+        return self.scheduler is not None and self.by in ("step", "epoch")
+
+    def _due(self, position: int) -> int:
+        """How many steps a run takes up to a number of batches seen."""
+        return position // (self.epoch if self.by == "epoch" else 1)
+
+    def begin(self, position: int, notes: Mapping[str, Any], optimizer: object) -> None:
+        """Stand where a run goes on, or begins.
+
+        Args:
+            position: Number of batches seen.
+            notes: What `state_dict` gave to the checkpoint that the run goes on with; empty if there is none.
+            optimizer: Of the step.
+        """
+        scheduler, kept = self.scheduler, notes.get("scheduler")
+        _take_numbers(optimizer, notes.get("groups", []), warns=not kept)
+        if scheduler is not None and kept:
+            present = scheduler.state_dict()
+            scheduler.load_state_dict({**present, **_like(present, kept)})
+        if self._is_by_position:
+            self._step_up_to(self._due(position))
+            self.ahead = _stands(scheduler) - self._due(position)
+
     def follow(self, position: int) -> None:
         """Step a scheduler, that goes by batches or epochs, up to a number of batches seen."""
-        scheduler = self.scheduler
-        if scheduler is None or self.by not in ("step", "epoch"):
-            return
-        while scheduler.last_epoch < position // (self.epoch if self.by == "epoch" else 1):
-            scheduler.optimizer._opt_called = True  # pyright: ignore  (else it warns that it is stepped first)
+        if self._is_by_position:
+            self._step_up_to(self._due(position) + self.ahead)
+
+    def _step_up_to(self, number: int) -> None:
+        scheduler: Any = self.scheduler
+        while _stands(scheduler) < number:
+            scheduler.optimizer._opt_called = True  # else it warns that it is stepped first
             scheduler.step()
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -97,35 +129,76 @@ class Schedule:
     def state_dict(self, optimizer: object) -> dict[str, Any]:
         """What a resumed run is to know: the numbers of the groups, and what the scheduler knows, if that is plain."""
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-        known = {} if self.scheduler is None or self.by in ("step", "epoch") else self.scheduler.state_dict()
+        known = {} if self.scheduler is None else self.scheduler.state_dict()
         return {"groups": [_plain(group) for group in groups], "scheduler": _plain(known)}
 
-    def load_state_dict(self, found: Mapping[str, Any], optimizer: object) -> None:
-        """Go on with it, where batches alone do not say where the schedule stands."""
-        if self.scheduler is not None and self.by in ("step", "epoch"):
-            return
-        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-        for group, kept in zip(groups, found.get("groups", []), strict=False):
-            group.update({name: _like(group.get(name), value) for name, value in kept.items()})
-        if self.scheduler is not None and found.get("scheduler"):
-            self.scheduler.load_state_dict(dict(found["scheduler"]))
 
+def _stands(scheduler: Any) -> int:
+    """How many steps a scheduler has taken.
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of these."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            continue
-        found[name] = value
+    Raises:
+        TypeError: It does not say so.
+    """
+    found = getattr(scheduler, "last_epoch", None)
+    inner = getattr(scheduler, "_schedulers", None)  # of ChainedScheduler, all of which are stepped together
+    if found is None and inner:
+        return _stands(inner[0])
+    if not isinstance(found, int):
+        raise TypeError(
+            f"fit: a {type(scheduler).__name__} has no last_epoch, which says where it stands. Call its step() in a "
+            "callback (on_step) instead of giving it as scheduler=."
+        )
     return found
 
 
-def _like(present: object, value: Any) -> Any:
-    """A value in the form in which a group has it."""
+def _take_numbers(optimizer: object, kept: Sequence[Mapping[str, Any]], *, warns: bool) -> None:
+    """Give the groups of an optimizer the numbers that they had, as `optimizer.load_state_dict` does.
+
+    Args:
+        optimizer: Of torch, or none of its.
+        kept: The numbers of each group.
+        warns: Whether to say so where a script has others now, and no scheduler that changes them.
+    """
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    for number, (group, own) in enumerate(zip(groups, kept, strict=False)):
+        taken = {name: _like(group.get(name), value) for name, value in own.items()}
+        others = [f"{name} {group[name]!r} -> {v!r}" for name, v in taken.items() if name in group and group[name] != v]
+        if warns and others:
+            logger.warning(
+                "fit: group %d of the optimizer takes the numbers of the checkpoint, as optimizer.load_state_dict "
+                "does: %s. For those of the script, set them in a callback.",
+                number,
+                ", ".join(others),
+            )
+        group.update(taken)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value; of dicts and lists, what it can hold of what is in them."""
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(value, Mapping):
+        items = {str(name): _plain(inner) for name, inner in value.items()}
+        return {name: inner for name, inner in items.items() if inner is not _NOT_PLAIN}
+    if isinstance(value, list | tuple):
+        found = list(map(_plain, value))
+        return _NOT_PLAIN if any(inner is _NOT_PLAIN for inner in found) else found
+    return value if isinstance(value, int | float | str | None) else _NOT_PLAIN
+
+
+_NOT_PLAIN = object()
+
+
+def _like(present: Any, value: Any) -> Any:
+    """A value from JSON in the form of what is there now: tuples, tensors, and keys that are numbers."""
     if isinstance(present, torch.Tensor):
         return torch.as_tensor(value, dtype=present.dtype)
-    return tuple(value) if isinstance(present, tuple) else value
+    if isinstance(value, dict) and isinstance(present, Mapping):
+        keys = {str(key): key for key in present}
+        numbered = bool(keys) and all(isinstance(key, int) for key in present)
+        named = {keys.get(name, int(name) if numbered else name): inner for name, inner in value.items()}
+        return type(present)({key: _like(present.get(key), inner) for key, inner in named.items()})
+    if isinstance(value, list):
+        held = list(present) if isinstance(present, list | tuple) and len(present) == len(value) else [None] * len(value)
+        found = [_like(own, inner) for own, inner in zip(held, value, strict=True)]
+        return tuple(found) if isinstance(present, tuple) else found
+    return value
