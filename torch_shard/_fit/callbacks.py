@@ -106,6 +106,16 @@ class Callback:
         3
     """
 
+    name = ""
+    """Tells callbacks of one class apart, of which a run has several: a resumed one takes up its states by both."""
+
+    def on_begin(self, run: Run) -> None:
+        """Before the first step of a call of `fit`, when the state of a checkpoint was taken up.
+
+        Args:
+            run: The run.
+        """
+
     def on_step(self, run: Run) -> None:
         """After a step, whose metrics may still be computed.
 
@@ -200,6 +210,19 @@ class EarlyStopping(Callback):
     def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
         check_count("patience", patience)
         self._better, self._patience, self._waited = _Better(metric, mode, min_delta), patience, 0
+        self.name = metric
+
+    def on_begin(self, run: Run) -> None:
+        """End a run that has ended so before.
+
+        Args:
+            run: The run.
+        """
+        self._stop(run)
+
+    def _stop(self, run: Run) -> None:
+        if self._waited >= self._patience:
+            run.stop(f"{self._better.metric} was {self._better.best:.4g} {self._waited} evaluations ago, the best")
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Count evaluations that are no better.
@@ -209,8 +232,7 @@ class EarlyStopping(Callback):
             metrics: The means by name.
         """
         self._waited = 0 if self._better.note(metrics) else self._waited + 1
-        if self._waited >= self._patience:
-            run.stop(f"{self._better.metric} was {self._better.best:.4g} {self._waited} evaluations ago, the best")
+        self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the best value, and for how long."""
@@ -244,6 +266,25 @@ class BestCheckpoint(Callback):
     def __init__(self, checkpointer: Checkpointer, metric: str = "loss", *, mode: str = "min") -> None:
         check_kind("checkpointer", checkpointer, Checkpointer)
         self._checkpointer, self._better = checkpointer, _Better(metric, mode)
+        self.name, self._goes_on = metric, False
+
+    def on_begin(self, run: Run) -> None:
+        """Refuse the directory of another run.
+
+        Args:
+            run: The run.
+
+        Raises:
+            ValueError: It has checkpoints, and this run begins.
+        """
+        if (steps := self._checkpointer.steps()) and not self._goes_on:
+            raise ValueError(
+                f"fit: BestCheckpoint: {self._checkpointer.directory} has checkpoints of another run, of steps {steps}, "
+                "one of which would be taken for the best of this one. Give this run a directory of its own, or remove "
+                "those."
+            )
+        self._checkpointer.take_over()
+        self._goes_on = True
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Save a better state.
@@ -273,14 +314,18 @@ class BestCheckpoint(Callback):
         Args:
             state: What `state_dict` gave.
         """
-        self._better.best = float(state["best"])
+        self._better.best, self._goes_on = float(state["best"]), True
 
 
 class Callbacks:
     """The callbacks of a run, called in their order."""
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
-        self._all, self.run = tuple(callbacks), run
+        self.run, self._all = run, dict[str, Callback]()
+        for each in callbacks:
+            key = f"{type(each).__qualname__} {each.name}".strip()
+            number = sum(other.partition(" #")[0] == key for other in self._all)
+            self._all[f"{key} #{number + 1}" if number else key] = each
 
     def at(self, position: int, state: TrainState, metrics: Mapping[str, PyTree] | None = None) -> None:
         """Tell where the run stands."""
@@ -289,18 +334,19 @@ class Callbacks:
 
     def tell(self, what: str, *args: object) -> None:
         """Call a method of each."""
-        for each in self._all:
+        for each in self._all.values():
             getattr(each, what)(self.run, *args)
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """What a resumed run is to know, in their order."""
-        return [each.state_dict() for each in self._all]
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What a resumed run is to know, by class and name."""
+        return {key: each.state_dict() for key, each in self._all.items()}
 
-    def take_up(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take it up, if these are as many callbacks."""
-        if len(states) == len(self._all):
-            for each, state in zip(self._all, states, strict=True):
-                if state:
-                    each.load_state_dict(state)
-        elif states:
-            logger.warning("fit: the checkpoint is of a run with %d callbacks; these begin anew.", len(states))
+    def take_up(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take it up, each its own."""
+        for key, each in self._all.items():
+            if state := states.get(key):
+                each.load_state_dict(state)
+        if new := [key for key, each in self._all.items() if states and key not in states and each.state_dict()]:
+            logger.warning("fit: the checkpoint has nothing of the callbacks %s: they begin anew.", ", ".join(new))
+        if gone := [key for key, state in states.items() if key not in self._all and state]:
+            logger.warning("fit: the checkpoint has states of callbacks that are not given: %s.", ", ".join(gone))

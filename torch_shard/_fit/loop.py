@@ -85,6 +85,7 @@ class Loop:
     def run(self) -> TrainState:
         """Train to the end, or until something asks to stop."""
         failed = None
+        self._heed()
         try:
             while self.position < self.steps and not self.stopped and self.stop.may_run(self.position):
                 self._advance(next(self.ahead))

@@ -107,6 +107,7 @@ class Checkpointer:
         self._pending: concurrent.futures.Future[None] | None = None
         self._claimed = False
         self._damaged: set[int] = set()
+        self._known: set[int] = set()
         self._lock = filelock.FileLock(self.directory / ".lock", timeout=0, thread_local=False)
 
     def steps(self) -> list[int]:
@@ -197,7 +198,8 @@ class Checkpointer:
 
         Raises:
             BlockingIOError: Another process saves to this directory.
-            ValueError: The state was donated.
+            ValueError: The state was donated, or the directory has later steps that this has not saved, of which the
+                newest would be restored in place of this one.
             RuntimeError: This or an earlier checkpoint could not be written; those that are there are as they were.
         """
         check_kind("state", state, TrainState, hint="A step returns one.")
@@ -209,8 +211,16 @@ class Checkpointer:
             )
         step = int(state.step)
         self._agree_on(step, int(state.num_batches))
-        if exchange(lambda: step in self.steps() and step not in self._damaged)[0]:
+        is_there, later = exchange(lambda: self._others_than(step))[0]
+        if is_there:
             return False
+        if later:
+            raise ValueError(
+                f"{caller()}: {self.directory} has checkpoints of later steps than {step}, {later}, which were there "
+                "before: of another run, or of one that you have gone back in. `restore` takes the newest, which would "
+                "be theirs. Give this run a directory of its own, or remove those."
+            )
+        self._known.add(step)
         head = head_of(state, _as_numbers({} if metrics is None else metrics), _as_json({} if notes is None else notes))
         self.claim()
         partial = self.directory / _UNFINISHED / self.path(step).name
@@ -221,6 +231,15 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
         return True
+
+    def _others_than(self, step: int) -> tuple[bool, list[int]]:
+        """Whether a step has a checkpoint, and the later ones that others have saved."""
+        steps = [found for found in self.steps() if found not in self._damaged]
+        return step in steps, [found for found in steps if found > step and found not in self._known]
+
+    def take_over(self) -> None:
+        """Count the checkpoints that are there as those of this run."""
+        self._known.update(self.steps())
 
     def _agree_on(self, step: int, num_batches: int) -> None:
         """See that all processes save one state to one place."""
