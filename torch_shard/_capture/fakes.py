@@ -7,7 +7,6 @@ import collections
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -48,7 +47,8 @@ _KNOWN = WeakIdKeyDictionary()  # values of fakes that captures have left as buf
 
 _SAME = WeakIdKeyDictionary()  # fakes of captures for those of rehearsals
 
-_ORIGINALS = WeakIdKeyDictionary()  # weak references to closed-over tensors, for the fakes that stand for them
+_ORIGINALS = WeakIdKeyDictionary()  # closed-over tensors, by the fakes that stand for them; not by weak references,
+# with which PyTorch does not swap a tensor in place (Module.to)
 
 _LEFT = WeakIdKeyDictionary()  # what tensors that are not of the capture under way mean in it
 
@@ -318,14 +318,13 @@ def _make_standin(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         else:
             meta = torch.empty(tensor.shape, **options)
         fake = FakeTensor(mode, meta, torch.device("cpu"))
-    _ORIGINALS[fake] = weakref.ref(tensor)
+    _ORIGINALS[fake] = tensor
     return fake
 
 
 def _original_of(fake: torch.Tensor) -> torch.Tensor | None:
-    """The closed-over tensor that a fake stood for, if it is still there."""
-    reference = _ORIGINALS.get(fake)
-    return None if reference is None else reference()
+    """The closed-over tensor that a fake stood for."""
+    return _ORIGINALS.get(fake)
 
 
 @contextlib.contextmanager

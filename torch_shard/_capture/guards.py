@@ -63,6 +63,10 @@ class Guard:
             self._walk = now  # other objects, with the same values
         return name
 
+    def renew(self) -> None:
+        """Take the present values for those that were read."""
+        self._walk = self._walked()
+
     def same(self, other: "Guard") -> bool:
         """Tell whether another one is of the same values."""
         return self._walk.values == other._walk.values

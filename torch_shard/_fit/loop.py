@@ -33,12 +33,21 @@ class Evaluation:
         self._step, self._batches = step, batches
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """The means by name, in which a batch weighs as many rows as it has."""
-        found, weights = [], []
-        for batch in self._batches.epoch(0):
+        """The means by name, in which a batch weighs as many rows as it has; each draws random numbers of its own."""
+        found: list[dict[str, Any]] = []
+        weights: list[int] = []
+        for number, batch in enumerate(self._batches.epoch(0)):
             placed = self._step.put(batch)
+            if number and self._step.draws_random:
+                state = dataclasses.replace(state, key=jax.random.fold_in(state.key, number))
             found.append(jax.device_get(scalars(self._step(state, placed))))
             weights.append(num_rows(placed))
+            if found[-1].keys() != found[0].keys():
+                raise ValueError(
+                    f"fit: loss_fn gives the metrics {', '.join(found[0])} of the first batch of the evaluation, and "
+                    f"{', '.join(found[-1])} of batch {number}: a mean over all needs each of all. Return the same "
+                    "names for every batch (a metric that does not apply as torch.nan)."
+                )
         if not found:
             raise ValueError("fit: eval_loader has no batches. (An iterator is used up after one evaluation.)")
         return {name: float(np.average([float(each[name]) for each in found], weights=weights)) for name in found[0]}

@@ -9,7 +9,7 @@ import jax
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_shard._capture import ModuleFlags, current_mode, is_literal
+from torch_shard._capture import ModuleFlags, is_literal
 from torch_shard._device import to_array
 from torch_shard._lowering import Program
 
@@ -28,7 +28,7 @@ class Closure(threading.local):
     @property
     def traces(self) -> bool:
         """Whether a trace is under way whose programs will run without Python."""
-        return current_mode() is not None or any(not reader.is_partial for reader in self.readers)
+        return self.token is not None or any(not reader.is_partial for reader in self.readers)
 
     def read(self, program: Program[Any]) -> list[jax.Array]:
         """The current values of the tensors that a captured callable closes over."""

@@ -95,7 +95,7 @@ class FlatFunction:
         return found
 
     def _captured(self, specs: tuple[Spec, ...]) -> Program[Any]:
-        if current_mode() is not None:  # the capture around it sees what is read
+        if CLOSURE.token is not None or current_mode() is not None:  # the capture around it sees what is read
             return Program(self.fn, specs, self.what)
         reads = Reads(self.fn)
         with reads.seen():
@@ -203,17 +203,18 @@ def _with_torch_derivative(
         key = None if key is None else key.value
         # Not `run`: a derivative around this one would then differentiate the lowered operators, not the callable.
         outputs = function.differentiable(perturbed, closure, autocast)(key, *inputs)
-        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static(perturbed))
+        return outputs, (key, inputs[:num_arrays], inputs[num_arrays:], Static((perturbed, CLOSURE.token)))
 
     def backward(saved: Any, cotangents: list[Any]) -> Any:
-        key, arrays, values, wanted = saved
+        key, arrays, values, about = saved
+        wanted, token = about.value
         given = tuple(_is_given(c) for c in cotangents)
         chosen = [into_shares(c) for c, is_given in zip(cotangents, given, strict=True) if is_given]
-        if not chosen or not any(wanted.value):
+        if not chosen or not any(wanted):
             return (None,) * (1 + len(arrays) + len(values))
-        with autocast.entered(), Reader(closure, values, partial=True).active():
-            shares = iter(function.vjp(wanted.value, given).apply(key, *arrays, *chosen))
-        grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted.value, strict=True))
+        with autocast.entered(), Reader(closure, values, token, partial=True).active():
+            shares = iter(function.vjp(wanted, given).apply(key, *arrays, *chosen))
+        grads = (sum_shares(next(shares), a) if w else None for a, w in zip(arrays, wanted, strict=True))
         return None, *grads, *(None for _ in values)
 
     call.defvjp(forward, backward, symbolic_zeros=True)

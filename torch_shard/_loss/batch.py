@@ -56,6 +56,7 @@ class BatchSignature:
 def flatten_batch(batch: PyTree) -> tuple[list[PyTree], BatchSignature]:
     """The array leaves of a batch (tensors, arrays, numbers) and its signature."""
     leaves, tree = flatten(batch, _is_iterator)
+    leaves = list(map(_number, leaves))
     found, kinds = list[PyTree](), list[object]()
     for number, leaf in enumerate(leaves):
         try:
@@ -88,6 +89,11 @@ def _reordered(batch: Any, order: Any) -> Any:
     return batch
 
 
+def _number(leaf: PyTree) -> PyTree:
+    """A number of NumPy as Python's, which torch takes it for beside a tensor."""
+    return leaf.item() if isinstance(leaf, np.number) and not isinstance(leaf, np.timedelta64) else leaf
+
+
 def _describe(leaf: PyTree) -> object:
     """What a program depends on in a leaf; None for an object to be taken apart."""
     if isinstance(leaf, torch.Tensor):
@@ -96,8 +102,8 @@ def _describe(leaf: PyTree) -> object:
         return Spec(leaf.shape, torch_dtype(leaf.dtype))
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return Spec(leaf.shape, captured_dtype(leaf.dtype))
-    if isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool):
-        return Spec((), torch.int64 if isinstance(leaf, (int, np.integer)) else torch.float32)
+    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+        return Spec((), torch.int64 if isinstance(leaf, int) else torch.float32)
     return leaf if is_static(leaf) else None
 
 
@@ -105,7 +111,7 @@ def array_paths(batch: PyTree) -> list[str]:
     """Path of each array leaf of a batch, for messages."""
     found: list[str] = []
     for path, leaf in zip(_paths(batch), jax.tree.leaves(batch, _is_iterator), strict=True):
-        kind = _describe(leaf)
+        kind = _describe(_number(leaf))
         if kind is None:
             found += [path + inner for inner, _ in take_apart(leaf, path)[1]]
         elif isinstance(kind, Spec):

@@ -67,7 +67,9 @@ class _LossCapture:
         return program
 
     def _layers(self, joint: JointLoss, reads: Reads, what: str) -> CapturedLayers[LossShape]:
-        with _told(what, joint.signature), reads.seen():
+        # What is evaluated in torch.inference_mode is the same program; there is nothing to train in it.
+        is_inference = torch.is_inference_mode_enabled() and joint.trains
+        with torch.inference_mode(is_inference), _told(what, joint.signature), reads.seen():
             return capture_layers(
                 self.model,
                 self.loss_fn,

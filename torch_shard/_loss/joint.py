@@ -80,7 +80,7 @@ class JointLoss:
     ) -> None:
         self._host, self._activations, self.context = host, activations, context
         self._model, self._loss_fn, self.signature = model, loss_fn, signature
-        self._precision, self._train = precision, train
+        self._precision, self.trains = precision, train
         self._held = holdings(model).training(trained)
         self._hooks = {name: _hooks(name, parameter) for name, parameter in self._held.trainable.items()}
 
@@ -107,13 +107,13 @@ class JointLoss:
                     stack.enter_context(self._activations.active())
                 if regions:
                     stack.enter_context(regions.active())
-                if not self._train:
+                if not self.trains:
                     stack.enter_context(eval_mode(self._model))
                     stack.enter_context(torch.no_grad())
                 else:
                     stack.enter_context(float16_refused())
                 stack.enter_context(holding(self._model, self._tensors(given, regions)))
-                run = self._training if self._train else self._evaluation
+                run = self._training if self.trains else self._evaluation
                 found = run(given, batch, regions.check if regions else None)
                 if regions:
                     regions.check_used()
@@ -123,9 +123,9 @@ class JointLoss:
 
     def _spec(self, given: GraphInput) -> Spec:
         if isinstance(given, Bundle):
-            return Spec((), torch.float32, self._train)
+            return Spec((), torch.float32, self.trains)
         tensor = self._held.all[given]
-        return Spec(tuple(tensor.shape), tensor.dtype, self._train and given in self._held.trainable)
+        return Spec(tuple(tensor.shape), tensor.dtype, self.trains and given in self._held.trainable)
 
     def _tensors(
         self, given: dict[GraphInput, torch.Tensor], regions: LayerInterceptor | None
@@ -168,7 +168,7 @@ class JointLoss:
         if check:  # now that the user's code has run
             check()
         if self._activations:
-            self._activations.check(all_met=self._train)
+            self._activations.check(all_met=self.trains)
         loss, metrics = split_loss(out)
         leaves, tree = flatten({**metrics, **for_objects(objects.tensors)})
         return loss, list(map(as_metric, leaves)), tree, objects.calls

@@ -123,6 +123,8 @@ class LossProgram:
         """
         if self.answers.num <= 1 and not self.answers.kinds:
             self._look_again(self, values.of(0))
+            self._reads.renew()  # a count of calls has gone on, and was seen to be harmless
+            self._attributes.renew()
 
     def carrying(self, other: "LossProgram") -> "LossProgram | None":
         """A program for what this one and another capture are for, maybe this one; None if numbers are not all."""

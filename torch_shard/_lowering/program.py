@@ -103,6 +103,8 @@ class Program(Generic[Aux]):
         second = capture(fn, specs, keep=keeps_whole)
         if not outline_of(self.graph, {}).is_same(outline_of(second, {})):
             refuse_change(fn, specs, what)
+        for guard in self.graph.guards:  # a count of calls has gone on, and was seen to be harmless
+            guard.renew()
 
     def is_current(self) -> bool:
         """Tell whether modules still have the training flags, and named axes the sizes, of the capture."""
