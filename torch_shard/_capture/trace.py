@@ -182,7 +182,9 @@ def _capture(
 
     with _errors_for_users(), reference_kernels(), notes_kept(), enable_python_dispatcher(), mode:
         with_views = make_fx(
-            traced, decomposition_table={**rules_for_selections(), **OPERATORS}, _allow_non_fake_inputs=True
+            traced,
+            decomposition_table=_gradients_of_means({**rules_for_selections(), **OPERATORS}),
+            _allow_non_fake_inputs=True,
         )(*fakes)
     if values.refused:
         raise NotImplementedError(values.refused)
@@ -238,6 +240,31 @@ def _decompositions(keep: Keep) -> dict:
     table = {op: rule for op, rule in core.items() if not keep(op, True)}
     others = {op: rule for op, rule in decomposition_table.items() if op not in core and not keep(op, False)}
     return table | others | {op: functools.partial(_view_of_any_layout, op) for op in STRICT_VIEWS}
+
+
+def _gradients_of_means(table: dict[Any, Any]) -> dict[Any, Any]:
+    """Rules, by which gradients of losses that are means are right of no elements, too."""
+    return table | {
+        op: functools.partial(_gradient_of_mean, table.get(op))
+        for op in decomposition_table
+        if _is_gradient_of_mean(op)
+    }
+
+
+@functools.cache
+def _is_gradient_of_mean(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    return schema is not None and "_backward" in schema.name and "reduction" in {a.name for a in schema.arguments}
+
+
+def _gradient_of_mean(
+    rule: Callable[..., Any] | None, grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """A gradient by a rule; of no elements, by whose number PyTorch's own would divide, there is nothing to compute."""
+    if x.numel():
+        return NotImplemented if rule is None else rule(grad, x, *args, **kwargs)
+    given = kwargs.get("grad_input", kwargs.get("out"))
+    return torch.zeros_like(x) if given is None else given
 
 
 def _view_of_any_layout(view: Callable[..., torch.Tensor], x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

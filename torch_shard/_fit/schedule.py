@@ -198,7 +198,9 @@ def _like(present: Any, value: Any) -> Any:
         named = {keys.get(name, int(name) if numbered else name): inner for name, inner in value.items()}
         return type(present)({key: _like(present.get(key), inner) for key, inner in named.items()})
     if isinstance(value, list):
-        held = list(present) if isinstance(present, list | tuple) and len(present) == len(value) else [None] * len(value)
+        held = (
+            list(present) if isinstance(present, list | tuple) and len(present) == len(value) else [None] * len(value)
+        )
         found = [_like(own, inner) for own, inner in zip(held, value, strict=True)]
         return tuple(found) if isinstance(present, tuple) else found
     return value

@@ -169,7 +169,7 @@ def _loop(
         number, token, ended, tokens, cache = carry
         logits, cache = call(number - 1, token, cache)
         token = jnp.where(ended, loop.pad, loop.sampling.pick(logits, number))
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, number))
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(number), number))
         return number + 1, token, ended | jnp.isin(token, loop.stops), tokens, cache
 
     start = (jnp.ones((), jnp.int32), token, jnp.isin(token, loop.stops), tokens, cache)

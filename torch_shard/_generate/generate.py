@@ -18,6 +18,7 @@ from torch_shard._common.validate import check_count, check_kind, check_number, 
 from torch_shard._device import put
 from torch_shard._generate.decode import Decode, Loop, Prefill
 from torch_shard._generate.sample import Sampling
+from torch_shard._generate.settings import check_settings, setting
 from torch_shard._sharding import ShardingPlan, make_mesh
 from torch_shard._state import TrainState, check_state
 from torch_shard._train import Step, StepOptions
@@ -25,22 +26,6 @@ from torch_shard._train import Step, StepOptions
 _OF_STEPS = weakref.WeakKeyDictionary[Step, tuple[Prefill, Decode]]()
 
 _LAYERS = ("full_attention", "sliding_attention")
-
-_PLAIN = {
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "guidance_scale": 1.0,
-}
-"""Settings of a `generation_config` that change tokens, with the values that change nothing."""
 
 
 @public
@@ -51,8 +36,8 @@ def generate(
     *,
     max_new_tokens: int,
     attention_mask: torch.Tensor | None = None,
-    do_sample: bool = False,
-    temperature: float = 1.0,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     eos_token_id: int | list[int] | None = None,
@@ -75,10 +60,11 @@ def generate(
             on the mesh at each call.
         max_new_tokens: At most so many tokens follow the prompts.
         attention_mask: (batch, time), 0 where a prompt is padded. By default all tokens count.
-        do_sample: Draw tokens by their probabilities, instead of taking the most probable.
-        temperature: Logits are divided by it before tokens are drawn.
-        top_k: Draw from so many most probable tokens. None draws from all.
-        top_p: Draw from the fewest most probable tokens that have this probability together. None draws from all.
+        do_sample: Draw tokens by their probabilities, instead of taking the most probable. This and the following
+            numbers are by default those of the model's `generation_config`.
+        temperature: Logits are divided by it before tokens are drawn; 1 where nothing says otherwise.
+        top_k: Draw from so many most probable tokens; from all where nothing says otherwise, or with 0.
+        top_p: Draw from the fewest most probable tokens that have this probability together; from all likewise.
         eos_token_id: Token, or tokens, that end a row; by default that of the model's `generation_config`.
         pad_token_id: Token that follows in rows that have ended; by default that of the model's `generation_config`,
             or else the first token that ends a row.
@@ -105,7 +91,15 @@ def generate(
     _check_model(model)
     mask = _check_prompt(model, input_ids, attention_mask)
     check_count("max_new_tokens", max_new_tokens)
-    check_kind("do_sample", do_sample, bool)
+    check_kind("do_sample", do_sample, bool | None)
+    config = getattr(model, "generation_config", None)
+    do_sample = bool(setting(config, "do_sample", do_sample) or False)
+    if do_sample:
+        temperature, top_k, top_p = (
+            setting(config, name, given)
+            for name, given in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
+        )
+    temperature, top_k = 1.0 if temperature is None else temperature, top_k or None
     _check_sampling(temperature, top_k, top_p)
     check_seed(seed)
     _check_length(model, int(mask.sum(1).max()) + int(max_new_tokens))
@@ -213,13 +207,7 @@ def _check_model(model: Any) -> None:
             f"{caller()}: {type(model).__name__} has {found}; decoders with full and sliding attention are generated "
             "from. Use model.generate for this one."
         )
-    settings = getattr(model, "generation_config", None)
-    set_to = {name: getattr(settings, name, None) for name in _PLAIN}
-    if changed := [f"{name}={value!r}" for name, value in set_to.items() if value not in (None, _PLAIN[name])]:
-        raise NotImplementedError(
-            f"{caller()}: model.generation_config has {', '.join(changed)}, which only model.generate has. Unset it, "
-            "or use model.generate."
-        )
+    check_settings(getattr(model, "generation_config", None))
 
 
 def _check_prompt(model: Any, ids: object, mask: object) -> torch.Tensor:
@@ -277,7 +265,7 @@ def _check_length(model: Any, length: int) -> None:
 def _ends(model: Any, eos: Any, pad: Any) -> tuple[list[int], int]:
     """Tokens that end a row, and the one that follows."""
     settings = getattr(model, "generation_config", None)
-    eos = getattr(settings, "eos_token_id", None) if eos is None else eos
+    eos = setting(settings, "eos_token_id", eos)
     stops = [] if eos is None else [int(token) for token in (eos if isinstance(eos, list | tuple) else [eos])]
-    pad = getattr(settings, "pad_token_id", None) if pad is None else pad
+    pad = setting(settings, "pad_token_id", pad)
     return stops, int(pad if pad is not None else (stops[0] if stops else 0))

@@ -57,7 +57,9 @@ def _words_of(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
     start = tensor.storage_offset() * tensor.element_size()
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     length = (1 + sum(steps)) * tensor.element_size()
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()[start : start + length]
+    memory = (
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()[start : start + length]
+    )
     if length < 8 * _WORDS:
         return memory, tensor.data_ptr()
     words = memory[: length // 8 * 8].view(np.uint64)

@@ -56,6 +56,11 @@ def mean(x, *, dtype=None):
     return jnp.mean(x if dtype is None else x.astype(jax_dtype(dtype)))
 
 
+@lowers(aten.logcumsumexp.default)
+def logcumsumexp(x, dim):
+    return in_float32(jax.lax.cumlogsumexp)(x, axis=dim % x.ndim) if x.ndim else x
+
+
 @lowers(aten.cumsum.default)
 def cumsum(x, dim, *, dtype=None):
     x = x.astype(_total_dtype(x, dtype))
