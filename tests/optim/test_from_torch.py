@@ -37,6 +37,7 @@ KINDS: dict[str, Any] = {
     "Adafactor, eps": lambda groups: optim.Adafactor(groups, eps=(1e-8, 1e-2), d=1.5),
 }
 SHAPES = {"0.w": (4, 3), "1.w": (4, 3), "2.w": (4, 3), "0.b": (3,), "1.b": (3,), "2.b": (3,), "head": (2, 3, 4)}
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
 STACKED = (("0.w", "1.w", "2.w"), ("0.b", "1.b", "2.b"), ("head",))
 
 
@@ -217,6 +218,61 @@ def test_a_state_goes_on_from_that_of_torch() -> None:
         theirs.step()
     for mine, wanted in zip(step.export(state).parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.detach(), wanted.detach(), rtol=1e-5, atol=1e-6)
+
+
+class Late(nn.Module):
+    """A parameter that has no gradient at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.first(x))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD, dampening", "RMSprop, centered"])
+def test_a_parameter_without_a_state_begins_at_step_0_as_in_torch(kind: str) -> None:
+    x, model = torch.randn(8, 4), Late()
+    optimizer = KINDS[kind](model.parameters())
+
+    def eager(loss: Any) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        eager(mean_square(model.first, x))
+    step = step_of(model, optimizer=optimizer)
+    state = step.init()
+    for _ in range(2):
+        state, _ = step(state, x)
+    for _ in range(2):
+        eager(mean_square(model, x))
+    for mine, wanted in zip(step.export(state).parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach(), rtol=1e-4, atol=1e-6)  # float32, two steps
+    found, own = step.export_optimizer(state)["state"], optimizer.state_dict()["state"]
+    assert {key: float(kept["step"]) for key, kept in found.items() if "step" in kept} == {
+        key: float(kept["step"]) for key, kept in own.items() if "step" in kept
+    }
+
+
+def test_a_state_that_is_loaded_after_init_is_refused_unless_it_is_that_of_the_run() -> None:
+    model, other = Late(), Late()
+    optimizer, trained = (optim.AdamW(m.parameters(), lr=0.1) for m in (model, other))
+    mean_square(other, X).backward()
+    trained.step()
+    step = step_of(model, optimizer=optimizer)
+    state = step.init()
+    optimizer.load_state_dict(trained.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"loaded into the optimizer \(load_state_dict\) after step.init"):
+            step(state, X)
+    state, _ = step(step.init(), X)
+    optimizer.load_state_dict(step.export_optimizer(state))  # for a file of torch's, say
+    state, _ = step(state, X)
+    assert float(step.export_optimizer(state)["state"][0]["step"]) == 3
 
 
 def test_a_parameter_in_no_group_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -261,7 +261,7 @@ def _gradient_of_mean(
     rule: Callable[..., Any] | None, grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """A gradient by a rule; of no elements, by whose number PyTorch's own would divide, there is nothing to compute."""
-    if x.numel():
+    if not any(type(size) is int and size == 0 for size in x.shape):  # others are known when the program runs
         return NotImplemented if rule is None else rule(grad, x, *args, **kwargs)
     given = kwargs.get("grad_input", kwargs.get("out"))
     return torch.zeros_like(x) if given is None else given

@@ -48,8 +48,9 @@ class TorchOptState:
     """What an optimizer of torch keeps.
 
     Attributes:
-        steps: Steps taken by each parameter group, int32 `(num_groups,)`.
-        kept: Other numbers of each group, by torch's name, `(num_groups,)`: `mu_product` of NAdam, `eta` of ASGD.
+        steps: Steps taken by each parameter group, and by each parameter that began later than its group, int32
+            `(num_counts,)`.
+        kept: Other numbers of each of these, by torch's name, `(num_counts,)`: `mu_product` of NAdam, `eta` of ASGD.
         slots: What is kept for each parameter, by torch's name for it, then by the parameter's: `exp_avg`, ...
     """
 
@@ -87,21 +88,19 @@ class TorchOptimizer:
         names = {id(tensor): name for name, tensor in params.items()}
         self._members = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         self._refuse_strangers()
-        taken = set(trainable)
-        self.group_of = {
-            name: number for number, members in enumerate(self._members) for name in members if name in taken
-        }
+        self._trainable = frozenset(trainable)
+        self.note_late()
         self._flags = [self.rule.flags(group) for group in optimizer.param_groups]
         self._shape = self._present_shape()
         self._values: list[list[float]] = []
         self._num_reads = -1  # without the one below
         self.inputs = torch.empty(len(self._members), len(self._names_of_numbers()), dtype=torch.float64)
         self.read()
-        if alone := [name for name in trainable if name not in self.group_of]:
+        if alone := [name for name in trainable if name not in self._count_of]:
             logger.info(
                 "%s: in no parameter group of the optimizer, and so left as they are: %s", caller(), ", ".join(alone)
             )
-        dtypes = {params[name].dtype for name in self.group_of}
+        dtypes = {params[name].dtype for name in self._count_of}
         self._dtype = jnp.float64 if torch.float64 in dtypes or torch.complex128 in dtypes else jnp.float32
         self._kept_dtype = jnp.float64 if torch.get_default_dtype() == torch.float64 else jnp.float32  # as in torch
 
@@ -145,6 +144,57 @@ class TorchOptimizer:
             raise ValueError(
                 f"{caller()}: the optimizer has parameters that trainable={label!r} leaves out: "
                 f"{', '.join(found[:8])}{', ...' * (len(found) > 8)}. Make it of those parameters alone, or name more."
+            )
+
+    def note_late(self) -> bool:
+        """Give the parameters without a state, of groups where others have one, counts of steps of their own.
+
+        They had no gradient so far, and begin at step 0 as in torch.
+
+        Returns:
+            Whether there are others than before.
+        """
+        before = getattr(self, "_count_of", None)
+        self._count_of = {n: number for number, names in enumerate(self._members) for n in names if n in self._trainable}
+        self._groups = list(range(len(self._members)))
+        states = self._in_torch()
+        for number, names in enumerate(self._members):
+            own = [name for name in names if name in self._trainable]
+            late = [name for name in own if not states[name]]
+            for name in late if len(late) < len(own) else ():
+                self._count_of[name] = len(self._groups)
+                self._groups.append(number)
+        self._adopted = self.optimizer.state
+        return before is not None and before != self._count_of
+
+    def _in_torch(self) -> dict[str, Mapping[str, Any]]:
+        """What the optimizer keeps now in torch, by the names of the parameters that are trained."""
+        return {
+            name: self.optimizer.state.get(p, {})
+            for group, names in zip(self.optimizer.param_groups, self._members, strict=True)
+            for p, name in zip(group["params"], names, strict=True)
+            if name in self._trainable
+        }
+
+    def refuse_loaded(self, state: TorchOptState, values: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a state that was loaded into the optimizer in torch, and is not that of the run.
+
+        Args:
+            state: Of the run.
+            values: The parameters by name.
+
+        Raises:
+            ValueError: `optimizer.load_state_dict` was called, with other moments than these.
+        """
+        if self.optimizer.state is self._adopted:
+            return
+        found = None if self.note_late() else self.load(values)
+        if found is None or not _are_equal(found, state):
+            self._adopted = None  # refused again at the next call
+            raise ValueError(
+                f"{caller()}: a state was loaded into the optimizer (load_state_dict) after step.init, and the state "
+                "of this run has other moments. Call step.init() after it, and train on with what that returns; with "
+                "a checkpoint, optimizer.load_state_dict(step.export_optimizer(state))."
             )
 
     # What is read of torch at each step
@@ -193,12 +243,15 @@ class TorchOptimizer:
         """The state at step 0, of parameters by name."""
         slots: dict[str, dict[str, jax.Array]] = {}
         for name, tensor in params.items():
-            if name in self.group_of:
-                for slot, value in self._slots(tensor, self._flags[self.group_of[name]]).items():
+            if name in self._count_of:
+                for slot, value in self._slots(tensor, self._flags_of(name)).items():
                     slots.setdefault(slot, {})[name] = value
-        num = len(self._members)
+        num = len(self._groups)
         kept = {name: jnp.full((num,), value, self._kept_dtype) for name, value in self.rule.kept.items()}
         return TorchOptState(jnp.zeros((num,), jnp.int32), kept, dict[str, Mapping[str, jax.Array]](slots))
+
+    def _flags_of(self, name: str) -> Flags:
+        return self._flags[self._groups[self._count_of[name]]]
 
     def _slots(self, tensor: jax.Array, flags: Flags) -> Slots:
         if why := self.rule.refuses(tensor.shape):
@@ -230,8 +283,8 @@ class TorchOptimizer:
         """For each group what its tensors are updated with; and what the groups keep."""
         names, dtype = self._names_of_numbers(), self._dtype
         found, kept = list[Scalars](), list[Scalars]()
-        for number in range(len(self._members)):
-            numbers = {name: inputs[number, at].astype(dtype) for at, name in enumerate(names)}
+        for number, group in enumerate(self._groups):
+            numbers = {name: inputs[group, at].astype(dtype) for at, name in enumerate(names)}
             own = {name: values[number].astype(dtype) for name, values in state.kept.items()}
             t = (state.steps[number] + 1).astype(dtype)
             coefficients, later = self.rule.coefficients(t, numbers, own)
@@ -260,8 +313,7 @@ class TorchOptimizer:
 
     def _is_one(self, names: tuple[str, ...]) -> bool:
         """Tell whether the rows of a stack are updated alike, up to numbers."""
-        groups = [self.group_of.get(name) for name in names]
-        kinds = {None if group is None else frozen_flags(self._flags[group]) for group in groups}
+        kinds = {frozen_flags(self._flags_of(name)) if name in self._count_of else None for name in names}
         return len(kinds) == 1
 
     def _of_part(
@@ -273,11 +325,11 @@ class TorchOptimizer:
     ) -> tuple[jax.Array, Slots]:
         """The update of a stored array, whose rows have the same flags."""
         grad, param = given
-        if names[0] not in self.group_of:
+        if names[0] not in self._count_of:
             return param, {}
         entry = Entry(grad, param, {n: _kept(values, names) for n, values in slots.items() if names[0] in values})
-        groups = [self.group_of[name] for name in names]
-        update = functools.partial(update_tensor, self.rule, self._flags[groups[0]])
+        groups = [self._count_of[name] for name in names]
+        update = functools.partial(update_tensor, self.rule, self._flags_of(names[0]))
         if len(names) == 1:
             return update(entry, scalars[groups[0]])
         if len(set(groups)) == 1:
@@ -296,19 +348,14 @@ class TorchOptimizer:
         Raises:
             ValueError: Parameters of one group have taken different numbers of steps, or some have none.
         """
-        found = {
-            name: self.optimizer.state.get(p, {})
-            for group, members in zip(self.optimizer.param_groups, self._members, strict=True)
-            for p, name in zip(group["params"], members, strict=True)
-            if name in self.group_of
-        }
+        found = self._in_torch()
         if not any(found.values()):
             return None
         fresh = jax.eval_shape(self.init, {name: struct_of(value) for name, value in values.items()})
-        steps = np.zeros(len(self._members), np.int32)
-        kept = {name: np.full(len(self._members), value, self._kept_dtype) for name, value in self.rule.kept.items()}
+        steps = np.zeros(len(self._groups), np.int32)
+        kept = {name: np.full(len(self._groups), value, self._kept_dtype) for name, value in self.rule.kept.items()}
         for number, members in enumerate(self._members):
-            own = {name: found[name] for name in members if found.get(name)}
+            own = {n: found[n] for n in members if self._count_of.get(n) == number and found[n]}
             steps[number] = self._one(own, number, lambda state: state["step"] if self.rule.counts else 1)
             for name in kept:
                 if own:
@@ -339,12 +386,13 @@ class TorchOptimizer:
         groups = self.optimizer.state_dict()["param_groups"]
         steps, kept = np.asarray(state.steps), {name: np.asarray(values) for name, values in state.kept.items()}
         found: dict[int, dict[str, torch.Tensor]] = {}
-        for number, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+        for group, members in zip(groups, self._members, strict=True):
             for place, name in zip(group["params"], members, strict=True):
-                if name not in self.group_of or name in without or not steps[number]:
+                count = self._count_of.get(name)
+                if count is None or name in without or not steps[count]:
                     continue
-                own = {"step": torch.tensor(float(steps[number]))} if self.rule.counts else {}
-                own |= {key: torch.tensor(float(values[number])) for key, values in kept.items()}
+                own = {"step": torch.tensor(float(steps[count]))} if self.rule.counts else {}
+                own |= {key: torch.tensor(float(values[count])) for key, values in kept.items()}
                 own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
                 found |= {place: own} if own else {}
         return {"state": found, "param_groups": groups}
@@ -383,6 +431,20 @@ class TorchOptimizer:
         clip(list(copies.values()))
         other.step()
         return {name: jnp.asarray(copy.detach().numpy()) for name, copy in copies.items()}
+
+
+def _are_equal(found: TorchOptState, state: TorchOptState) -> bool:
+    """Tell whether a state from torch is that of a run."""
+    leaves = [jax.tree.map(np.asarray, (own.steps, own.kept)) for own in (found, state)]
+    numbers = zip(*(jax.tree.leaves(own) for own in leaves), strict=True)
+    if not all(np.array_equal(a, b) for a, b in numbers):
+        return False
+    pairs = [(s, n) for s, by_name in found.slots.items() if s != SLOT for n in by_name]
+    return all(torch.equal(_on_host(found.slots[s][n]), to_host(state.slots[s][n])) for s, n in pairs)
+
+
+def _on_host(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
 
 
 def _fresh(slot: str, param: Any, struct: jax.ShapeDtypeStruct) -> Any:

@@ -88,6 +88,7 @@ class TrainStep(Step):
 
     def _store(self, groups: list[Siblings]) -> None:
         """Keep states in this layout from now on: entries of these groups of layers are stored together."""
+        self._stored = groups
         self._layout = StateLayout(
             self.model,
             self._held,
@@ -164,6 +165,8 @@ class TrainStep(Step):
         refuse_meta(self._held.all)
         refuse_wide(self._held.all)
         self._update.refuse_replaced(self._held)
+        if self._update.note_late():
+            self._store([*self._stored])
         agree_on_values(self._held, self.plan, seed=seed, opt_state=self.structs.opt_state)
         self._donated = donate
         release = self._release if donate else None
@@ -236,6 +239,7 @@ class TrainStep(Step):
         self._update.read(self.mesh)
         program, arrays = self._prepare(batch, state, skip_grad_norm)
         own, others = self._own(state)
+        self._update.refuse_loaded(own.opt_state, self._held)
         state, metrics = program(self._layout.normal(own), arrays)
         state = dataclasses.replace(state, opt_state=self._labeled(state.opt_state, others))
         self._update.note_step()

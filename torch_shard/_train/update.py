@@ -73,6 +73,15 @@ class Update:
         if self._torch is not None:
             self._torch.refuse_replaced(held.params)
 
+    def note_late(self) -> bool:
+        """Look which parameters an optimizer of torch has no state of yet; returns whether these are others now."""
+        return self._torch is not None and self._torch.note_late()
+
+    def refuse_loaded(self, opt_state: PyTree, held: Holdings) -> None:
+        """Refuse a state that was loaded into an optimizer of torch since, and is not that of the run."""
+        if self._torch is not None:
+            self._torch.refuse_loaded(opt_state, held.trainable)
+
     def read(self, mesh: Mesh) -> None:
         """Read the numbers of the parameter groups into `inputs`, the same in all processes."""
         if self._torch is not None:
