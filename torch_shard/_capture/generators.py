@@ -1,4 +1,4 @@
-"""Generators of random numbers, of Python and NumPy, that a callable draws from: a program would repeat what it drew."""
+"""Generators of Python and NumPy that a callable draws from: a program would repeat what it drew."""
 
 import contextlib
 import functools

@@ -279,8 +279,8 @@ class BestCheckpoint(Callback):
         """
         if (steps := self._checkpointer.steps()) and not self._goes_on:
             raise ValueError(
-                f"fit: BestCheckpoint: {self._checkpointer.directory} has checkpoints of another run, of steps {steps}, "
-                "one of which would be taken for the best of this one. Give this run a directory of its own, or remove "
+                f"fit: BestCheckpoint: {self._checkpointer.directory} has checkpoints of another run, of steps {steps}; "
+                "one would be taken for the best of this one. Give this run a directory of its own, or remove "
                 "those."
             )
         self._checkpointer.take_over()

@@ -23,14 +23,42 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Fields that change tokens, with the values beside None that change nothing."""
 
 WITHOUT_EFFECT = frozenset(
-    """
-    max_length max_new_tokens early_stopping length_penalty use_cache cache_implementation cache_config max_cache_len
-    renormalize_logits remove_invalid_values output_attentions output_hidden_states output_scores output_logits
-    return_dict_in_generate bos_token_id decoder_start_token_id is_assistant num_assistant_tokens
-    num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size
-    assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type
-    compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size transformers_version
-    """.split()
+    [
+        "max_length",
+        "max_new_tokens",
+        "early_stopping",
+        "length_penalty",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "renormalize_logits",
+        "remove_invalid_values",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "speculation_type",
+        "compile_config",
+        "disable_compile",
+        "continuous_batching_config",
+        "low_memory",
+        "prefill_chunk_size",
+        "transformers_version",
+    ]
 )
 """Fields that say how tokens are computed, or what is given back beside them, or are for beams and encoders alone."""
 

@@ -295,11 +295,33 @@ def open_torch(path: Path) -> TensorFile:
 def _open(
     path: Path, open_file: Callable[[Path], TensorFile], names: tuple[str, str], suffixes: tuple[str, ...]
 ) -> TensorFile:
+    refuse_foreign(path)
     if path.is_dir():
         path = _choose(path, names, suffixes)
     if not path.is_file():
         raise FileNotFoundError(f"{caller()}: {path} does not exist.")
     return _open_index(path, open_file) if path.suffix == ".json" else open_file(path)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse checkpoints of other tools, with what converts them.
+
+    Raises:
+        ValueError: It is one of torch's distributed checkpoints, or one of Meta's in several files.
+    """
+    folder = path if path.is_dir() else path.parent
+    parts = sorted(folder.glob("consolidated.[0-9][0-9].pth"))
+    if path.suffix == ".distcp" or (path.is_dir() and (path / ".metadata").is_file()):
+        raise ValueError(
+            f"{caller()}: {path} is a distributed checkpoint of torch (DCP), which is in a file for each process. "
+            f"Convert it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt"
+        )
+    if len(parts) > 1 and (path.is_dir() or path in parts):
+        raise ValueError(
+            f"{caller()}: {folder} holds {len(parts)} parts of Meta's, {parts[0].name} to {parts[-1].name}, each a slice "
+            "of every matrix. Convert them with convert_llama_weights_to_hf.py of transformers, or take the "
+            "weights of the hub in safetensors."
+        )
 
 
 def _choose(folder: Path, names: tuple[str, str], suffixes: tuple[str, ...]) -> Path:

@@ -148,7 +148,9 @@ def load_torch(
         check_kind("model_or_names", model_or_names, torch.nn.Module, hint="An optimizer has parameters of a module.")
         kept = open_training(check_path("path", path, hint="The optimizer's state is read from a file."))
         loader = _Loader(kept.weights, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
-        loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept)
+        named = model_or_names.named_parameters() if isinstance(model_or_names, torch.nn.Module) else ()
+        names = {parameter: name for name, parameter in named}
+        loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept, names)
     else:
         file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))
         loader = _Loader(file, model_or_names, mesh=mesh, plan=plan, dtype=dtype)

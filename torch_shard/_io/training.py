@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_shard._common.caller import caller
-from torch_shard._io.formats import HeldTensors, TensorFile, open_safetensors, open_torch, read_torch
+from torch_shard._io.formats import HeldTensors, TensorFile, open_safetensors, open_torch, read_torch, refuse_foreign
 
 WEIGHTS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
@@ -42,6 +42,7 @@ def open_training(path: Path) -> TrainingFile:
         FileNotFoundError: There is no such file.
         ValueError: It holds no weights under a usual name.
     """
+    refuse_foreign(path)
     if path.is_dir():
         has_safetensors = (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists()
         found = {part: read_torch(path / file) for part, file in FILES.items() if (path / file).is_file()}
@@ -83,13 +84,17 @@ class Restoring:
         optimizer: Of the model's parameters.
         scheduler: Of that optimizer, if there is one.
         file: Where the states are.
+        names: Of the model's parameters.
 
     Raises:
         ValueError: The file lacks one of them, or it does not fit: nothing is changed then.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, file: TrainingFile) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any, file: TrainingFile, names: Mapping[torch.Tensor, str]
+    ) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
+        self._names = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
         wanted = {"optimizer": optimizer, "scheduler": scheduler}
         for part in (part for part, owner in wanted.items() if owner is not None and part not in file.parts):
             names = OPTIMIZER if part == "optimizer" else SCHEDULER
@@ -122,7 +127,7 @@ class Restoring:
         for group in optimizer.param_groups:
             group["params"] = [self._stand_ins.setdefault(p, _stand_in(p)) for p in group["params"]]
         try:
-            optimizer.load_state_dict(dict(self._found["optimizer"]))
+            optimizer.load_state_dict(self._by_number(dict(self._found["optimizer"])))
             self._check_shapes()
             if scheduler is not None:
                 scheduler.load_state_dict(dict(self._found["scheduler"]))
@@ -133,6 +138,29 @@ class Restoring:
                 "script did that wrote the file: the same class, the same groups in the same order."
             ) from error
         return undo
+
+    def _by_number(self, found: dict[str, Any]) -> dict[str, Any]:
+        """A state that speaks of parameters by name, as `get_state_dict` of torch's checkpoints does, by number.
+
+        Raises:
+            ValueError: It has other names than the model, or others in a group.
+        """
+        groups = found.get("param_groups", [])
+        order = [name for own in self._names for name in own]
+        theirs = [group["params"] for group in groups]
+        if not any(isinstance(key, str) for own in theirs for key in own):
+            theirs = [group.get("param_names", ()) for group in groups]
+            if sorted(name for own in theirs for name in own) != sorted(order):
+                return found  # by position, as torch does
+        keys = {n: k for own, g in zip(theirs, groups, strict=True) for n, k in zip(own, g["params"], strict=True)}
+        if list(map(sorted, theirs)) != list(map(sorted, self._names)):
+            apart = sorted({*keys} ^ {*order})
+            listed = f"{', '.join(apart[:8])} on one side alone" if apart else "the same names in other groups"
+            raise ValueError(f"its state goes by the names of parameters, and has {listed}.")
+        state = {n: found["state"][keys[name]] for n, name in enumerate(order) if keys[name] in found["state"]}
+        numbers = iter(range(len(order)))
+        pairs = zip(groups, self._names, strict=True)
+        return {"state": state, "param_groups": [{**g, "params": [next(numbers) for _ in own]} for g, own in pairs]}
 
     def _check_shapes(self) -> None:
         for stand_in, state in self._optimizer.state.items():

@@ -13,6 +13,7 @@ from torch_shard._lowering.interpreter import (
     place_of,
     sources_of,
 )
+from torch_shard._lowering.look_again import Looks, refuse_change
 from torch_shard._lowering.ops import (
     LOWERINGS,
     RANDOM,
@@ -31,15 +32,12 @@ from torch_shard._lowering.ops import (
 )
 from torch_shard._lowering.ops.constraints import constrained
 from torch_shard._lowering.ops.context import LAID, SPLIT, OverContext
-from torch_shard._lowering.look_again import Looks, refuse_change
 from torch_shard._lowering.own import Own, is_own, report_own
 from torch_shard._lowering.pieces import mark_pieces
 from torch_shard._lowering.program import Program, capture_settings
 from torch_shard._lowering.rows import ROWS, SEQUENCE, USED_AS, RowSplit, current_rows, rows_split
 
 __all__ = [
-    "Looks",
-    "refuse_change",
     "LAID",
     "LOWERINGS",
     "RANDOM",
@@ -50,6 +48,7 @@ __all__ = [
     "USED_AS",
     "GraphOutline",
     "Kind",
+    "Looks",
     "Number",
     "OverContext",
     "Own",
@@ -76,6 +75,7 @@ __all__ = [
     "operation",
     "outline_of",
     "place_of",
+    "refuse_change",
     "refuse_generator",
     "report_attention",
     "report_context",

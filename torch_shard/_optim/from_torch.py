@@ -155,7 +155,9 @@ class TorchOptimizer:
             Whether there are others than before.
         """
         before = getattr(self, "_count_of", None)
-        self._count_of = {n: number for number, names in enumerate(self._members) for n in names if n in self._trainable}
+        self._count_of = {
+            n: number for number, names in enumerate(self._members) for n in names if n in self._trainable
+        }
         self._groups = list(range(len(self._members)))
         states = self._in_torch()
         for number, names in enumerate(self._members):

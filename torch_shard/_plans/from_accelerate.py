@@ -34,7 +34,8 @@ def from_accelerate(
     than 1. Parameters are split over `dp_shard` and `cp` as one axis (FSDP2), or with `sp`, as ZeRO of DeepSpeed does
     it; over `tp` by the model's own `tp_plan` (`from_hf`). Rows of the batch are split over `dp_replicate` and
     `dp_shard`, its second dim, the sequence, over `cp` or `sp`. How attention then communicates is XLA's choice:
-    handlers and backends have no meaning here. If all sizes are 1, every device has rows of its own.
+    handlers and backends have no meaning here. If all sizes are 1, every device has rows of its own, and parameters are
+    split over all of them if `accelerate launch` was asked for FSDP.
 
     Args:
         model: As `fsdp` takes it; for `tp` a model of transformers.
@@ -50,7 +51,7 @@ def from_accelerate(
     Raises:
         TypeError: The config has none of these attributes.
         ValueError: A size is no positive integer, both `cp` and `sp` are more than 1, there are not as many devices;
-            or, for `tp`, the model has no `tp_plan`.
+            or, for `tp`, the model has no `tp_plan`. Or the launcher was asked for what sizes alone can say.
 
     Example:
         >>> import torch, types, torch_shard as ts
@@ -61,7 +62,7 @@ def from_accelerate(
     """
     model = check_module("model", model)
     sizes = {axis: size for axis, size in _sizes(parallelism_config).items() if size > 1}
-    mesh = make_mesh(devices, topology=topology, **(sizes or {"dp_replicate": -1}))
+    mesh = make_mesh(devices, topology=topology, **(sizes or {_only_axis(): -1}))
     stored = tuple(axis for axis in ("dp_shard", "cp", "sp") if axis in mesh.shape)
     if "tp" in mesh.shape and not Rules.of(model, "tp_plan").all:
         raise ValueError(
@@ -75,6 +76,31 @@ def from_accelerate(
     rows = tuple(axis for axis in ("dp_replicate", "dp_shard") if axis in mesh.shape)
     sequence = [axis for axis in ("cp", "sp") if axis in mesh.shape]
     return mesh, plan, PartitionSpec(rows if len(rows) > 1 else rows[0] if rows else None, *sequence)
+
+
+def _only_axis() -> str:
+    """The axis of all devices, where no size is more than 1: what `accelerate launch` was asked for decides."""
+    environ = os.environ
+    engine = next(
+        (name for name in ("DEEPSPEED", "MEGATRON_LM") if environ.get(f"ACCELERATE_USE_{name}") == "true"), ""
+    )
+    if engine:
+        raise ValueError(
+            f"{caller()}: the launcher was asked for {engine} (ACCELERATE_USE_{engine}=true), whose stages a mesh does "
+            "not say. Give a ParallelismConfig with sizes (dp_shard_size for ZeRO-3), or make_mesh and a recipe: "
+            "ts.plans.fsdp(model, mesh), and for ZeRO-1 that as optimizer_plan=."
+        )
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1", "yes"):
+        return "dp_replicate"
+    strategy = environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
+    if strategy in ("NO_SHARD", "3"):
+        return "dp_replicate"
+    if strategy not in ("FULL_SHARD", "1", "TRUE", "FALSE"):
+        raise ValueError(
+            f"{caller()}: the launcher was asked for FSDP with FSDP_SHARDING_STRATEGY={strategy}, which says no sizes. "
+            "Give a ParallelismConfig: dp_replicate_size and dp_shard_size for HYBRID_SHARD."
+        )
+    return "dp_shard"
 
 
 def _sizes(config: object) -> dict[str, int]:

@@ -23,11 +23,11 @@ from torch_shard._scan.siblings import Siblings, stack_layout
 from torch_shard._scan.stages import find_stages
 
 __all__ = [
-    "CapturedLayers",
     "FEW",
     "REMAT",
     "Bundle",
     "Call",
+    "CapturedLayers",
     "GraphInput",
     "LayerInterceptor",
     "LayerOptions",
