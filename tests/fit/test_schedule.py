@@ -148,7 +148,7 @@ def test_other_schedulers_are_refused() -> None:
         def __init__(self, optimizer: Any) -> None:
             self.optimizer = optimizer
 
-    with pytest.raises(TypeError, match="a Unknown has no last_epoch.*on_step"):
+    with pytest.raises(TypeError, match=r"a Unknown has no last_epoch.*on_step"):
         ts.fit(step, None, DATA, steps=1, scheduler=Unknown(step.optimizer), progress=False)
     with pytest.raises(TypeError, match="scheduler must be"):
         ts.fit(step, None, DATA, steps=1, scheduler=3, progress=False)  # pyright: ignore

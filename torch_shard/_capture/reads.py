@@ -152,7 +152,9 @@ class Reads:
         if isinstance(value, (str, bytes, int, float, torch.Tensor)):
             return
         if isinstance(value, (tuple, list, dict)) and not is_record(value):
-            for item in (list(value.values()) if isinstance(value, dict) else value) if depth else ():
+            base: Any = next(kind for kind in (tuple, list, dict) if isinstance(value, kind))
+            items = base.values if base is dict else base.__iter__  # past what a class makes of being read
+            for item in items(value) if depth else ():
                 self._object(name, item, names, depth - 1)
             return
         key = id(value), names

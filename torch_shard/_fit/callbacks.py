@@ -279,7 +279,7 @@ class BestCheckpoint(Callback):
         """
         if (steps := self._checkpointer.steps()) and not self._goes_on:
             raise ValueError(
-                f"fit: BestCheckpoint: {self._checkpointer.directory} has checkpoints of another run, of steps {steps}; "
+                f"fit: BestCheckpoint: {self._checkpointer.directory} has checkpoints of another run, {steps}; "
                 "one would be taken for the best of this one. Give this run a directory of its own, or remove "
                 "those."
             )

@@ -318,8 +318,8 @@ def refuse_foreign(path: Path) -> None:
         )
     if len(parts) > 1 and (path.is_dir() or path in parts):
         raise ValueError(
-            f"{caller()}: {folder} holds {len(parts)} parts of Meta's, {parts[0].name} to {parts[-1].name}, each a slice "
-            "of every matrix. Convert them with convert_llama_weights_to_hf.py of transformers, or take the "
+            f"{caller()}: {folder} holds {len(parts)} parts of Meta's, {parts[0].name} to {parts[-1].name}, each with "
+            "a slice of every matrix. Convert them with convert_llama_weights_to_hf.py of transformers, or take the "
             "weights of the hub in safetensors."
         )
 

@@ -264,8 +264,8 @@ class Step:
         """Refuse what was done to the model since the state was taken from it, and is not in the state."""
         if names := self._entries.replaced():
             raise ValueError(
-                f"{self.caller}: {_some(names)} of the model was replaced (an assignment, load_state_dict(assign=True)) "
-                "since the step took its values, and the state has those of before. Take a new state (step.init), or "
+                f"{self.caller}: {_some(names)} of the model was replaced since the step took its values "
+                "(by an assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state (step.init), or "
                 "make a new step with a new optimizer; to change a value in place, write the model before step.init."
             )
         if not (names := self._entries.written()):
