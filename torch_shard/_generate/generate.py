@@ -63,7 +63,7 @@ def generate(
         do_sample: Draw tokens by their probabilities, instead of taking the most probable. This and the following
             numbers are by default those of the model's `generation_config`.
         temperature: Logits are divided by it before tokens are drawn; 1 where nothing says otherwise.
-        top_k: Draw from so many most probable tokens; from all where nothing says otherwise, or with 0.
+        top_k: Draw from so many most probable tokens; from all where nothing says otherwise.
         top_p: Draw from the fewest most probable tokens that have this probability together; from all likewise.
         eos_token_id: Token, or tokens, that end a row; by default that of the model's `generation_config`.
         pad_token_id: Token that follows in rows that have ended; by default that of the model's `generation_config`,
@@ -94,12 +94,14 @@ def generate(
     check_kind("do_sample", do_sample, bool | None)
     config = getattr(model, "generation_config", None)
     do_sample = bool(setting(config, "do_sample", do_sample) or False)
+    asked_k = top_k
     if do_sample:
         temperature, top_k, top_p = (
             setting(config, name, given)
             for name, given in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
         )
-    temperature, top_k = 1.0 if temperature is None else temperature, top_k or None
+        top_k = None if asked_k is None and not top_k else top_k  # of a config, 0 is all
+    temperature = 1.0 if temperature is None else temperature
     _check_sampling(temperature, top_k, top_p)
     check_seed(seed)
     _check_length(model, int(mask.sum(1).max()) + int(max_new_tokens))

@@ -24,7 +24,7 @@ from torch_shard._capture import (
     is_literal,
     repeating,
 )
-from torch_shard._common.axes import into_shares, map_together, sum_shares
+from torch_shard._common.axes import into_shares, manual_axes, map_together, sum_shares
 from torch_shard._common.convert import adopt_torch_nodes, flatten
 from torch_shard._common.dtypes import captured_dtype
 from torch_shard._common.random import Key, NeedsKey
@@ -99,7 +99,7 @@ class FlatFunction:
             return Program(self.fn, specs, self.what)
         reads = Reads(self.fn)
         with reads.seen():
-            program = Program(self.fn, specs, self.what, looks=not self._is_derived)
+            program = Program(self.fn, specs, self.what, looks=not self._is_derived and not manual_axes())
         return program.reading(reads.guard())
 
     def _refuse_writes(self, graph: Captured[Any]) -> None:

@@ -57,6 +57,12 @@ logger = logging.getLogger(__name__)
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
 
+_WRITTEN = (
+    "Write it within forward or loss_fn, or before step.init; or go on with a new step of step.export(state), changed "
+    "as you want it."
+)
+
+
 class Step:
     """The common part of training and evaluation: one compiled program per signature of the batch."""
 
@@ -264,17 +270,25 @@ class Step:
         """Refuse what was done to the model since the state was taken from it, and is not in the state."""
         if names := self._entries.replaced():
             raise ValueError(
-                f"{self.caller}: {_some(names)} of the model was replaced since the step took its values "
-                "(by an assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state (step.init), or "
-                "make a new step with a new optimizer; to change a value in place, write the model before step.init."
+                f"{self.caller}: {_some(names)} of the model was replaced since the step took its values (by an "
+                "assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state "
+                "(step.init), or make a new step with a new optimizer."
             )
         if not (names := self._entries.written()):
             return
-        if apart := [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]:
+        apart = [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]
+        if buffers := [name for name in apart if name in self._held.buffers]:
             raise ValueError(
-                f"{self.caller}: {_some(apart)} of the model was written since the step took its values, which the "
-                "state does not see: it has its own. Write it within forward or loss_fn, or before step.init; or go on "
-                "with a new step of step.export(state), changed as you want it."
+                f"{self.caller}: {_some(buffers)} of the model was written since the step took its values, which the "
+                f"state does not see: it has its own. {_WRITTEN}"
+            )
+        if apart:
+            logger.warning(
+                "%s: %s of the model was written since the step took its values. The state has its own, which stay as "
+                "they are. %s",
+                self.caller,
+                _some(apart),
+                _WRITTEN,
             )
         self._entries.note(names)
 

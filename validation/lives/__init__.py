@@ -1,0 +1,1 @@
+"""Lives of training runs, drawn at random: each beside the same life in eager torch, in float64."""

@@ -1,0 +1,240 @@
+"""One life: a random sequence of what a script does, by torch_shard and in eager torch; all values are compared."""
+
+import copy
+import dataclasses
+import os
+import pathlib
+import random
+import tempfile
+import traceback
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec as P
+
+import torch_shard as ts
+from validation.lives.worlds import KINDS, OPTIMIZERS, SCHEDULERS, About, Net, World, batch, loss_fn
+
+EXACT = 1e-9
+"""Of the largest entry: float64, some steps of small sums."""
+
+MESHES = ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4))
+
+IN_TORCH = ("eager", "begin", "begin", "rate", "reach")
+ON_MESH = ("steps", "steps", "fit", "rate", "restore", "resume", "export", "file", "hand over")
+
+
+def draw(seed: int) -> tuple[About, list[tuple[str, int]]]:
+    """What a life is about, and what happens in it."""
+    random_ = random.Random(seed)
+    pick = random_.choice
+    model = pick(KINDS)
+    clip = pick(("none", "none", "norm", "value"))
+    about = About(
+        model=model,
+        optimizer=pick(list(OPTIMIZERS)),
+        groups=pick((1, 1, 2)),
+        scheduler=pick(list(SCHEDULERS)),
+        clip_norm=0.3 if clip == "norm" else None,
+        clip_value=0.05 if clip == "value" else None,
+        ema=pick((None, None, 0.9)),
+        accumulate=1
+        if model == "batch norm"
+        else pick((1, 1, 2)),  # of which each microbatch has statistics of its own
+    )
+    events, on_mesh = list[tuple[str, int]](), False
+    for _ in range(random_.randint(4, 8)):
+        what = pick(ON_MESH if on_mesh else IN_TORCH)
+        on_mesh = what == "begin" or (on_mesh and what != "export")
+        events.append((what, random_.randint(1, 3)))
+    return about, events
+
+
+class Life:
+    """The two worlds of a life, and what happens in them."""
+
+    def __init__(self, about: About, directory: pathlib.Path, seed: int) -> None:
+        self.about, self._directory, self._random = about, directory, random.Random(seed)
+        self.eager = World.of(about, Net(about.model, 0))
+        self.ours = World.of(about, Net(about.model, 0))
+        self.number = self._base = 0
+        self.step: Any = None
+        self.state: Any = None
+        self.ema: dict[str, torch.Tensor] = {}
+
+    def happen(self, what: str, times: int) -> None:
+        """Let it happen in both worlds."""
+        getattr(self, f"_{what.replace(' ', '_')}")(times)
+
+    def _eager(self, times: int) -> None:
+        for _ in range(times):
+            for world in (self.eager, self.ours):
+                world.train(batch(self.number))
+            self.number += 1
+
+    def _reach(self, times: int) -> None:
+        for world in (self.eager, self.ours):
+            world.model.reaches = True
+
+    def _rate(self, times: int) -> None:
+        for world in (self.eager, self.ours):
+            for group in world.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    def _make(self) -> None:
+        sizes = self._random.choice(MESHES)
+        mesh = ts.make_mesh(batch=sizes[0], model=sizes[1], devices=jax.devices()[: sizes[0] * sizes[1]])
+        rules = {"**.weight": P("model")} if sizes[1] > 1 and self.about.model != "batch norm" else {}
+        about = self.about
+        self.step = ts.make_train_step(
+            self.ours.model,
+            loss_fn,
+            self.ours.optimizer,
+            mesh=mesh,
+            plan=ts.ShardingPlan(rules, default=P()),
+            clip_grad_norm=about.clip_norm,
+            clip_grad_value=about.clip_value,
+            ema=about.ema,
+            accumulate_steps=about.accumulate if sizes[0] * about.accumulate <= 8 else 1,
+        )
+
+    def _begin(self, times: int) -> None:
+        self._make()
+        self.state, self._base = self.step.init(seed=0), self.number
+        self.ema = {n: p.detach().clone() for n, p in self.eager.model.named_parameters() if p.requires_grad}
+
+    def _follow(self) -> None:
+        """A step in eager torch, with the average that the step on the mesh keeps."""
+        self.eager.train(batch(self.number))
+        decay = self.about.ema or 0.0
+        for name, param in self.eager.model.named_parameters():
+            if param.requires_grad:
+                self.ema[name] = decay * self.ema[name] + (1 - decay) * param.detach()
+        self.number += 1
+
+    def _steps(self, times: int) -> None:
+        for _ in range(times):
+            self.state, _ = self.step(self.state, batch(self.number))
+            self.ours.step_scheduler()
+            self._follow()
+
+    def _batches(self, position: int) -> Any:
+        return (batch(self._base + position + more) for more in range(99))
+
+    def _fit(self, times: int, **more: Any) -> None:
+        steps = self.number - self._base + times
+        about = {"scheduler": self.ours.scheduler, "progress": False, **more}
+        self.state = ts.fit(self.step, self.state, self._batches, steps=steps, **about)
+        for _ in range(times):
+            self._follow()
+
+    def _anew(self) -> World:
+        """Objects of another process: other values, fresh numbers."""
+        fresh = Net(self.about.model, 9)
+        fresh.reaches = self.ours.model.reaches
+        return World.of(self.about, fresh)
+
+    def _restore(self, times: int) -> None:
+        with ts.Checkpointer(self._directory / f"restore{self.number}") as checkpointer:
+            checkpointer.save(self.state)
+        before, self.ours = self.ours, self._anew()
+        self.ours.take_numbers(before)
+        self._make()
+        self.state = ts.Checkpointer(self._directory / f"restore{self.number}").restore(self.step)
+
+    def _resume(self, times: int) -> None:
+        where = self._directory / f"resume{self.number}"
+        with ts.Checkpointer(where) as checkpointer:
+            self._fit(times, checkpointer=checkpointer)
+        self.ours, self.state = self._anew(), None
+        self._make()
+        with ts.Checkpointer(where) as checkpointer:
+            self._fit(times, checkpointer=checkpointer)
+
+    def _leave(self) -> World:
+        """The present run as objects of torch."""
+        model = self.step.export(self.state)
+        left = World.of(self.about, model)
+        left.optimizer.load_state_dict(self.step.export_optimizer(self.state))
+        left.take_numbers(self.ours)
+        return left
+
+    def _export(self, times: int) -> None:
+        self.ours, self.state, self.step = self._leave(), None, None
+
+    def _hand_over(self, times: int) -> None:
+        self.ours = self._leave()
+        self._begin(times)
+
+    def _file(self, times: int) -> None:
+        left, path = self._leave(), self._directory / f"{self.number}.pt"
+        torch.save({"model": left.model.state_dict(), "optimizer": left.optimizer.state_dict()}, path)
+        mesh = self.step.mesh
+        self.ours = self._anew()
+        ts.load_torch(path, self.ours.model, mesh, ts.ShardingPlan({}, default=P()), optimizer=self.ours.optimizer)
+        if self.ours.scheduler is not None:
+            self.ours.scheduler.load_state_dict(copy.deepcopy(left.scheduler.state_dict()))
+        self._begin(times)
+
+    def fault(self) -> str:
+        """What is apart now; empty if nothing is."""
+        model = self.ours.model if self.state is None else self.step.export(self.state)
+        pairs = {"value": (dict(model.state_dict()), dict(self.eager.model.state_dict()))}
+        found = None if self.state is None else self.step.export_optimizer(self.state)
+        pairs["moment"] = (self.ours.moments(found), self.eager.moments())
+        pairs["rate"] = (self.ours.rates(), self.eager.rates())
+        if self.state is not None and self.about.ema is not None:
+            averaged = self.step.averaged(self.state).params
+            pairs["average"] = ({name: torch.from_numpy(np.array(averaged[name])) for name in self.ema}, self.ema)
+        for kind, (mine, wanted) in pairs.items():
+            if mine.keys() != wanted.keys():
+                return f"{kind}: {sorted(mine.keys() ^ wanted.keys())} on one side alone"
+            for name, value in wanted.items():
+                own = torch.as_tensor(mine[name]).detach().cpu().double()
+                apart = (own - value.detach().double()).abs().max().item() if value.numel() else 0.0
+                if not apart <= EXACT * max(1.0, value.abs().max().item()):
+                    return f"{kind} {name} apart by {apart:.1e}"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a life: "right", "refused", "foreign" or "wrong", and why."""
+
+    kind: str
+    why: str = ""
+
+
+def judge(seed: int) -> Verdict:
+    """Live a life in this process."""
+    about, events = draw(seed)
+    past: list[str] = []
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as directory:
+        life = Life(about, pathlib.Path(directory), seed)
+        for what, times in events:
+            past.append(f"{what} {times}")
+            try:
+                life.happen(what, times)
+                if fault := life.fault():
+                    return Verdict("wrong", f"{about} {past}: {fault}")
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                ours = "torch_shard" in last.filename and isinstance(
+                    error, ValueError | TypeError | NotImplementedError
+                )
+                said = " ".join(str(error).split())[:300]
+                return Verdict("refused" if ours else "foreign", f"{about} {past}: {type(error).__name__}: {said}")
+    return Verdict("right")
+
+
+def begin() -> None:
+    """Let a process of a pool judge."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    import conftest  # noqa: F401  (eight devices)
+
+
+def judged(seed: int) -> tuple[int, Verdict]:
+    """A seed with its verdict."""
+    return seed, judge(seed)
