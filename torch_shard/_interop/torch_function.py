@@ -43,6 +43,7 @@ class FlatFunction:
         self.fn, self.what, self._is_bound, self._is_derived = fn, what, frozenset(map(id, bound)), is_derived
         self._programs: dict[object, list[Program[Any]]] = {}
         self._needs_grad: set[tuple[bool, ...]] = set()
+        self._fresh: set[int] = set()
         self._bound: dict[object, FlatFunction] = {}
         # Caches of its own: one of the class would keep every callable, and its programs, forever.
         self.differentiable = functools.cache(self._differentiable)
@@ -89,6 +90,7 @@ class FlatFunction:
         self._needs_grad.add(needs_grad)
         if found is None:
             found = self._captured(specs)
+            self._fresh.add(id(found))
             self._refuse_writes(found.graph)
             self._refuse_unseen(found.graph)
             programs.append(found)
@@ -132,7 +134,9 @@ class FlatFunction:
         program = self.program(arrays, needs_grad)
         if program.random and key is None:
             raise NeedsKey(f"{self.what} draws random numbers: pass it a key (key=jax.random.key(seed)).")
-        if not CLOSURE.traces:
+        if id(program) in self._fresh:  # this is the call for which it was captured
+            self._fresh.discard(id(program))
+        elif not CLOSURE.traces:
             program.look_again()
         return program.run(key, *arrays, *CLOSURE.read(program))
 

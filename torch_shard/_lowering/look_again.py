@@ -52,7 +52,10 @@ def refuse_change(fn: TensorFn[Any], specs: Sequence[Spec], what: str, changed: 
 
 def _what_changes(fn: TensorFn[Any], specs: Sequence[Spec]) -> str:
     """The line in which two calls differ, with what each has there; empty where none is found."""
-    first, second = (_explained(fn, specs) for _ in range(2))
+    try:
+        first, second = [_explained(fn, specs) for _ in range(2)]
+    except Exception:  # of the user's own code: an iterator has come to its end, say
+        return ""
     for before, after in itertools.zip_longest(_lines(first), _lines(second)):
         if before is None or after is None or before[1] != after[1]:
             place = (before or after or ("",))[0]

@@ -1,0 +1,130 @@
+"""What Python changes between two calls of a loss or an adapter: followed, or an error that names the line."""
+
+import collections
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_shard as ts
+from tests.oracles.steps import sgd_step
+
+X = torch.ones(8, 4)
+
+
+class Drops(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.draw() < 0.999999 else x
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def draw(self) -> float:
+        return float(self.rng.random())
+
+
+def counting() -> Callable[[], Any]:
+    box = {"n": 0}
+
+    def factor() -> torch.Tensor:
+        box["n"] += 1
+        return torch.tensor(min(1.0, box["n"] / 10))
+
+    return factor
+
+
+def popping() -> Callable[[], Any]:
+    return collections.deque(torch.tensor(float(n)) for n in range(9)).popleft
+
+
+CHANGING: dict[str, Callable[[], Callable[[], Any]]] = {
+    "counter": counting,
+    "iterator": lambda: iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]).__next__,
+    "count": lambda: itertools.count().__next__,
+    "queue": popping,
+    "clock": lambda: time.perf_counter,
+    "array": lambda: (torch.from_numpy(np.full(1, n, np.float32)) for n in itertools.count()).__next__,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_loss_that_changes_is_refused_at_its_second_call(name: str) -> None:
+    factor, model = CHANGING[name](), nn.Linear(4, 4)
+    step = sgd_step(model, lambda m, x: (m(x) * factor()).square().mean())
+    state, _ = step(step.init(), X)
+    with pytest.raises(NotImplementedError, match=r"test_look_again\.py.*\nHere aten.* and at the next call .*another"):
+        step(state, X)
+
+
+def test_it_is_not_looked_at_where_that_is_left_out() -> None:
+    factor = counting()
+    step = sgd_step(nn.Linear(4, 4), lambda m, x: (m(x) * factor()).square().mean(), look_again=False)
+    state = step.init()
+    for _ in range(3):
+        state, _ = step(state, X)
+
+
+@pytest.mark.parametrize("draw", [np.random.default_rng(0).random, random.Random(0).random, Helper().draw])
+def test_a_generator_that_a_model_holds_is_refused_however_rarely_it_matters(draw: Callable[[], float]) -> None:
+    step = sgd_step(Drops(draw), lambda m, x: m(x).square().mean())
+    with pytest.raises(NotImplementedError, match=r"test_look_again\.py.*\nHere the captured function draws"):
+        step(step.init(), X)
+
+
+@pytest.mark.parametrize("write", [lambda t: t.data.mul_(0.5), lambda t: np.multiply(t.numpy(), 0.5, t.numpy())])
+def test_tensors_that_are_closed_over_are_read_anew(write: Callable[[torch.Tensor], object]) -> None:
+    teacher = torch.linspace(0, 1, 4096).reshape(1024, 4)
+    step = sgd_step(nn.Linear(4, 4), lambda m, x: (m(x) * 0 + teacher.mean()).mean())
+    state, found = step.init(), []
+    for _ in range(3):
+        state, metrics = step(state, X)
+        found.append(float(metrics["loss"]))
+        write(teacher)
+    np.testing.assert_allclose(found, [0.5, 0.25, 0.125], rtol=1e-5)  # float32 sums
+
+
+ADAPTERS = [ts.jax_jit, ts.jax_grad, ts.jax_value_and_grad, lambda f: ts.jax_grad(ts.jax_jit(f))]
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS)
+def test_adapters_follow_what_they_read_and_look_again(adapt: Callable[[Any], Any]) -> None:
+    weight = {"value": 1.0}
+    fn = adapt(lambda x: (x * weight["value"]).sum())
+    first = fn(torch.ones(3))
+    weight["value"] = 3.0
+    pairs = zip(torch.utils._pytree.tree_leaves(first), torch.utils._pytree.tree_leaves(fn(torch.ones(3))), strict=True)
+    assert all(torch.equal(3 * a.cpu(), b.cpu()) for a, b in pairs)
+    factor = itertools.count(1.0)
+    fn = adapt(lambda x: (x * next(factor)).sum())
+    fn(torch.ones(3))
+    with pytest.raises(NotImplementedError, match=r"is another function when it is called again"):
+        fn(torch.ones(3))
+
+
+def test_entries_that_are_replaced_or_buffers_that_are_written_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    step = sgd_step(model, lambda m, x: m(x).square().mean() + m[1].running_var.sum())
+    state, _ = step(step.init(), X)
+    model.load_state_dict(step.export(state).state_dict())  # of the state itself
+    state, _ = step(state, X)
+    with torch.no_grad():
+        model[1].running_var.mul_(2)
+    with pytest.raises(ValueError, match=r"1\.running_var of the model was written since the step took its values"):
+        step(state, X)
+    state, _ = step(step.init(), X)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"0\.weight of the model was replaced since"):
+        step(state, X)
+    assert not np.asarray(step.init().params["0.weight"]).any()
