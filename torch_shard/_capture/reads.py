@@ -153,7 +153,7 @@ class Reads:
             return
         if isinstance(value, (tuple, list, dict)) and not is_record(value):
             base: Any = next(kind for kind in (tuple, list, dict) if isinstance(value, kind))
-            items = base.values if base is dict else base.__iter__  # past what a class makes of being read
+            items: Any = dict.values if base is dict else base.__iter__  # past what a class makes of being read
             for item in items(value) if depth else ():
                 self._object(name, item, names, depth - 1)
             return

@@ -196,7 +196,8 @@ def _like(present: Any, value: Any) -> Any:
         keys = {str(key): key for key in present}
         numbered = bool(keys) and all(isinstance(key, int) for key in present)
         named = {keys.get(name, int(name) if numbered else name): inner for name, inner in value.items()}
-        return type(present)({key: _like(present.get(key), inner) for key, inner in named.items()})
+        kind: Any = type(present)
+        return kind({key: _like(present.get(key), inner) for key, inner in named.items()})
     if isinstance(value, list):
         held = (
             list(present) if isinstance(present, list | tuple) and len(present) == len(value) else [None] * len(value)

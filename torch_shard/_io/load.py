@@ -149,7 +149,7 @@ def load_torch(
         kept = open_training(check_path("path", path, hint="The optimizer's state is read from a file."))
         loader = _Loader(kept.weights, model_or_names, mesh=mesh, plan=plan, dtype=dtype)
         named = model_or_names.named_parameters() if isinstance(model_or_names, torch.nn.Module) else ()
-        names = {parameter: name for name, parameter in named}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         loader.restoring = Restoring(cast(torch.optim.Optimizer, optimizer), scheduler, kept, names)
     else:
         file = HeldTensors(path) if isinstance(path, Mapping) else open_torch(check_path("path", path))

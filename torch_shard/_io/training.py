@@ -97,10 +97,10 @@ class Restoring:
         self._names = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
         wanted = {"optimizer": optimizer, "scheduler": scheduler}
         for part in (part for part, owner in wanted.items() if owner is not None and part not in file.parts):
-            names = OPTIMIZER if part == "optimizer" else SCHEDULER
+            keys = OPTIMIZER if part == "optimizer" else SCHEDULER
             raise ValueError(
                 f"{caller()}: {file.shown} has no state of the {part}: no {FILES[part]} in a directory, none of "
-                f"{', '.join(map(repr, names))} in a file. Leave out {part}= for the weights alone."
+                f"{', '.join(map(repr, keys))} in a file. Leave out {part}= for the weights alone."
             )
         self._found = file.parts
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}

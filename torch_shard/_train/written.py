@@ -95,7 +95,8 @@ class Entries:
 
     def replaced(self) -> list[str]:
         """The names under which there are other tensors now, or none."""
-        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._tensors)):
+        get: Any = dict.get
+        if all(map(operator.is_, map(get, self._dicts, self._keys), self._tensors)):
             return []
         places = zip(self._dicts, self._keys, self._tensors, strict=True)
         return [self._names[id(tensor)] for held, key, tensor in places if held.get(key) is not tensor]
