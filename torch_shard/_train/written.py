@@ -5,7 +5,7 @@ these were taken from means to change the run, as it would in torch.
 """
 
 # PyTorch annotates storages in part.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import operator
 from collections.abc import Iterable
@@ -95,7 +95,7 @@ class Entries:
 
     def replaced(self) -> list[str]:
         """The names under which there are other tensors now, or none."""
-        get: Any = dict.get
+        get: Any = dict.get  # pyright: ignore[reportUnknownVariableType]
         if all(map(operator.is_, map(get, self._dicts, self._keys), self._tensors)):
             return []
         places = zip(self._dicts, self._keys, self._tensors, strict=True)

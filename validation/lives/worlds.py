@@ -24,7 +24,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.kind, self.reaches = kind, False
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=kind != "batch norm")  # which would have a gradient of rounding alone
+        self.second = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.Identity()
         if kind == "tied":
             self.second.weight = self.first.weight
@@ -136,7 +137,9 @@ class World:
             f"{order[number]} {key}": torch.as_tensor(value, dtype=torch.float64).cpu()
             for number, own in found["state"].items()
             for key, value in own.items()
-            if value is not None and own.get("step") != 0  # what Adagrad has before its first step
+            if value is not None
+            and key != "mu_product"
+            and own.get("step") != 0  # Adagrad's before its first step; NAdam's in float32
         }
 
     def rates(self) -> dict[str, torch.Tensor]:
