@@ -130,7 +130,8 @@ class Schedule:
         """What a resumed run is to know: the numbers of the groups, and what the scheduler knows, if that is plain."""
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
         known = {} if self.scheduler is None else self.scheduler.state_dict()
-        return {"groups": [_plain(group) for group in groups], "scheduler": _plain(known)}
+        numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return {"groups": list(map(_plain, numbers)), "scheduler": _plain(known)}
 
 
 def _stands(scheduler: Any) -> int:

@@ -190,14 +190,14 @@ class TorchOptimizer:
         """
         if self.optimizer.state is self._adopted:
             return
-        found = None if self.note_late() else self.load(values)
+        found = self.load(values)
         if found is None or not _are_equal(found, state):
-            self._adopted = None  # refused again at the next call
             raise ValueError(
                 f"{caller()}: a state was loaded into the optimizer (load_state_dict) after step.init, and the state "
                 "of this run has other moments. Call step.init() after it, and train on with what that returns; with "
                 "a checkpoint, optimizer.load_state_dict(step.export_optimizer(state))."
             )
+        self._adopted = self.optimizer.state
 
     # What is read of torch at each step
 
