@@ -94,7 +94,9 @@ def test_rates_go_on_from_where_the_scheduler_stands_and_through_a_checkpoint(na
             notes = json.loads(json.dumps(schedule.state_dict(optimizer)))
             optimizer, scheduler = objects()
             schedule = Schedule(scheduler, "step")
+            (parameter,) = optimizer.param_groups[0]["params"]
             schedule.begin(4, notes, optimizer)
+            assert optimizer.param_groups[0]["params"][0] is parameter  # of one element, and not a number of the group
         schedule.follow(position + 1)
         if position == 2:
             optimizer.param_groups[0]["weight_decay"] = 0.0

@@ -24,8 +24,8 @@ def main() -> int:
     with context.Pool(args.jobs, begin, maxtasksperchild=40) as pool:  # what a process has compiled stays in memory
         for seed, verdict in pool.imap_unordered(judged, range(int(first), int(last or int(first) + 1))):
             counts[verdict.kind] += 1
-            if verdict.kind in ("wrong", "foreign") or (args.verbose and verdict.kind == "refused"):
-                print(f"{seed}: {verdict.kind} {verdict.why}", flush=True)
+            if not verdict.is_fine or (args.verbose and verdict.kind == "refused"):
+                print(f"{seed}: {verdict}", flush=True)
     table = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
     print(f"{counts.total()} lives in {time.time() - start:.0f} s: {table}")
     return int(any(kind not in ("right", "refused") for kind in counts))

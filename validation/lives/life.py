@@ -1,7 +1,6 @@
 """One life: a random sequence of what a script does, by torch_shard and in eager torch; all values are compared."""
 
 import copy
-import dataclasses
 import os
 import pathlib
 import random
@@ -15,6 +14,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import torch_shard as ts
+from validation.fuzz.judge import Verdict
 from validation.lives.worlds import KINDS, OPTIMIZERS, SCHEDULERS, About, Net, World, batch, loss_fn
 
 EXACT = 1e-9
@@ -197,14 +197,6 @@ class Life:
                 if not apart <= EXACT * max(1.0, value.abs().max().item()):
                     return f"{kind} {name} apart by {apart:.1e}"
         return ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What became of a life: "right", "refused", "foreign" or "wrong", and why."""
-
-    kind: str
-    why: str = ""
 
 
 def judge(seed: int) -> Verdict:
