@@ -15,9 +15,6 @@ from torch_shard._plans import (
     hsdp,
     pipeline,
     replicated,
-    to_dtensor,
-    to_hf,
-    to_logical,
     tp,
 )
 
@@ -32,8 +29,5 @@ __all__ = [
     "hsdp",
     "pipeline",
     "replicated",
-    "to_dtensor",
-    "to_hf",
-    "to_logical",
     "tp",
 ]

@@ -7,8 +7,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -86,15 +84,6 @@ def test_shards_and_outputs_are_those_of_parallelize_module(styles, tmp_path):
     torch.testing.assert_close(ranks[0]["output"], expected)
     _, metrics = step(state, tokens())
     np.testing.assert_allclose(metrics["loss"], ranks[0]["output"].square().mean(), rtol=1e-6)  # sums in another order
-
-
-@pytest.mark.slow
-def test_torch_itself_runs_what_is_written(tmp_path):
-    model, mesh = make_model(), ts.make_mesh(batch=1, model=2)
-    plan = ts.plans.fsdp_tp(model, mesh, sequence=True)
-    styles, _ = ts.plans.to_dtensor(plan, model, mesh, fsdp="batch")
-    ranks = parallelize(styles, tmp_path, implicit=True)
-    torch.testing.assert_close(ranks[0]["output"], model(tokens()))
 
 
 def test_layouts_are_constraints_where_they_are_enforced():
@@ -249,50 +238,3 @@ def test_all_that_cannot_be_read_is_said_together():
         "layers.1.norm ('*.1.norm'): its forward has no argument 2 by position, for which PrepareModuleInput has a "
         "layout.",
     ]
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.data())
-def test_what_is_written_is_read_as_the_same_plan(data):
-    model = make_model()
-    layers = {"embed": 1, "head": 1, **{f"layers.{n}.{name}": 1 for n in range(2) for name in ("up", "down")}}
-    outputs = st.sampled_from([Replicate(), Shard(1), Shard(-1)])
-    styles = {
-        name: data.draw(st.sampled_from([ColwiseParallel, RowwiseParallel]))(output_layouts=data.draw(outputs))
-        for name in data.draw(st.sets(st.sampled_from(sorted(layers))))
-    }
-    for name in data.draw(st.sets(st.sampled_from(["layers.0", "layers.1", "layers.*.norm"]))):
-        styles[name] = SequenceParallel() if "norm" in name else PrepareModuleInputOutput(
-            input_layouts=Replicate(), desired_input_layouts=data.draw(outputs),
-            output_layouts=Replicate(), desired_output_layouts=data.draw(outputs),
-        )  # fmt: skip
-    fsdp = data.draw(st.sampled_from([None, "batch"]))
-    plan = ts.plans.from_dtensor(model, MESH, styles, fsdp=fsdp)
-    written, unsaid = ts.plans.to_dtensor(plan, model, MESH, fsdp=fsdp)
-    again = ts.plans.from_dtensor(model, MESH, written, fsdp=fsdp)
-    assert unsaid == []
-    assert specs(again, model) == specs(plan, model)
-    assert places(again) == places(plan)
-
-
-def test_what_styles_cannot_say_is_listed(caplog):
-    model = make_model()
-    asked = {
-        "embed.weight": P("model", None),
-        "head.weight": P("model", "batch"),
-        "head.bias": P(),
-        "layers.0.norm.weight": P("model"),
-    }
-    split = {"layers.0.up": P(None, "model", None), "layers.0": P(("model", "batch"), None, None)}
-    plan = ts.ShardingPlan(asked, default=P(), activations=split)
-    with caplog.at_level(logging.WARNING):
-        styles, unsaid = ts.plans.to_dtensor(plan, model, MESH)
-    assert sorted(styles) == ["embed", "head"]
-    assert [line.strip() for line in unsaid] == [
-        "head.weight (32, 8): P('model', 'batch'); the styles give P('model', None)",
-        "head.bias (32,): P(); the styles give P('model')",
-        "layers.0.norm.weight (8,): P('model'); the styles give P()",
-        "layers.0.up: P(None, 'model', None); the styles give nothing",
-        "layers.0: P(('model', 'batch'), None, None); the styles give nothing",
-    ]
-    assert "plans.to_dtensor: 5 splits cannot be said" in caplog.text

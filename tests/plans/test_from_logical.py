@@ -223,44 +223,6 @@ def test_all_names_that_cannot_be_read_are_said_together():
     ]
 
 
-def split(shape, data):
-    """A spec that fits."""
-    axes = list(data.draw(st.permutations(["batch", "model"])))
-    parts = [None] * len(shape)
-    for axis in axes[: data.draw(st.integers(0, 2))]:
-        dim = data.draw(st.integers(0, len(shape) - 1))
-        parts[dim] = axis if parts[dim] is None else (parts[dim], axis)
-    return P(*parts)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_what_is_written_is_read_as_the_same_plan(data):
-    model = make_model()
-    rules = {name: split(p.shape, data) for name, p in model.named_parameters()}
-    activations = {
-        "layers.*": split((8, 8, 8), data),
-        "head:input": P(P.UNCONSTRAINED, "model"),
-        "embed": P(("model", "batch")),
-    }
-    plan = ts.ShardingPlan(rules, activations=activations)
-    written, names, asked = ts.plans.to_logical(plan, model, MESH)
-    again = ts.plans.from_logical(model, MESH, written, names=names, activations=asked, strict=True)
-    first, second = plan.resolve(model, MESH), again.resolve(model, MESH)
-    for name, p in model.named_parameters():
-        assert first[name].is_equivalent_to(second[name], p.ndim), name
-    assert {str(c.place): c.spec for c in first.activations} == {str(c.place): c.spec for c in second.activations}
-
-
-def test_recipes_are_written_with_the_names_that_models_have():
-    with torch.device("meta"):
-        model = transformers.Qwen3ForCausalLM(qwen3(num_hidden_layers=2))
-    rules, names, _ = ts.plans.to_logical(ts.plans.fsdp_tp(model, MESH), model, MESH)
-    assert dict(rules)["mlp"] == dict(rules)["vocab"] == ("model",)
-    assert names["model.layers.*.mlp.up_proj.weight"] == ("mlp", "embed")
-    assert dict(rules)["embed"] == ("batch",)
-
-
 def test_rules_that_split_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ts.plans.from_logical(nn.Linear(4, 16), ts.make_mesh(batch=4, model=2), [("mpl", "model")])

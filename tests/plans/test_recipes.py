@@ -90,7 +90,6 @@ def test_fused_projections_are_stored_in_pieces() -> None:
     assert plan.stored == wanted
     assert plan.rules["qkv.weight"] == P("model", "batch")
     assert ts.plans.tp(model, make_mesh((2, 4))).stored == {n: wanted[n] for n in wanted if "gate" not in n}
-    assert any("stored as Pieces" in line for line in ts.plans.to_dtensor(plan, model, mesh, fsdp="batch")[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's

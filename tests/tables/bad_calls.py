@@ -262,14 +262,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.plans.from_logical(model, mesh, [], names={"layer.bias": "embed"})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer.bias': 'embed'",
         'ts.plans.from_logical(model, mesh, [], activations={"layer": (5,)})': "TypeError: plans.from_logical: names of dims are names, tuples of them or None, one for each dim. These are not: 'layer': (5,)",
     },
-    "plans.to_logical": {
-        "ts.plans.to_logical(5, model, mesh)": "TypeError: plans.to_logical: plan must be a ShardingPlan, got int.",
-        "ts.plans.to_logical(plan, 5, mesh)": "TypeError: plans.to_logical: model must be a Module, got int.",
-    },
-    "plans.to_dtensor": {
-        "ts.plans.to_dtensor({}, model, mesh)": "TypeError: plans.to_dtensor: plan must be a ShardingPlan, got dict.",
-        'ts.plans.to_dtensor(plan, model, mesh, tp="batch", batch_spec=P("batch"))': "ValueError: plans.to_dtensor: cannot be written. batch_spec=P('batch') names \"batch\", which is tp",
-    },
     "initialize": {
         'ts.initialize("node001")': "ValueError: initialize: the coordinator's address must be host:port, found coordinator_address='node001'.",
         "ts.initialize(num_processes=0)": "ValueError: initialize: the number of processes must be a positive integer, found num_processes=0.",
@@ -306,10 +298,6 @@ REFUSED: dict[str, dict[str, str]] = {
         'ts.plans.from_hf(Net(), mesh, tp="modle")': 'ValueError: plans.from_hf: on the mesh (batch=2): tp="modle" names no axis of it.',
         "ts.plans.from_hf(Net(), mesh, strict=1)": "TypeError: plans.from_hf: strict must be a bool, got int.",
         'ts.plans.from_hf(Net(), ts.make_mesh(batch=2, model=2), fsdp="model")': 'ValueError: plans.from_hf: on the mesh (batch=2, model=2): axis "model" is given twice.',
-        "ts.plans.to_hf({}, Net(), ts.make_mesh(batch=2, model=2))": "TypeError: plans.to_hf: plan must be a ShardingPlan, got dict.",
-        "ts.plans.to_hf(plan, x, mesh)": "TypeError: plans.to_hf: model must be a Module, got Tensor.",
-        "ts.plans.to_hf(plan, Net(), ts.make_mesh(batch=2, model=2), tp=None)": "TypeError: plans.to_hf: tp must be a str, got NoneType.",
-        'ts.plans.to_hf(plan, Net(), ts.make_mesh(batch=2, model=2), fsdp="data")': 'ValueError: plans.to_hf: on the mesh (batch=2, model=2): fsdp="data" names no axis of it.',
     },
     "ShardingPlan": {
         "ts.ShardingPlan(None)": "TypeError: ShardingPlan: rules must map names to specs, got NoneType.",

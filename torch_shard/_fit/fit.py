@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from torch_shard._common.caller import public
-from torch_shard._common.renamed import renamed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_count, check_directory, check_kind, check_seed, is_integer
 from torch_shard._fit.alike import agree_on_run
@@ -34,7 +33,6 @@ from torch_shard._train import EvalStep, Step, TrainStep
 logger = logging.getLogger(__name__)
 
 
-@renamed(max_grad_norm="skip_grad_norm")
 @public
 def fit(
     step: TrainStep,

@@ -1,4 +1,4 @@
-"""Recipes for plans, by what layers are, and the plans of other libraries, read and written."""
+"""Recipes for plans, by what layers are, and the plans of other libraries."""
 
 from torch_shard._plans.decisions import quietly
 from torch_shard._plans.from_accelerate import from_accelerate
@@ -8,9 +8,6 @@ from torch_shard._plans.from_logical import from_logical
 from torch_shard._plans.layers import experts_of, is_table, layers_of, product_of
 from torch_shard._plans.pipeline import pipeline
 from torch_shard._plans.recipes import expert, fsdp, fsdp_tp, hsdp, replicated, tp
-from torch_shard._plans.to_dtensor import to_dtensor
-from torch_shard._plans.to_hf import to_hf
-from torch_shard._plans.to_logical import to_logical
 
 __all__ = [
     "expert",
@@ -28,8 +25,5 @@ __all__ = [
     "product_of",
     "quietly",
     "replicated",
-    "to_dtensor",
-    "to_hf",
-    "to_logical",
     "tp",
 ]

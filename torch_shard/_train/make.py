@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from torch_shard._capture import MixedPrecision
 from torch_shard._common.caller import public
-from torch_shard._common.renamed import renamed
 from torch_shard._scan import Remat, ScanLayers
 from torch_shard._sharding import LossFn, ShardingPlan
 from torch_shard._train.apply_step import ApplyFn, ApplyStep
@@ -21,7 +20,6 @@ from torch_shard._train.options import StepOptions
 from torch_shard._train.train_step import TrainStep
 
 
-@renamed(cast="mixed_precision", max_grad_norm="clip_grad_norm", gradient_accumulation_steps="accumulate_steps")
 @public
 def make_train_step(
     model: torch.nn.Module,
@@ -138,7 +136,6 @@ def make_train_step(
     return TrainStep(model, loss_fn, optimizer, options)
 
 
-@renamed(cast="mixed_precision")
 @public
 def make_eval_step(
     model: torch.nn.Module,

@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from torch import nn
 
 from torch_shard._common.caller import error_prefix
-from torch_shard._common.renamed import renamed
 from torch_shard._common.types import PyTree
 from torch_shard._common.validate import check_kind, check_seed
 from torch_shard._device import put, refuse_meta, refuse_wide, to_host_by_name
@@ -208,7 +207,6 @@ class TrainStep(Step):
                 held[name] = to_meta(self.model, held[name])
         self._hold(self._held)
 
-    @renamed(max_grad_norm="skip_grad_norm")
     @error_prefix(None)
     def __call__(
         self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None
@@ -378,7 +376,6 @@ class TrainStep(Step):
         """The program that `prove` compares."""
         return GradientStep(self.model, self.loss_fn, self.options)
 
-    @renamed(max_grad_norm="skip_grad_norm")
     @error_prefix(None)
     def prove(self, state: TrainState, batch: PyTree, *, skip_grad_norm: float | None = None) -> Comparison:
         """Compare this step, from this state on this batch, with eager torch on the CPU, and the update with optax.
