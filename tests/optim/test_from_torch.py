@@ -192,6 +192,13 @@ def test_sgd_without_momentum_keeps_no_state_as_in_torch() -> None:
     assert step.export_optimizer(state) == optimizer.state_dict()
 
 
+def test_adagrad_has_a_state_before_its_first_step_as_in_torch() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    exported = (step := step_of(model, optimizer=optimizer)).export_optimizer(step.init())
+    torch.testing.assert_close(exported["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
 def test_a_state_goes_on_from_that_of_torch() -> None:
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -232,7 +239,7 @@ class Late(nn.Module):
         return self.late(self.first(x))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD, dampening", "RMSprop, centered"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD, dampening", "RMSprop, centered", "Adagrad"])
 def test_a_parameter_without_a_state_begins_at_step_0_as_in_torch(kind: str) -> None:
     x, model = torch.randn(8, 4), Late()
     optimizer = KINDS[kind](model.parameters())

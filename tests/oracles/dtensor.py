@@ -1,6 +1,5 @@
 """Two processes of torch.distributed that split a model by `parallelize_module`: their shards, and what it returns."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -46,12 +45,9 @@ def make_model() -> Net:
     return Net()
 
 
-def parallelize(styles: object, folder: Path, *, implicit: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Split the model so: for each process its part of each parameter, and under "output" the whole output.
-
-    With `implicit`, parameters that no style names count as whole beside DTensors (`implicit_replication`).
-    """
-    torch.save((styles, implicit), folder / "styles.pt")
+def parallelize(styles: object, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Split the model so: for each process its part of each parameter, and under "output" the whole output."""
+    torch.save(styles, folder / "styles.pt")
     command = [sys.executable, "-m", "tests.oracles.dtensor", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -61,17 +57,15 @@ def parallelize(styles: object, folder: Path, *, implicit: bool = False) -> list
 def _serve(rank: int, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import parallelize_module
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    styles, implicit = torch.load(folder / "styles.pt", weights_only=False)
+    styles = torch.load(folder / "styles.pt", weights_only=False)
     model = parallelize_module(make_model(), init_device_mesh("cpu", (RANKS,)), styles)
     found = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-    with implicit_replication() if implicit else contextlib.nullcontext():
-        output = model(tokens())
+    output = model(tokens())
     found["output"] = output.full_tensor() if isinstance(output, DTensor) else output
     torch.save({name: value.detach().clone() for name, value in found.items()}, folder / f"{rank}.pt")
     torch.distributed.barrier()

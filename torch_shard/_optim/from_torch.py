@@ -5,7 +5,6 @@
 # pyright: reportPrivateUsage=false
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ from torch_shard._common.caller import caller
 from torch_shard._common.convert import struct_of, to_host
 from torch_shard._optim.average import SLOT, rule_with_average
 from torch_shard._optim.matrix_rules import ADAFACTOR, MUON
-from torch_shard._optim.rule import Entry, Flags, Rule, Scalars, Slots, frozen_flags, read_numbers
+from torch_shard._optim.rule import Flags, Rule, Scalars, Slots, frozen_flags, read_numbers
 from torch_shard._optim.rules import ADADELTA, ADAGRAD, ADAM, ADAMAX, ASGD, NADAM, RADAM, RMSPROP, RPROP, SGD
+from torch_shard._optim.stored_update import StoredUpdate
 from torch_shard._sharding import Layout, Stacks, keep_stacks, whole_stacks
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class TorchOptimizer:
             )
 
     def note_late(self) -> bool:
-        """Give the parameters without a state, of groups where others have one, counts of steps of their own.
+        """Give the parameters that took no step, of groups where others did, counts of steps of their own.
 
         They had no gradient so far, and begin at step 0 as in torch.
 
@@ -162,7 +162,7 @@ class TorchOptimizer:
         states = self._in_torch()
         for number, names in enumerate(self._members):
             own = [name for name in names if name in self._trainable]
-            late = [name for name in own if not states[name]]
+            late = [name for name in own if not states[name] or not float(states[name].get("step", 1))]
             for name in late if len(late) < len(own) else ():
                 self._count_of[name] = len(self._groups)
                 self._groups.append(number)
@@ -274,11 +274,14 @@ class TorchOptimizer:
         """
         scalars, kept = self._coefficients(state, inputs)
         new = dataclasses.replace(state, steps=state.steps + 1, kept=kept)
+        rows = StoredUpdate(
+            self.rule, {name: (scalars[at], self._flags_of(name)) for name, at in self._count_of.items()}
+        )
         if self.rule.by_element or not layout.kept:
-            params, slots = self._updated(grads, state.slots, params, scalars)
+            params, slots = rows.updated(grads, state.slots, params)
             return params, dataclasses.replace(new, slots=slots)
         grads, slots, params = whole_stacks((grads, state.slots, params))
-        params, slots = self._updated(grads, slots, params, scalars)
+        params, slots = rows.updated(grads, slots, params)
         return keep_stacks(params, layout), dataclasses.replace(new, slots=keep_stacks(slots, layout))
 
     def _coefficients(self, state: TorchOptState, inputs: jax.Array) -> tuple[list[Scalars], dict[str, jax.Array]]:
@@ -293,51 +296,6 @@ class TorchOptimizer:
             found.append(coefficients)
             kept.append(later)
         return found, {name: jnp.stack([e[name] for e in kept]).astype(old.dtype) for name, old in state.kept.items()}
-
-    def _updated(
-        self, grads: Stacks, slots: Mapping[str, Mapping[str, Any]], params: Stacks, scalars: list[Scalars]
-    ) -> tuple[Stacks, dict[str, Mapping[str, jax.Array]]]:
-        arrays: list[jax.Array] = []
-        new: dict[str, dict[tuple[str, ...], jax.Array]] = {slot: {} for slot in slots}
-        for names, grad, param in zip(params.layout.groups, grads.arrays, params.arrays, strict=True):
-            parts = [names] if self._is_one(names) else [(name,) for name in names]
-            results = list[jax.Array]()
-            for part in parts:
-                whole = len(parts) == 1
-                given = (grad, param) if whole else (grads.kept(part[0]), params.kept(part[0]))
-                param_of_part, slots_of_part = self._of_part(part, given, slots, scalars)
-                results.append(param_of_part)
-                for slot, value in slots_of_part.items():
-                    new[slot][part] = value
-            arrays.append(results[0] if len(parts) == 1 else jnp.stack(results))
-        stored = {slot: _stored(slots[slot], values) for slot, values in new.items()}
-        return Stacks(params.layout, arrays), stored
-
-    def _is_one(self, names: tuple[str, ...]) -> bool:
-        """Tell whether the rows of a stack are updated alike, up to numbers."""
-        kinds = {frozen_flags(self._flags_of(name)) if name in self._count_of else None for name in names}
-        return len(kinds) == 1
-
-    def _of_part(
-        self,
-        names: tuple[str, ...],
-        given: tuple[jax.Array, jax.Array],
-        slots: Mapping[str, Mapping[str, Any]],
-        scalars: list[Scalars],
-    ) -> tuple[jax.Array, Slots]:
-        """The update of a stored array, whose rows have the same flags."""
-        grad, param = given
-        if names[0] not in self._count_of:
-            return param, {}
-        entry = Entry(grad, param, {n: _kept(values, names) for n, values in slots.items() if names[0] in values})
-        groups = [self._count_of[name] for name in names]
-        update = functools.partial(update_tensor, self.rule, self._flags_of(names[0]))
-        if len(names) == 1:
-            return update(entry, scalars[groups[0]])
-        if len(set(groups)) == 1:
-            return jax.vmap(update, in_axes=(0, None))(entry, scalars[groups[0]])
-        rows = {name: jnp.stack([scalars[group][name] for group in groups]) for name in scalars[0]}
-        return jax.vmap(update)(entry, rows)
 
     # To torch and back
 
@@ -383,7 +341,7 @@ class TorchOptimizer:
 
         Args:
             state: Of a step.
-            without: Parameters that no loss has reached, for which torch keeps nothing.
+            without: Parameters that no loss has reached, which torch would leave out of its steps.
         """
         groups = self.optimizer.state_dict()["param_groups"]
         steps, kept = np.asarray(state.steps), {name: np.asarray(values) for name, values in state.kept.items()}
@@ -391,9 +349,10 @@ class TorchOptimizer:
         for group, members in zip(groups, self._members, strict=True):
             for place, name in zip(group["params"], members, strict=True):
                 count = self._count_of.get(name)
-                if count is None or name in without or not steps[count]:
+                num = 0 if count is None or name in without else steps[count]
+                if count is None or not (num or self.rule.from_start):
                     continue
-                own = {"step": torch.tensor(float(steps[count]))} if self.rule.counts else {}
+                own = {"step": torch.tensor(float(num))} if self.rule.counts else {}
                 own |= {key: torch.tensor(float(values[count])) for key, values in kept.items()}
                 own |= {s: to_host(values[name]) for s, values in state.slots.items() if name in values and s != SLOT}
                 found |= {place: own} if own else {}
@@ -469,49 +428,3 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
             "the loop what they do."
         )
     return RULES[kind]
-
-
-def update_tensor(rule: Rule, flags: Flags, entry: Entry, scalars: Scalars) -> tuple[jax.Array, Slots]:
-    """A rule in float32 at least; of complex numbers, on real and imaginary parts."""
-    _, param, slots = entry
-    is_complex = jnp.iscomplexobj(param)
-    if is_complex and not rule.by_element:
-        raise ValueError("torch has no such step for complex parameters.")
-
-    def wide(x: jax.Array) -> jax.Array:
-        x = jnp.stack([x.real, x.imag], -1) if is_complex else x
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-    def narrow(x: jax.Array, like: jax.Array) -> jax.Array:
-        return (jax.lax.complex(x[..., 0], x[..., 1]) if is_complex else x).astype(like.dtype)
-
-    dtype = wide(param).dtype
-    own = {name: value if value.dtype == bool else value.astype(dtype) for name, value in scalars.items()}
-    found, new = rule.update(jax.tree.map(wide, entry), own, flags)
-    return narrow(found, param), {name: narrow(value, slots[name]) for name, value in new.items()}
-
-
-def _kept(values: Mapping[str, Any], names: tuple[str, ...]) -> jax.Array:
-    """What is stored for these names, as it is stored."""
-    if isinstance(values, Stacks):
-        return values.kept(names[0]) if len(names) == 1 else values.kept_rows(names)
-    return values[names[0]] if len(names) == 1 else jnp.stack([values[name] for name in names])
-
-
-def _stored(like: Mapping[str, Any], values: Mapping[tuple[str, ...], jax.Array]) -> Mapping[str, Any]:
-    """New values in the layout of the old ones."""
-    if not isinstance(like, Stacks):
-        return {
-            name: value if len(names) == 1 else value[i]
-            for names, value in values.items()
-            for i, name in enumerate(names)
-        }
-    rows = {name: (names, i) for names in values for i, name in enumerate(names)}
-
-    def gathered(group: tuple[str, ...]) -> jax.Array:
-        if group in values:
-            return values[group]
-        parts = [values[names] if len(names) == 1 else values[names][i] for names, i in map(rows.__getitem__, group)]
-        return parts[0] if len(parts) == 1 else jnp.stack(parts)
-
-    return Stacks(like.layout, map(gathered, like.layout.groups))

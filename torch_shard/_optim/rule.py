@@ -52,6 +52,7 @@ class Rule:
         update: `(entry, coefficients, flags) -> (param, slots)` of one tensor.
         kept: Scalars that a group keeps from step to step, with their initial values.
         counts: Whether torch keeps a `step` for each parameter.
+        from_start: Whether torch keeps a state before the first step.
         by_element: Whether every element goes by itself.
         refuses: Why a tensor of this shape is not taken; None if it is.
     """
@@ -63,6 +64,7 @@ class Rule:
     flags: Callable[[Settings], Flags] = lambda group: {"maximize": bool(group["maximize"])}
     kept: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     counts: bool = True
+    from_start: bool = False
     by_element: bool = True
     refuses: Callable[[tuple[int, ...]], str | None] = lambda shape: None
 

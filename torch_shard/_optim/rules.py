@@ -143,6 +143,7 @@ ADAGRAD = Rule(
     slots=lambda tensor, flags: {"sum": jnp.full_like(tensor, flags["start"])},
     coefficients=_adagrad_coefficients,
     update=_adagrad,
+    from_start=True,
 )
 
 

@@ -17,8 +17,9 @@ import torch
 from torch_shard._common.caller import caller, public
 from torch_shard._common.dtypes import torch_dtype
 from torch_shard._common.types import PyTree
-from torch_shard._optim.from_torch import RULES, update_tensor
+from torch_shard._optim.from_torch import RULES
 from torch_shard._optim.rule import Entry, Flags, Rule, Slots, read_numbers
+from torch_shard._optim.stored_update import update_tensor
 
 Rate = float | Callable[[jax.Array], Any]
 """A learning rate, or an optax schedule: of the number of steps taken, an int32 scalar."""

@@ -93,7 +93,7 @@ class ApplyStep(Step):
             >>> apply(apply.init(), torch.ones(8, 4)).shape
             (8, 2)
         """
-        self._take_entries()
+        self._hold(self._tensors.present())
         layout, held = self._state_layout, (self._held.trainable, self._held.frozen, self._held.buffers)
         zero = put(np.zeros((), np.int32), self.replicated)
         words = np.asarray(jax.random.key_data(jax.random.key(0)))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -47,20 +46,12 @@ from torch_shard._sharding import (
 from torch_shard._state import TrainState, as_arrays, check_state, with_key
 from torch_shard._train.compile_cache import CompileCache
 from torch_shard._train.facts import FirstRows, agree_on_program
+from torch_shard._train.model_tensors import ModelTensors
 from torch_shard._train.options import StepOptions
 from torch_shard._train.placing import Placer, ShardedBatch
 from torch_shard._train.programs import Causes, ProgramKey, StepProgram
-from torch_shard._train.written import Entries, is_in_state
 
 logger = logging.getLogger(__name__)
-
-_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
-
-
-_WRITTEN = (
-    "Write it within forward or loss_fn, or before step.init; or go on with a new step of step.export(state), changed "
-    "as you want it."
-)
 
 
 class Step:
@@ -108,33 +99,9 @@ class Step:
 
     def _hold(self, held: Holdings) -> None:
         """Be of these tensors of the model, with the values that they have now."""
-        self._held, self._modules = held, list(self.model.modules())
-        self._params = list(held.params.values())
-        self._trains = list(map(_REQUIRES_GRAD, self._params))
+        self._held, self._tensors = held, ModelTensors(self.caller, self.model, held)
+        self._modules = list(self.model.modules())
         self._host_buffers = HostBuffers(held.buffers)
-        self._entries = Entries(self.model, held)
-
-    def _take_entries(self) -> None:
-        """Be of the tensors that the model has now, which may stand where others of their shapes stood."""
-        self._hold(self._present_entries())
-
-    def _present_entries(self) -> Holdings:
-        """The tensors that the model has now.
-
-        Raises:
-            ValueError: They differ from those that the step was made for in more than their values.
-        """
-        held = holdings(self.model)
-        kinds = [
-            [(name, t.shape, t.dtype, name in of.trainable) for name, t in of.all.items()] for of in (self._held, held)
-        ]
-        if kinds[0] != kinds[1]:
-            apart = sorted({name for name, *_ in set(kinds[0]) ^ set(kinds[1])})
-            raise ValueError(
-                f"{self.caller}: {_some(apart)} of the model was added, removed, untied or made another shape, dtype "
-                "or requires_grad since the step was made, so that its state no longer fits. Make a new step."
-            )
-        return held
 
     def _with_stages(self, layers: LayerOptions) -> tuple[ResolvedPlan, ResolvedPlan, LayerOptions]:
         """The plans with the layers that are stages of a pipeline, if there is one; these then are a loop."""
@@ -181,12 +148,12 @@ class Step:
 
         With `only_shapes` the batch has shapes alone, and so has what is returned.
         """
-        self._check_requires_grad()
+        self._tensors.check_requires_grad()
         if not only_shapes:
-            self._check_entries(state)
+            self._tensors.check_values(state)
         check_current_mesh()
         placed = batch if isinstance(batch, ShardedBatch) else self._put(batch, only_shapes=only_shapes)
-        flags = tuple(map(_TRAINING, self._modules)) if self.train else ()
+        flags = tuple(module.training for module in self._modules) if self.train else ()
         key = ProgramKey(placed.signature, flags, capture_settings(), skip_grad_norm)
         values = HostValues(
             placed.leaves,
@@ -257,41 +224,6 @@ class Step:
             "; ".join(f"{path} has come as {', '.join(map(str, shapes))}" for path, shapes in found.items()),
         )
 
-    def _check_requires_grad(self) -> None:
-        if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
-            return
-        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
-        raise ValueError(
-            f"{self.caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its state "
-            "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
-        )
-
-    def _check_entries(self, state: TrainState | None) -> None:
-        """Refuse what was done to the model since the state was taken from it, and is not in the state."""
-        if names := self._entries.replaced():
-            raise ValueError(
-                f"{self.caller}: {_some(names)} of the model was replaced since the step took its values (by an "
-                "assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state "
-                "(step.init), or make a new step with a new optimizer."
-            )
-        if not (names := self._entries.written()):
-            return
-        apart = [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]
-        if buffers := [name for name in apart if name in self._held.buffers]:
-            raise ValueError(
-                f"{self.caller}: {_some(buffers)} of the model was written since the step took its values, which the "
-                f"state does not see: it has its own. {_WRITTEN}"
-            )
-        if apart:
-            logger.warning(
-                "%s: %s of the model was written since the step took its values. The state has its own, which stay as "
-                "they are. %s",
-                self.caller,
-                _some(apart),
-                _WRITTEN,
-            )
-        self._entries.note(names)
-
     @error_prefix(None)
     def put(self, batch: PyTree) -> ShardedBatch:
         """Put a batch on the mesh ahead of the step, which takes what this returns in place of the batch.
@@ -316,7 +248,7 @@ class Step:
         return placed
 
     def _capture(self, key: ProgramKey, values: HostValues, microbatch: int) -> LossProgram:
-        self._present_entries()
+        self._tensors.present()
         loss = loss_program(
             self.model,
             self.loss_fn,
@@ -542,7 +474,3 @@ class Step:
                 return preview_of(lowered, state, arrays, plan=self.plan, paths=paths, notes=notes)
 
         return rest
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

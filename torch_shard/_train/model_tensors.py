@@ -1,0 +1,94 @@
+"""The tensors of a model that a step was made for: they stay those that its state has the values of."""
+
+import logging
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from torch_shard._sharding import Holdings, holdings
+from torch_shard._state import TrainState
+from torch_shard._train.written import Entries, is_in_state
+
+logger = logging.getLogger(__name__)
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+_WRITTEN = (
+    "Write it within forward or loss_fn, or before step.init; or go on with a new step of step.export(state), changed "
+    "as you want it."
+)
+
+
+class ModelTensors:
+    """The parameters and buffers of a model, with the values that they have when this is made.
+
+    Args:
+        caller: The public function whose name errors begin with.
+        model: The model.
+        held: Its tensors.
+    """
+
+    def __init__(self, caller: str, model: torch.nn.Module, held: Holdings) -> None:
+        self._caller, self._model, self._held = caller, model, held
+        self._params = list(held.params.values())
+        self._trains = list(map(_REQUIRES_GRAD, self._params))
+        self._entries = Entries(model, held)
+
+    def present(self) -> Holdings:
+        """The tensors that the model has now, which may stand where others of their shapes stood.
+
+        Raises:
+            ValueError: They differ from these in more than their values.
+        """
+        held = holdings(self._model)
+        kinds = [
+            [(name, t.shape, t.dtype, name in of.trainable) for name, t in of.all.items()] for of in (self._held, held)
+        ]
+        if kinds[0] != kinds[1]:
+            apart = sorted({name for name, *_ in set(kinds[0]) ^ set(kinds[1])})
+            raise ValueError(
+                f"{self._caller}: {_some(apart)} of the model was added, removed, untied or made another shape, dtype "
+                "or requires_grad since the step was made, so that its state no longer fits. Make a new step."
+            )
+        return held
+
+    def check_requires_grad(self) -> None:
+        """Refuse parameters that were frozen or unfrozen."""
+        if list(map(_REQUIRES_GRAD, self._params)) == self._trains:
+            return
+        changed = [n for n, t in self._held.params.items() if t.requires_grad != (n in self._held.trainable)]
+        raise ValueError(
+            f"{self._caller}: requires_grad of {', '.join(changed)} has changed since the step was made, so its state "
+            "no longer fits the model. Make a new step, and carry the values over with step.export(state)."
+        )
+
+    def check_values(self, state: TrainState | None) -> None:
+        """Refuse what was done to the model since the state was taken from it, and is not in the state."""
+        if names := self._entries.replaced():
+            raise ValueError(
+                f"{self._caller}: {_some(names)} of the model was replaced since the step took its values (by an "
+                "assignment, or load_state_dict(assign=True)), and the state has those of before. Take a new state "
+                "(step.init), or make a new step with a new optimizer."
+            )
+        if not (names := self._entries.written()):
+            return
+        apart = [n for n in names if state is None or not is_in_state(self._held.all[n], state.tensors[n])]
+        if buffers := [name for name in apart if name in self._held.buffers]:
+            raise ValueError(
+                f"{self._caller}: {_some(buffers)} of the model was written since the step took its values, which the "
+                f"state does not see: it has its own. {_WRITTEN}"
+            )
+        if apart:
+            logger.warning(
+                "%s: %s of the model was written since the step took its values. The state has its own, which stay as "
+                "they are. %s",
+                self._caller,
+                _some(apart),
+                _WRITTEN,
+            )
+        self._entries.note(names)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
